@@ -1,0 +1,69 @@
+# `make demo` on a fresh machine: an environment in .venv, then the example study. `make check` is what CI runs.
+# PYTHON chooses the interpreter; TORCH what is installed as torch, e.g. `make TORCH='torch>=2.6' demo` to keep the one that pip prefers.
+
+PYTHON ?=
+TORCH ?= torch==2.13.0
+STUDY ?= studies/code-gpt/study.yaml
+PYTEST_ARGS ?=
+
+RUN := .venv/bin/python
+# The checksum of path and torch: an editable install holds its path, so a tree that was moved or copied installs itself again.
+STAMP := .venv/.installed-$(shell printf '%s %s' "$$PWD" '$(TORCH)' | cksum | cut -d' ' -f1)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PYTHONNOUSERSITE := 1
+export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help install demo test lint format types imports check clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 18
+
+install: $(STAMP) ## the environment in .venv
+
+demo: $(STAMP) ## tune the example study and print its front
+	@.venv/bin/autotune run $(STUDY)
+
+test: $(STAMP) ## run the tests
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## style and formatting
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+format: $(STAMP) ## put style and formatting right
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+types: $(STAMP) ## mypy, strict on autotune
+	@$(RUN) -m mypy
+
+imports: $(STAMP) ## imports point down only
+	@$(RUN) -c 'from importlinter.cli import lint_imports_command as main; main(prog_name="lint-imports")' --no-logo --cache-dir .cache/imports
+
+check: lint types imports test ## all of these
+
+clean: ## remove environment, caches and what builds leave
+	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml
+	@if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
+	  set -- '$(PYTHON)'; test -n "$$1" || set -- python3 python3.13 python3.12 python3.11 python; \
+	  for python in "$$@"; do \
+	    "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
+	  done; \
+	  if test -z "$$python"; then \
+	    echo "autotune needs Python 3.11 or newer, and none was found as: $$*. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	  fi; \
+	  if ! "$$python" -c 'import venv, ensurepip' 2>/dev/null; then \
+	    echo "$$python cannot make environments: install its venv module (on Debian and Ubuntu the package python3-venv)." >&2; exit 1; \
+	  fi; \
+	  echo "Making .venv with $$("$$python" --version)"; \
+	  "$$python" -m venv --clear .venv; \
+	fi
+	@echo 'Installing $(TORCH), then autotune and the rest, into .venv (once; takes a minute or two)'
+	@$(RUN) -m pip install --quiet --no-input --progress-bar off '$(TORCH)' </dev/null
+	@$(RUN) -m pip install --quiet --no-input --progress-bar off -e '.[dev]' </dev/null
+	@rm -f .venv/.installed-* && touch $@

@@ -1,0 +1,355 @@
+"""From measurements to a recommendation: the front, the picks, their speed-ups, and the reasons in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autotune import stats
+from autotune.analysis import pareto
+from autotune.candidate import Candidate, DsConfig
+from autotune.objective import METRICS, Objective
+from autotune.trial import Outcome
+
+# Spread between two runs of one configuration where nothing was measured twice: 2 %, as on a quiet machine.
+ASSUMED_SPREAD = 0.02
+# Between first trial and re-measurement the machine's speed changes by so much before it is worth a word: 10 %.
+DRIFT = 0.1
+PICKS: dict[str, str] = {
+    "lowest_latency": "step_time_s",
+    "highest_throughput": "samples_per_s",
+    "fastest_convergence": "time_to_loss_s",
+    "lowest_memory": "peak_memory_bytes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One trial as the analysis sees it.
+
+    Attributes:
+        trial: Its number.
+        candidate: What was measured.
+        ds_config: Its complete DeepSpeed configuration.
+        outcome: How it ended.
+        metrics: What it yielded, by metric.
+        ci95: The 95 % interval within that one run.
+        feasible: Whether all constraints are held.
+        repeats: Metrics of each re-measurement, by round; a round measures all finalists and the baseline in turn.
+        script_side_changes: What it takes besides the DeepSpeed JSON.
+    """
+
+    trial: int
+    candidate: Candidate
+    ds_config: DsConfig
+    outcome: Outcome
+    metrics: Mapping[str, float]
+    ci95: Mapping[str, tuple[float, float]]
+    feasible: bool = True
+    repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    script_side_changes: Sequence[str] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be recommended."""
+        return self.outcome is Outcome.COMPLETE and self.feasible
+
+    def value(self, metric: str) -> float | None:
+        """The metric: the geometric mean of the re-measurements where there are any, else the trial's own.
+
+        The trial that made a candidate a finalist was picked for reading well, so it reads too well on average. Values
+        of different trials were taken at different times; `log_ratio` compares them.
+        """
+        again = [round_[metric] for round_ in self.repeats.values() if round_.get(metric, 0) > 0]
+        if again:
+            return math.exp(sum(math.log(value) for value in again) / len(again))
+        return self.metrics.get(metric)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """A recommended configuration.
+
+    Attributes:
+        measured: The trial.
+        speedup: Throughput over the baseline's; None if the baseline did not run.
+        speedup_ci95: Its 95 % interval.
+        reasons: Why, in words.
+    """
+
+    measured: Measured
+    speedup: float | None
+    speedup_ci95: tuple[float, float] | None
+    reasons: list[str]
+
+    def to_data(self) -> dict[str, Any]:
+        """The pick as it stands in `recommended.json`."""
+        return point(self.measured) | {
+            "speedup": self.speedup,
+            "speedup_ci95": list(self.speedup_ci95) if self.speedup_ci95 else None,
+            "reasons": self.reasons,
+            "script_side_changes": list(self.measured.script_side_changes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """What a study found.
+
+    Attributes:
+        baseline: The user's own configuration; None if it did not complete.
+        front: The measurements that no other one beats on every objective.
+        picks: By name; `recommended` and `drop_in` (which keeps the baseline's global batch) first.
+    """
+
+    baseline: Pick | None
+    front: list[Measured]
+    picks: dict[str, Pick]
+
+
+def point(measured: Measured) -> dict[str, Any]:
+    """A measurement as it stands in `front.json`."""
+    metrics = {name: value for name in measured.metrics if (value := measured.value(name)) is not None}
+    return {
+        "trial": measured.trial,
+        "candidate": measured.candidate.values(),
+        "ds_config": measured.ds_config,
+        "metrics": metrics,
+        "ci95": {name: list(_interval(measured, name)) for name in metrics if name in measured.ci95},
+    }
+
+
+def _interval(measured: Measured, metric: str) -> tuple[float, float]:
+    """The metric's 95 % interval: between re-measurements where there are several, else within the one run."""
+    low, high = measured.ci95[metric]
+    again = [math.log(round_[metric]) for round_ in measured.repeats.values() if round_.get(metric, 0) > 0]
+    if not again:
+        return low, high
+    own, centre = measured.metrics[metric], math.exp(sum(again) / len(again))
+    within = (centre * low / own, centre * high / own) if own > 0 else (low, high)
+    seen = [math.exp(value) for value in again]
+    return min(within[0], *seen), max(within[1], *seen)
+
+
+def rank(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective]) -> list[Measured]:
+    """The usable measurements, best compromise first.
+
+    The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over the median of all
+    where the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
+    """
+    usable = [m for m in measured if m.usable and all(m.metrics.get(o.metric) is not None for o in objectives)]
+    reference = baseline or (_typical(usable) if usable else None)
+    return sorted(usable, key=lambda m: (-log_gain(m, reference, objectives), m.trial)) if reference else []
+
+
+def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
+    """Weighted mean over the objectives of the logarithm of the gain over a reference; above 0 is better."""
+    total = sum(objective.weight for objective in objectives)
+    return sum(o.weight * _better(log_ratio(measured, reference, o.metric), o.metric) for o in objectives) / total
+
+
+def log_ratio(measured: Measured, reference: Measured, metric: str) -> float:
+    """Logarithm of a metric over the reference's.
+
+    From the rounds in which both were measured in turn, if there are any: a machine that has become slower since the
+    first trial, slows both. Else from the trials' own values, not from one's round and the other's trial.
+    """
+    if measured.trial == reference.trial:
+        return 0.0
+    pairs = paired_log_ratios(measured, reference, metric)
+    if pairs:
+        return sum(pairs) / len(pairs)
+    own, other = measured.metrics.get(metric), reference.metrics.get(metric)
+    return math.log(own / other) if own and other and own > 0 and other > 0 else 0.0
+
+
+def paired_log_ratios(measured: Measured, reference: Measured, metric: str) -> list[float]:
+    """Logarithms of the metric over the reference's, one for each round in which both were measured."""
+    found = []
+    for number, round_ in measured.repeats.items():
+        own, other = round_.get(metric), reference.repeats.get(number, {}).get(metric)
+        if own and other:
+            found.append(math.log(own / other))
+    return found
+
+
+def _better(ratio: float, metric: str) -> float:
+    return -ratio if METRICS[metric].direction == "minimize" else ratio
+
+
+def _typical(usable: Sequence[Measured]) -> Measured:
+    ordered = sorted(usable, key=lambda m: m.value("samples_per_s") or 0.0)
+    return ordered[len(ordered) // 2]
+
+
+def finalists(
+    measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], n: int, world_size: int
+) -> list[Measured]:
+    """What to measure again: the best compromise, the best with the baseline's batch, the fastest, then the next best.
+
+    Chosen by first measurements alone, so that a resumed study chooses the same.
+    """
+    measured = [replace(m, repeats={}) for m in measured]
+    baseline = replace(baseline, repeats={}) if baseline else None
+    ranked = [m for m in rank(measured, baseline, objectives) if baseline is None or m.trial != baseline.trial]
+    wanted = ranked[:1]
+    if baseline is not None:
+        wanted += [m for m in ranked if _same_batch(m, baseline, world_size)][:1]
+    wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
+    unique = {m.trial: m for m in [*wanted, *ranked]}
+    return list(unique.values())[:n]
+
+
+def recommend(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int) -> Recommendation:
+    """Picks from everything that was measured.
+
+    Args:
+        measured: Every told trial, the baseline among them.
+        baseline: The user's own configuration, if it completed.
+        objectives: What the study optimises.
+        world_size: Ranks.
+    """
+    ranked = rank(measured, baseline, objectives)
+    judge = _Judge(measured, baseline)
+    if not ranked:
+        return Recommendation(baseline=judge.pick(baseline, []) if baseline else None, front=[], picks={})
+    reference = baseline or ranked[0]
+    rows = [[_better(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
+    front = sorted((ranked[i] for i in pareto.front(rows, ["maximize"] * len(objectives))), key=lambda m: m.trial)
+    picks: dict[str, Pick] = {}
+    best, why = _best(ranked, baseline, objectives, judge)
+    picks["recommended"] = judge.pick(best, [why, *_words(best, baseline, objectives), *_drift(baseline)])
+    same = [m for m in ranked if baseline is not None and _same_batch(m, baseline, world_size)]
+    if baseline is not None and same:
+        keeps, _ = _best(same, baseline, objectives, judge)
+        batch = baseline.candidate.global_batch_size(world_size)
+        picks["drop_in"] = judge.pick(
+            keeps, [f"the best compromise that keeps the baseline's global batch of {batch}", *_words(keeps, baseline, objectives)]
+        )
+    for name, metric in PICKS.items():
+        having = [m for m in ranked if m.value(metric) is not None]
+        if having and (metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")):
+            extreme = max(having, key=lambda m: _better(log_ratio(m, reference, metric), metric))
+            picks[name] = judge.pick(extreme, [f"the best {METRICS[metric].label} of all that ran", *_words(extreme, baseline, objectives)])
+    return Recommendation(baseline=judge.pick(baseline, ["the configuration to beat"]) if baseline else None, front=front, picks=picks)
+
+
+def _best(ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge) -> tuple[Measured, str]:
+    """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
+    confirmed = [m for m in ranked if m.repeats] or list(ranked)
+    top = confirmed[0]
+    gain: Callable[[Measured], float] = lambda m: log_gain(m, baseline or top, objectives)  # noqa: E731
+    tied = [m for m in confirmed if gain(top) - gain(m) <= judge.resolution(m)]
+    chosen = min(tied, key=lambda m: (len(changes(m.candidate, baseline)), -gain(m)))
+    names = (
+        " and ".join(METRICS[o.metric].label for o in objectives)
+        if len(objectives) < 3
+        else ", ".join(METRICS[o.metric].label for o in objectives)
+    )
+    why = f"the best compromise of {names} (geometric mean of the gains: {math.exp(gain(chosen)):.2f}x)"
+    others = [f"trial {m.trial}" for m in tied if m is not chosen]
+    if others:
+        why += f"; a tie with {', '.join(others)} within the noise, and the one that changes least"
+    return chosen, why
+
+
+def spread(measured: Sequence[Measured], baseline: Measured | None) -> float:
+    """Standard deviation of one log ratio of throughputs between re-measurement rounds, pooled over the finalists."""
+    return _Judge(measured, baseline).spread
+
+
+class _Judge:
+    """Compares with the baseline, knowing how much two runs of one configuration differ."""
+
+    def __init__(self, measured: Sequence[Measured], baseline: Measured | None) -> None:
+        self.baseline = baseline
+        pairs = [paired_log_ratios(m, baseline, "samples_per_s") for m in measured if baseline and m.trial != baseline.trial]
+        residuals = [value - sum(values) / len(values) for values in pairs if len(values) > 1 for value in values]
+        self.degrees = sum(len(values) - 1 for values in pairs if len(values) > 1)
+        self.spread = math.sqrt(sum(r * r for r in residuals) / self.degrees) if self.degrees else ASSUMED_SPREAD * math.sqrt(2)
+        # What was measured once only is compared across time; how much that costs, the configurations measured again tell.
+        shifts = [_shift(m, "samples_per_s") for m in measured if m.repeats]
+        across = stats.t95(len(shifts)) * math.sqrt(sum(s * s for s in shifts) / len(shifts)) if shifts else 0.0
+        self.reach_across = max(across, 1.96 * self.spread)
+
+    def resolution(self, measured: Measured) -> float:
+        """Differences of log gain below this are noise."""
+        n = max(1, len(measured.repeats))
+        return stats.t95(self.degrees or 30) * self.spread / math.sqrt(n) if n > 1 else 1.96 * self.spread
+
+    def pick(self, measured: Measured, reasons: list[str]) -> Pick:
+        """A pick with its speed-up."""
+        speedup, interval = self.speedup(measured)
+        return Pick(measured=measured, speedup=speedup, speedup_ci95=interval, reasons=reasons)
+
+    def speedup(self, measured: Measured) -> tuple[float | None, tuple[float, float] | None]:
+        """Throughput over the baseline's with its interval: from interleaved pairs where both were measured again."""
+        if self.baseline is None:
+            return None, None
+        if measured.trial == self.baseline.trial:
+            return 1.0, (1.0, 1.0)
+        pairs = paired_log_ratios(measured, self.baseline, "samples_per_s")
+        if pairs:
+            return stats.ratio_ci95(pairs, self.spread, self.degrees or 30)
+        if not measured.metrics.get("samples_per_s") or not self.baseline.metrics.get("samples_per_s"):
+            return None, None
+        ratio = math.exp(log_ratio(measured, self.baseline, "samples_per_s"))
+        within = [_relative_half_width(m, "samples_per_s") for m in (measured, self.baseline)]
+        reach = math.hypot(*within, self.reach_across)
+        return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
+
+
+def changes(candidate: Candidate, baseline: Measured | None) -> list[str]:
+    """The knobs in which a candidate differs from the baseline, in words."""
+    if baseline is None:
+        return []
+    before, after = baseline.candidate.values(), candidate.values()
+    names = dict.fromkeys([*before, *after])
+    return [
+        f"{name} {_said(after.get(name))} instead of {_said(before.get(name))}" for name in names if before.get(name) != after.get(name)
+    ]
+
+
+def _said(value: Any) -> str:
+    return "default" if value is None else str(value)
+
+
+def _words(measured: Measured, baseline: Measured | None, objectives: Sequence[Objective]) -> list[str]:
+    if baseline is None:
+        return ["the baseline did not run, so there is no speed-up to state"]
+    if measured.trial == baseline.trial:
+        return ["this is the baseline: nothing that was tried is measurably better"]
+    found = changes(measured.candidate, baseline)
+    gains = []
+    for objective in objectives:
+        gain = math.exp(_better(log_ratio(measured, baseline, objective.metric), objective.metric))
+        better = gain if gain >= 1 else 1 / gain
+        gains.append(f"{METRICS[objective.metric].label} {better:.2f}x {'better' if gain >= 1 else 'worse'}")
+    return [*([f"changes {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}"]
+
+
+def _drift(baseline: Measured | None) -> list[str]:
+    """Says so where the machine was not as fast at the end as at the start: the ratios hold, the absolute times do not."""
+    now, then = (baseline.value("step_time_s"), baseline.metrics.get("step_time_s")) if baseline and baseline.repeats else (None, None)
+    if not now or not then or abs(math.log(now / then)) < DRIFT:
+        return []
+    word = "slower" if now > then else "faster"
+    return [f"caution: this machine ran the baseline {max(now / then, then / now):.2f}x {word} at the end of the study than at its start"]
+
+
+def _shift(measured: Measured, metric: str) -> float:
+    """Logarithm of a metric's re-measurements over the first measurement."""
+    now, then = measured.value(metric), measured.metrics.get(metric)
+    return math.log(now / then) if now and then else 0.0
+
+
+def _same_batch(measured: Measured, baseline: Measured, world_size: int) -> bool:
+    return measured.candidate.global_batch_size(world_size) == baseline.candidate.global_batch_size(world_size)
+
+
+def _relative_half_width(measured: Measured, metric: str) -> float:
+    low, high = measured.ci95.get(metric, (0.0, 0.0))
+    value = measured.metrics.get(metric, 0.0)
+    return (high - low) / 2 / value if value > 0 else 0.0

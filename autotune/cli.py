@@ -1,0 +1,207 @@
+"""The command line: parse, call, print. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune import UserError, __version__
+
+app = typer.Typer(
+    name="autotune",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # importing rich would double what --help takes
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find the DeepSpeed configuration that trains your model best, by measuring it.",
+)
+
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py, a training script, or a study.yaml.")]
+ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The training script's own arguments.")]
+ScriptSet = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
+]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
+Storage = Annotated[str | None, typer.Option(metavar="URL", help="Database URL (default: SQLite, studies/autotune.db).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+STUDIES = Path("studies")
+
+
+def main() -> None:
+    """Runs a command; what the user got wrong ends as one sentence and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except OSError as error:  # a full disk, a folder that cannot be written
+        if error.filename is None:
+            raise
+        print(f"autotune: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    target: Target,
+    script_args: ScriptArgs = None,
+    study: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the study (default: from the target).")] = None,
+    space: Annotated[str | None, typer.Option(metavar="A,B", help="Search spaces: presets or YAML files.")] = None,
+    objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
+    trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
+    time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: one per GPU).")] = None,
+    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
+    global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
+    sampler: Annotated[str | None, typer.Option(metavar="NAME", help="See `autotune ls samplers`.")] = None,
+    storage: Storage = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
+    script_set: ScriptSet = None,
+    as_json: AsJson = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
+) -> None:
+    """Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."""
+    from autotune import commands
+
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "script_set": script_set or None,
+        "name": study,
+        "space": space,
+        "objectives": objective,
+        "trials": trials,
+        "time_budget_s": time_budget,
+        "ranks": ranks,
+        "base_config": base_config and str(base_config),
+        "global_batch": global_batch,
+        "device_memory_bytes": device_memory,
+        "sampler": sampler,
+        "storage": storage,
+        "seed": seed,
+    }
+    raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json))
+
+
+@app.command()
+def check(
+    target: Target,
+    script_args: ScriptArgs = None,
+    space: Annotated[str | None, typer.Option(metavar="A,B", help="Search spaces: presets or YAML files.")] = None,
+    objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial.")] = None,
+    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration.")] = None,
+    global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
+    script_set: ScriptSet = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load TARGET, run two real steps, and say what would be tuned."""
+    from autotune import commands
+
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "script_set": script_set or None,
+        "space": space,
+        "objectives": objective,
+        "ranks": ranks,
+        "base_config": base_config and str(base_config),
+        "global_batch": global_batch,
+        "device_memory_bytes": device_memory,
+    }
+    raise typer.Exit(commands.check(target, overrides, as_json=as_json))
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:
+    """Write a commented study.yaml and a model.py that runs."""
+    from autotune import commands
+
+    commands.init(folder)
+
+
+@app.command()
+def ls(
+    what: Annotated[str, typer.Argument(metavar="spaces|objectives|samplers|metrics|studies", help="What to list.")] = "studies",
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """List search spaces, objectives, samplers, metrics or studies."""
+    from autotune import commands
+
+    commands.ls(what, storage, as_json=as_json)
+
+
+@app.command()
+def cp(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a search space or objective.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+) -> None:
+    """Copy a preset to a file of yours, to change it there."""
+    from autotune import commands
+
+    commands.cp(preset, file)
+
+
+@app.command()
+def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -> None:
+    """Say how far STUDY is and what it has found."""
+    from autotune import commands
+
+    commands.status(study, storage, as_json=as_json)
+
+
+@app.command()
+def export(
+    study: StudyName,
+    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
+    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate or hf-args.")] = "deepspeed",  # noqa: A002
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
+    storage: Storage = None,
+) -> None:
+    """Print the configuration that STUDY found, ready for your training."""
+    from autotune import commands
+
+    commands.export(study, pick, trial, format, output, storage)
+
+
+@app.command()
+def doctor(
+    build: Annotated[bool, typer.Option(help="Compile DeepSpeed's ops once.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine has and what would fail, and build DeepSpeed's ops once."""
+    from autotune import commands
+
+    raise typer.Exit(commands.doctor(build=build, as_json=as_json))
+
+
+def commands_of(application: typer.Typer = app) -> Iterable[str]:
+    """Names of the commands, for the tests that hold the documents to them."""
+    return [command.name or (command.callback.__name__ if command.callback else "") for command in application.registered_commands]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""What the commands do: call the layers below, print what they return."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from autotune import UserError, spec, store
+from autotune.candidate import DsConfig, nearest
+from autotune.console import ProgressView, duration
+from autotune.executors import base
+from autotune.plan import Plan, executor_for, plan, shown, studies_folder
+from autotune.report import StudyReport, summary
+from autotune.report import export as exports
+from autotune.search import SAMPLERS, check_sampler
+from autotune.spec import StudySpec, inspect_target
+from autotune.study import Runner, note_agent, study_lock
+from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
+
+STUDIES = Path("studies")
+INTERRUPTED = 130
+
+
+def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
+    """`autotune run`: tunes the target and writes what was found.
+
+    Returns:
+        Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
+    """
+    wanted = StudySpec.of(target, overrides)
+    check_sampler(wanted.sampler)
+    studies = studies_folder(target)
+    folder = studies / wanted.name
+    url = wanted.storage or store.default_url(studies)
+    interrupted = False
+    store.open_storage(url)  # what is wrong with it is said before seconds of imports
+    with ProgressView() as view, _terminable(), study_lock(folder) as lock, store.failing_in_words(url):
+        view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
+        try:
+            with executor_for(inspect_target(wanted.target), folder) as executor:
+                note_agent(lock, executor.mark)
+                found = plan(wanted, executor, folder)
+                if fresh:
+                    _forget(wanted.name, url, folder)
+                runner = Runner(found, executor, folder, url, view)
+                runner.open()
+                _keep_spec(wanted, target, folder)
+                for note in found.notes:
+                    view.say(note)
+                runner.run()
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted and wanted.name not in store.study_names(store.open_storage(url)):
+        print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
+        return INTERRUPTED
+    report = summary.load(wanted.name, url, folder)
+    written = summary.write(report, folder)
+    _print_answer(report, [shown(path) for path in written], as_json=as_json)
+    if interrupted:
+        again = shlex.join(["autotune", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+        print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
+        return INTERRUPTED
+    if not report.recommended["picks"]:
+        print(f"autotune: {report.why_nothing}, so there is nothing to recommend", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check(target: Path, overrides: Mapping[str, Any], *, as_json: bool) -> int:
+    """`autotune check`: loads the target, runs two real steps of the baseline, and says what would be tuned.
+
+    Returns:
+        Exit status: 0 the baseline runs, 1 it does not.
+    """
+    wanted = StudySpec.of(target, overrides)
+    folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
+    with ProgressView() as view, _terminable():
+        view.doing(f"loading {shown(wanted.target)}")
+        with executor_for(inspect_target(wanted.target), folder) as executor:
+            found = plan(wanted, executor, folder)
+            view.doing("running two steps of the baseline")
+            request = TrialRequest(
+                target=str(wanted.target), candidate=found.baseline.values(), ds_config=found.ds_config(found.baseline),
+                world_size=found.world_size, seed=wanted.seed, max_steps=2, budget_s=0.0, deadline_s=wanted.trial_deadline_s,
+                device_memory_bytes=wanted.device_memory_bytes, script=found.script(found.baseline),
+            )  # fmt: skip
+            with executor.turn(view.waiting):
+                result = base.run(executor, folder / "trials" / "check", request, view.tick)
+    if result.outcome is Outcome.COMPLETE:
+        shutil.rmtree(folder, ignore_errors=True)
+    data = check_data(found, result, TrialDir(folder / "trials" / "check").log(result.failed_rank or 0))
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        print_check(data, Console(highlight=False, soft_wrap=True))
+    return 0 if result.outcome is Outcome.COMPLETE else 1
+
+
+def print_check(data: Mapping[str, Any], console: Console) -> None:
+    """Prints what `check` found."""
+    workload = data["workload"]
+    trainable = "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
+    console.print(f"model      {workload['n_parameters']:,} parameters{trainable}")
+    if workload["script"]:
+        _print_script(workload["script"], console)
+    samples = f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "no fixed size"
+    console.print(f"data       {samples}")
+    if workload["n_blocks"]:
+        share = f"{workload['block_share']:.0%} of the parameters"
+        console.print(f"blocks     {workload['n_blocks']} x {workload['block_class']}, {share}: their activations can be recomputed")
+    environment = workload["environment"]
+    console.print(f"machine    {environment['accelerator']}: {environment['device_name']}; {data['ranks']} rank(s)")
+    console.print(f"baseline   {data['baseline']['description']}: {data['baseline']['outcome']}", end="")
+    if data["baseline"]["peak_memory_bytes"]:
+        console.print(f", {data['baseline']['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak of two steps", end="")
+    console.print(f"; {data['baseline']['reason']}" if data["baseline"]["reason"] else "")
+    if data["baseline"]["log"]:
+        console.print(f"           see {data['baseline']['log']}")
+    about = "" if data["exact"] else "about "
+    console.print(f"\n{about}{data['n_legal']:,} candidates can run here, of {data['n_candidates']:,} in the space. Tuned:\n")
+    knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1]
+    width = max(len(knob["name"]) for knob in knobs)
+    for knob in knobs:
+        console.print(f"  {knob['name']:<{width}}  {knob['values']}{_condition(knob['when'])}")
+    if data["not_proposed"]:
+        console.print("\nNot proposed here:")
+        values: dict[tuple[str, str], list[str]] = {}
+        for item in data["not_proposed"]:
+            values.setdefault((item["knob"], item["reason"]), []).append(str(item["value"]))
+        for (knob, reason), dead in values.items():
+            console.print(f"  {knob} {', '.join(dead)}: {reason.removeprefix(f'{knob}: ')}")
+    for note in data["notes"]:
+        console.print(f"\nNote: {note}")
+
+
+def _print_script(script: Mapping[str, Any], console: Console) -> None:
+    """Prints what a probe of a training script found."""
+    backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
+    batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
+    console.print(f"script     raw DeepSpeed, {backward}; {batch}")
+    console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")
+    for change in script["moved_by"]:
+        console.print(f"           {change}")
+
+
+def _condition(when: Mapping[str, Sequence[Any]]) -> str:
+    """The condition of a knob in words."""
+    terms = [f"{name} is {' or '.join('default' if value is None else str(value) for value in values)}" for name, values in when.items()]
+    return f"   when {', '.join(terms)}" if terms else ""
+
+
+def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
+    """What `check` found, for programs."""
+    from dataclasses import asdict
+
+    n_legal, exact = found.space.count_legal(found.baseline, found.setting)
+    dead = found.full_space.dead_values(found.baseline, found.setting)
+    return {
+        "target": str(shown(found.spec.target)),
+        "ranks": found.world_size,
+        "workload": asdict(found.workload),
+        "baseline": {
+            "candidate": found.baseline.values(),
+            "description": found.baseline.describe(),
+            "ds_config": found.ds_config(found.baseline),
+            "outcome": str(result.outcome),
+            "reason": result.reason,
+            "log": None if result.outcome is Outcome.COMPLETE else str(log),
+            "peak_memory_bytes": result.peak_memory_bytes,
+            "memory_by_phase_bytes": result.memory_by_phase_bytes,
+        },
+        "n_candidates": found.full_space.size(found.baseline),
+        "n_legal": n_legal,
+        "exact": exact,
+        "knobs": [
+            {"name": p.name, "values": p.describe(), "n_values": len(p.all_values()), "when": {k: list(v) for k, v in p.when.items()}}
+            for p in found.space.parameters
+        ],
+        "not_proposed": [
+            {"knob": knob, "value": "default" if value is None else value, "reason": reason} for (knob, value), reason in dead.items()
+        ],
+        "notes": found.notes,
+    }
+
+
+def init(folder: Path) -> None:
+    """`autotune init`: writes the two files of a first study.
+
+    Raises:
+        UserError: One of them is there already.
+    """
+    templates = Path(__file__).parent / "_templates"
+    names = ("model.py", "study.yaml")
+    for name in names:
+        if (folder / name).exists():
+            raise UserError(f"{folder / name} exists; name another folder: autotune init FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(templates / name, folder / name)
+        print(f"wrote {folder / name}")
+    print(f"Next: autotune check {folder / 'study.yaml'}, then autotune run {folder / 'study.yaml'}")
+
+
+def ls(what: str, storage: str | None, *, as_json: bool) -> None:
+    """`autotune ls`: lists what there is of a kind.
+
+    Raises:
+        UserError: There is no such kind.
+    """
+    rows: list[tuple[str, ...]]
+    match what:
+        case "spaces" | "objectives":
+            kind: spec.Kind = "search_spaces" if what == "spaces" else "objectives"
+            rows = [(name, spec.preset_summary(path)) for name, path in spec.presets(kind).items()]
+        case "samplers":
+            rows = list(SAMPLERS.items())
+        case "metrics":
+            rows = [(name, f"{label}, {unit}, {direction}") for name, unit, direction, label in summary.metric_rows()]
+        case "studies":
+            url = storage or store.default_url(STUDIES)
+            rows = [(name,) for name in store.study_names(store.open_storage(url, create=False))]
+        case _:
+            known = ("spaces", "objectives", "samplers", "metrics", "studies")
+            raise UserError(f"ls: unknown {what!r}.{nearest(what, known)} Known: {', '.join(known)}")
+    if as_json:
+        print(json.dumps([dict(zip(("name", "description"), row, strict=False)) for row in rows], indent=1))
+        return
+    width = max((len(row[0]) for row in rows), default=0)
+    for row in rows:
+        print(f"{row[0]:<{width}}  {row[1]}" if len(row) > 1 else row[0])
+
+
+def cp(preset: str, file: Path) -> None:
+    """`autotune cp`: copies a preset to a file of the user's.
+
+    Raises:
+        UserError: There is no such preset, or the file exists.
+    """
+    every = {**spec.presets("search_spaces"), **spec.presets("objectives")}
+    if preset not in every:
+        raise UserError(f"cp: unknown preset {preset!r}.{nearest(preset, every)} Known: {', '.join(every)}")
+    if file.is_dir():
+        file = file / f"{preset}.yaml"
+    if file.exists():
+        raise UserError(f"cp: {file} exists")
+    try:
+        shutil.copyfile(every[preset], file)
+    except OSError as error:
+        raise UserError(f"cp: {file}: {error.strerror}") from None
+    flag = "--space" if preset in spec.presets("search_spaces") else "--objective"
+    print(f"wrote {file}; use it with {flag} {file}")
+
+
+def status(study: str, storage: str | None, *, as_json: bool) -> None:
+    """`autotune status`: how far a study is and what it has found."""
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    n_running = len(store.running(store.load_study(store.open_storage(url, create=False), study)))
+    data = summary.status_data(report, n_running)
+    if as_json:
+        print(json.dumps(data, indent=1))
+        return
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in data["outcomes"].items())
+    running = f", {n_running} begun and not told (running now, or lost)" if n_running else ""
+    print(f"study {study}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){running}\n")
+    _print_answer(report, [], as_json=False)
+
+
+def export(study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None) -> None:
+    """`autotune export`: the configuration that a study found, in the form that a training takes."""
+    if pick is not None and number is not None:
+        raise UserError("export: give --pick or --trial, not both")
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    chosen = summary.pick_or_trial(report, pick, number)
+    base_config: DsConfig = report.study["base_config"]
+    text = exports.export(chosen, base_config, form, report.world_size)
+    if output is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(text)
+        except OSError as error:
+            raise UserError(f"export: {output}: {error.strerror}") from None
+        print(f"wrote {output}", file=sys.stderr)
+    for line in [*exports.notes(chosen, base_config, form), *chosen.get("script_side_changes", [])]:
+        print(f"note: {line}", file=sys.stderr)
+
+
+def doctor(*, build: bool, as_json: bool) -> int:
+    """`autotune doctor`: what this machine has and what would fail; compiles DeepSpeed's ops once.
+
+    Returns:
+        Exit status: 0 trials can run, 1 they cannot.
+    """
+    from autotune import doctor as examination
+
+    findings = examination.examine(build=build, on_step=lambda text: print(f"- {text}", file=sys.stderr))
+    if as_json:
+        print(json.dumps([vars(finding) for finding in findings], indent=1))
+    else:
+        width = max(len(finding.what) for finding in findings)
+        for finding in findings:
+            print(f"{finding.verdict:<5} {finding.what:<{width}}  {finding.detail}")
+    return 1 if any(finding.verdict == "fail" for finding in findings) else 0
+
+
+def _locate(study: str, storage: str | None) -> tuple[Path, str]:
+    with contextlib.suppress(ValueError):
+        spec.check_name(study)
+        return STUDIES.absolute() / study, storage or store.default_url(STUDIES)
+    raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
+
+
+def _print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:
+    from autotune.report import console
+
+    if as_json:
+        print(json.dumps({**report.recommended, "front": list(report.front), "study": dict(report.study)}, indent=1))
+    else:
+        Console(highlight=False, soft_wrap=False).print(console.render_answer(report, [str(path) for path in written]))
+
+
+def _forget(name: str, url: str, folder: Path) -> None:
+    """Removes a study's trials, from the database and from its folder."""
+    store.delete_study(store.open_storage(url), name)
+    for path in (folder / "trials").glob("[0-9]*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:
+    """Writes the study as it was understood, unless the user's own file lies there."""
+    from autotune import trial
+
+    file = folder / "study.yaml"
+    if target.absolute() != file.absolute():
+        trial.write_text(file, wanted.to_yaml(folder))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a study as Ctrl-C does: ranks stopped, what was told kept, the best so far printed."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

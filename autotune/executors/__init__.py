@@ -1,0 +1,1 @@
+"""Start a worker somewhere, watch it, stop it."""

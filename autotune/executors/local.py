@@ -1,0 +1,225 @@
+"""Trials on this machine: one warm server, which forks the ranks of each trial."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from autotune import UserError
+from autotune.executors.base import Status
+from autotune.trial import TrialDir
+
+START_TIMEOUT_S = 300.0
+CANCEL_TIMEOUT_S = 10.0
+MARK = "AUTOTUNE_AGENT"
+
+
+class LocalExecutor:
+    """Runs trials on this machine.
+
+    Args:
+        modules: What the user's target imports; the server imports it once.
+        log: Where the server's own output goes.
+    """
+
+    def __init__(self, modules: Sequence[str], log: Path) -> None:
+        self.cold_reason = ""
+        self.mark = uuid.uuid4().hex
+        self._modules, self._log = list(modules), log
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the warm server and waits until it has imported everything.
+
+        Raises:
+            UserError: It died on the way, with the last line that it wrote.
+        """
+        if self._server is not None:
+            if self._server.poll() is None:
+                return
+            self.lose(self._server)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "autotune.worker", "serve", *self._modules]
+        with open(self._log, "ab") as log:
+            # Its own session: Ctrl-C in the terminal is for the driver, which then stops the ranks in order.
+            self._server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment(), start_new_session=True
+            )
+        answer = self._answer(START_TIMEOUT_S)
+        if answer is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(1.0)  # its end of the pipe closes a moment before its exit status is there
+            code = self._server.poll()
+            how = "no answer" if code is None else f"exit status {code}"
+            self.close()
+            raise UserError(f"the trial server did not start ({how}); see {self._log}: {_last_line(self._log)}")
+        self.cold_reason = str(answer.get("reason", ""))
+
+    def submit(self, folder: TrialDir) -> LocalJob:
+        """Hands the folder to the server, which is started again if it has died."""
+        order = json.dumps({"run": str(folder.path.resolve())}).encode() + b"\n"
+        self.start()
+        try:
+            return LocalJob(self, self._order(order), folder)
+        except BrokenPipeError:  # it died since we looked
+            assert self._server is not None
+            self.lose(self._server)
+            self.start()
+            return LocalJob(self, self._order(order), folder)
+
+    @contextlib.contextmanager
+    def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Two studies on one machine take turns, trial by trial: measured together, both would read slow."""
+        path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
+        with open(path, "w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    on_wait()
+                    time.sleep(0.05)
+            yield
+
+    def build_ops(self, names: Sequence[str]) -> str | None:
+        """Compiles DeepSpeed ops ahead of the trials that need them; returns the compiler's last line if that failed."""
+        command = [sys.executable, "-m", "autotune.worker", "build", *names]
+        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
+        return (done.stderr.strip().splitlines() or ["unknown failure"])[-1] if done.returncode else None
+
+    def close(self) -> None:
+        """Ends the server and everything that it or a trial started."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        for pipe in (server.stdin, server.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(CANCEL_TIMEOUT_S)
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+        sweep(self.mark)
+
+    def lose(self, server: subprocess.Popen[bytes]) -> None:
+        """Gives up a server that died or does not answer, with everything below it; one started since is left alone."""
+        if server is self._server:
+            self.close()
+            self.mark = uuid.uuid4().hex
+
+    def _order(self, line: bytes) -> subprocess.Popen[bytes]:
+        assert self._server is not None and self._server.stdin is not None
+        self._server.stdin.write(line)
+        self._server.stdin.flush()
+        return self._server
+
+    def _answer(self, timeout_s: float) -> dict[str, object] | None:
+        assert self._server is not None and self._server.stdout is not None
+        ready, _, _ = select.select([self._server.stdout], [], [], timeout_s)
+        line = self._server.stdout.readline() if ready else b""
+        return dict(json.loads(line)) if line else None
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.setdefault("DS_ACCELERATOR", "" if _has_cuda_device() else "cpu")
+        if not environment["DS_ACCELERATOR"]:
+            del environment["DS_ACCELERATOR"]
+        return environment | {
+            MARK: self.mark,
+            "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+            # Another ninja than the one that built an op finds its build dirty and builds it again.
+            "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's thread pool starts at import; the server must have one thread to fork
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for devices without initialising CUDA, which would not survive the fork
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
+        }
+
+
+class LocalJob:
+    """A trial in the hands of the local server."""
+
+    def __init__(self, executor: LocalExecutor, server: subprocess.Popen[bytes], folder: TrialDir) -> None:
+        self._executor, self._server, self._folder = executor, server, folder
+
+    def poll(self) -> Status:
+        """Exited when the agent has written `exit.json`, lost when the server died before that."""
+        if self._folder.exit.exists():
+            return Status.EXITED
+        if self._server.poll() is not None:
+            self._executor.lose(self._server)
+            return Status.EXITED if self._folder.exit.exists() else Status.LOST
+        return Status.RUNNING
+
+    def cancel(self) -> None:
+        """Asks the server to kill the ranks; kills the server if it does not."""
+        if self.poll() is not Status.RUNNING:
+            return
+        assert self._server.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._server.stdin.write(b'{"cancel": true}\n')
+            self._server.stdin.flush()
+        until = time.monotonic() + CANCEL_TIMEOUT_S
+        while self.poll() is Status.RUNNING:
+            if time.monotonic() > until:
+                self._server.kill()
+            time.sleep(0.01)
+
+
+def extensions_dir() -> Path:
+    """DeepSpeed's compiled ops for exactly these libraries, this environment and this kind of machine."""
+    parts = [sys.prefix, sys.version, os.uname().machine, str(shutil.which("ninja", path=str(Path(sys.prefix) / "bin")))]
+    parts += [metadata.version(name) for name in ("torch", "deepspeed")]
+    return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def cache_dir() -> Path:
+    """Where what can be made again is kept: `AUTOTUNE_CACHE`, or the user's cache folder."""
+    stated = os.environ.get("AUTOTUNE_CACHE")
+    return Path(stated) if stated else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
+
+
+def sweep(mark: str) -> list[int]:
+    """Kills every process of this user that carries an executor's mark in its environment; returns their numbers."""
+    wanted = f"{MARK}={mark}".encode()
+    killed: list[int] = []
+    for _ in range(500):  # what is killed may just have started another one
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    found.append(pid)
+        if not found:
+            break
+        killed += found
+        time.sleep(0.01)
+    return sorted(set(killed))
+
+
+def _has_cuda_device() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
+    return lines[-1] if lines else "it wrote nothing"

@@ -1,0 +1,299 @@
+"""A study worked out as far as it goes without a trial: workload, baseline, space, and what can run here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune import UserError, trial
+from autotune.candidate import (
+    SIDE_EFFECT_KEYS,
+    Candidate,
+    DsConfig,
+    Scalar,
+    Setting,
+    check_retired,
+    from_deepspeed,
+    inherited_settings,
+    set_path,
+)
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.space import SearchSpace
+from autotune.spec import StudySpec, Target, inspect_target
+from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, Workload
+
+DEFAULT_MICRO_BATCH = 8
+DEFAULT_LEARNING_RATE = 1e-3
+SCRIPT_BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+# What the user can do where the tuner finds no way.
+REMEDY = {
+    name: f"To tune it, say what carries it: a flag (-- --flag {{{name}}}) or a constant of the script (--set NAME={{{name}}})"
+    for name in SCRIPT_BATCH
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A study with everything found out that does not need a trial.
+
+    Attributes:
+        spec: What the user asked for.
+        target: What the target file is.
+        workload: What the target turned out to be.
+        world_size: Ranks.
+        base_config: The user's DeepSpeed configuration, with an optimizer where the target brings none.
+        baseline: The candidate that it means.
+        space: What is tuned, dead values removed.
+        full_space: The same before anything was removed.
+        setting: What legality depends on.
+        notes: What the user should know.
+    """
+
+    spec: StudySpec
+    target: Target
+    workload: Workload
+    world_size: int
+    base_config: DsConfig
+    baseline: Candidate
+    space: SearchSpace
+    full_space: SearchSpace
+    setting: Setting
+    notes: list[str] = field(default_factory=list)
+
+    def ds_config(self, candidate: Candidate) -> DsConfig:
+        """The complete DeepSpeed configuration of a candidate of this study."""
+        return candidate.to_deepspeed(self.base_config)
+
+    def script(self, candidate: Candidate) -> Script | None:
+        """How the script is run for a candidate; None where the target is a `model.py`."""
+        return script_request(self.spec, self.workload.script, candidate) if self.workload.script else None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for two runs to belong to one study."""
+        spec = self.spec
+        return {
+            "target": hashlib.sha256(spec.target.read_bytes()).hexdigest()[:16],
+            "space": spec.space.to_data(),
+            "objectives": [o.model_dump() for o in spec.objectives],
+            "constraints": [c.model_dump() for c in spec.constraints],
+            "ranks": self.world_size,
+            "base_config": spec.base_config,
+            "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
+            "device_memory_bytes": spec.device_memory_bytes,
+            "seed": spec.seed,
+            "accelerator": self.workload.environment.accelerator,
+            **({"script": self._script_fingerprint()} if self.workload.script else {}),
+        }
+
+    def _script_fingerprint(self) -> dict[str, Any]:
+        """The command line, and what it made of the configuration, which may lie in other files."""
+        assert self.workload.script is not None
+        return {
+            "args": list(self.spec.script_args),
+            "set": self.spec.script_set,
+            "working_dir": str(self.spec.working_dir or self.spec.target.parent),
+            "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
+        }
+
+
+def studies_folder(spec_path: Path) -> Path:
+    """Where the studies lie: `studies` around the study's own file, if it lies in one, else in the working directory."""
+    around = spec_path.absolute().parent.parent
+    return around if around.name == "studies" and spec_path.suffix in (".yaml", ".yml") else Path("studies").absolute()
+
+
+@contextlib.contextmanager
+def executor_for(target: Target, folder: Path) -> Iterator[LocalExecutor]:
+    """The local engine, started for a target and ended whatever happens."""
+    executor = LocalExecutor(target.imports, folder / "trials" / "server.log")
+    try:
+        executor.start()
+        yield executor
+    finally:
+        executor.close()
+
+
+def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
+    """Loads the target in a rank and works out baseline, space and setting.
+
+    Raises:
+        UserError: The target, the baseline or the space cannot be used, and why.
+    """
+    target = inspect_target(spec.target)
+    workload = _inspect(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
+    environment = workload.environment
+    world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
+    if target.kind == "script" and world_size > 1 and not spec.ranks:
+        workload = _inspect(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
+    if environment.accelerator == "cuda" and world_size > environment.n_devices:
+        raise UserError(f"--ranks {world_size}: this machine has {environment.n_devices} devices")
+    base_config = _completed(spec, target, workload)
+    setting = Setting(
+        accelerator=environment.accelerator,
+        deepspeed_version=environment.versions["deepspeed"],
+        world_size=world_size,
+        ranks_per_node=world_size,
+        bf16=environment.bf16,
+        fp16=environment.fp16,
+        n_blocks=workload.n_blocks,
+        n_samples=workload.n_samples,
+        global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
+        client_optimizer=workload.client_optimizer and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
+        plain_backward=workload.script is not None and workload.script.plain_backward,
+        base=inherited_settings(base_config),
+    )
+    check_retired(base_config, setting.deepspeed_version, "base config")
+    baseline = _baseline(spec, base_config, workload, world_size)
+    reason = baseline.illegal(_without_batch_bounds(setting))
+    if reason is not None:
+        raise UserError(f"the baseline cannot run here: {reason}")
+    space = spec.space
+    if target.kind == "script":
+        workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
+        space = space.pinned(_frozen(spec, workload, baseline))
+    if spec.global_batch == "keep":
+        space = space.keeping(baseline.global_batch_size(world_size), world_size, baseline.micro_batch_size)
+    pruned = space.pruned(baseline, setting)
+    if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
+        why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
+        raise UserError(f"no candidate of the search space can run here: {why}")
+    notes = list(workload.caveats)
+    if environment.n_cores < world_size and environment.accelerator == "cpu":
+        notes.append(f"{world_size} ranks share {environment.n_cores} cores: step times will read slow and noisy")
+    if executor.cold_reason:
+        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
+    return Plan(
+        spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
+        space=pruned, full_space=space, setting=setting, notes=notes,
+    )  # fmt: skip
+
+
+def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
+    is_script = inspect_target(spec.target).kind == "script"
+    request = TrialRequest(
+        target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
+        deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+        script=script_request(spec, None, None) if is_script else None,
+    )  # fmt: skip
+    result = base.run(executor, path, request)
+    if result.outcome is not Outcome.COMPLETE:
+        how = "run as it is" if is_script else "loaded"
+        raise UserError(f"{spec.target} cannot be {how}: {result.reason} (see {shown(TrialDir(path).log(result.failed_rank or 0))})")
+    workload = trial.read(TrialDir(path).workload, Workload)
+    if workload.script is not None:
+        for name in SCRIPT_BATCH:
+            if getattr(workload.script, name) is None:
+                raise UserError(f"{spec.target}: the {name} varies from step to step, so that no trial could be checked")
+    return workload
+
+
+def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate | None) -> Script:
+    """How the script is run for a candidate; for None as the user would, templates filled with the usual batch."""
+    values = {"micro_batch_size": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1}
+    if candidate is not None:
+        values = {name: getattr(candidate, name) for name in SCRIPT_BATCH}
+    texts = [*spec.script_args, *spec.script_set.values()]
+
+    def filled(text: str) -> str:
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", str(value))
+        return text
+
+    return Script(
+        arguments=tuple(map(filled, spec.script_args)),
+        working_dir=str(spec.working_dir or spec.target.parent),
+        # A probe leaves a constant that carries the batch as it is, and so learns its value.
+        assignments={k: filled(v) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
+        micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
+        gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
+        carried=tuple(name for name in SCRIPT_BATCH if any(f"{{{name}}}" in text for text in texts)),
+    )
+
+
+def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
+    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed."""
+    assert workload.script is not None
+    micro, steps = baseline.micro_batch_size, baseline.gradient_accumulation_steps
+    wanted = replace(baseline, micro_batch_size=micro - 1 if micro > 1 else 2, gradient_accumulation_steps=steps + 1)
+    request = TrialRequest(
+        target=str(spec.target), candidate=wanted.values(), ds_config=wanted.to_deepspeed(workload.script.ds_config), world_size=world_size,
+        seed=spec.seed, max_steps=2, budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+        script=script_request(spec, workload.script, wanted),
+    )  # fmt: skip
+    result = base.run(executor, path, request)
+    seen = result.observed
+    movable, caveats = [], list(workload.caveats)
+    if seen is None:
+        caveats.append(f"with another batch the script ended with {result.outcome}: {result.reason}; so its batch is left as it is")
+    else:
+        if wanted.micro_batch_size in (seen.micro_batch_size, seen.loader_batch_size):
+            movable.append("micro_batch_size")
+        else:
+            caveats.append(f"the micro-batch stays {micro}: nothing that the tuner can reach moves it. {REMEDY['micro_batch_size']}")
+        if wanted.gradient_accumulation_steps == seen.gradient_accumulation_steps:
+            movable.append("gradient_accumulation_steps")
+        else:
+            caveats.append(f"the accumulation stays {steps}: the script counts it itself. {REMEDY['gradient_accumulation_steps']}")
+    probed = replace(workload.script, movable=tuple(movable), moved_by=tuple(result.side_changes))
+    return replace(workload, script=probed, caveats=caveats)
+
+
+def _frozen(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:
+    """The knobs of the space that the script does not let move, with the values they keep."""
+    assert workload.script is not None
+    fixed = [name for name in SCRIPT_BATCH if name not in workload.script.movable]
+    if fixed and spec.global_batch == "keep":
+        fixed = list(SCRIPT_BATCH)  # where one of the two stays and the product too, so does the other
+    return {name: baseline.values()[name] for name in fixed}
+
+
+def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
+    """The user's configuration with what it leaves open and a trial needs.
+
+    AdamW where neither it nor the target brings an optimizer; buffers that follow 16-bit weights where the model has any.
+    """
+    if workload.script is not None:
+        # What ran goes before what was configured: DeepSpeed never compares the two.
+        batch = {"train_micro_batch_size_per_gpu": workload.script.micro_batch_size}
+        config = {key: value for key, value in workload.script.ds_config.items() if key != "train_batch_size"}
+        config |= batch | {"gradient_accumulation_steps": workload.script.gradient_accumulation_steps}
+        wide = not any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        if workload.float_buffers and wide and "buffer_dtype" not in config.get("data_types", {}):
+            set_path(config, "data_types.buffer_dtype", "auto")
+        return config
+    config = copy.deepcopy(spec.base_config or {})
+    if "optimizer" not in config and "optimizer" not in target.defines:
+        # On CPU DeepSpeed would compile its own Adam for a minute; torch's runs at once.
+        extra = {"torch_adam": True} if workload.environment.accelerator == "cpu" else {}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, **extra}}
+    if workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
+        set_path(config, "data_types.buffer_dtype", "auto")
+    return config
+
+
+def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size: int) -> Candidate:
+    if not spec.batch_is_configured and workload.script is None:
+        micro = DEFAULT_MICRO_BATCH
+        if isinstance(spec.global_batch, tuple):
+            micro = max(1, min(micro, spec.global_batch[1] // world_size))
+        if workload.n_samples is not None:
+            micro = max(1, min(micro, workload.n_samples // world_size))
+        config = {**config, "train_micro_batch_size_per_gpu": micro}
+    return from_deepspeed(config, world_size)
+
+
+def _without_batch_bounds(setting: Setting) -> Setting:
+    return replace(setting, global_batch=None)
+
+
+def shown(path: Path) -> Path:
+    """A path as people see it: relative where it lies below the working directory."""
+    with contextlib.suppress(ValueError):
+        return path.relative_to(Path.cwd())
+    return path

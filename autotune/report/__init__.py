@@ -1,0 +1,182 @@
+"""What a person or another tool takes away from a study; here its data, and how trials and picks are named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from autotune import UserError
+from autotune.candidate import Candidate
+from autotune.objective import METRICS
+
+Data: TypeAlias = Mapping[str, Any]
+
+TITLES = {"drop_in": "drop-in"}
+PICK_NOTES = {
+    "recommended": "the best compromise of the objectives",
+    "drop_in": "keeps the baseline's global batch",
+    "lowest_latency": "the shortest optimizer step",
+    "highest_throughput": "the most samples per second",
+    "fastest_convergence": "the soonest at the baseline's final loss",
+    "lowest_memory": "the least memory at its peak",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyReport:
+    """A study as plain data: the one input of everything in this package.
+
+    Attributes:
+        study: `name`, `target`, `ranks`, `objectives` (names of metrics, in order), `n_trials`, `wall_s`, and what else is worth showing.
+        recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
+        front: The content of `front.json`.
+        trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `metrics`, `ci95`, `wall_s`, `caveats`, and where
+            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`.
+        environment: The fields of `trial.Environment`.
+        workload: The fields of `trial.Workload`.
+    """
+
+    study: Data
+    recommended: Data
+    front: Sequence[Data]
+    trials: Sequence[Data]
+    environment: Data = field(default_factory=dict)
+    workload: Data = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The study's name."""
+        return str(self.study["name"])
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of every trial."""
+        return int(self.study.get("ranks") or 1)
+
+    @property
+    def baseline(self) -> Data | None:
+        """The user's own configuration, measured; None if it did not complete."""
+        return self.recommended.get("baseline") or None
+
+    @property
+    def picks(self) -> Mapping[str, Data]:
+        """The picks by name."""
+        return self.recommended.get("picks") or {}
+
+    @property
+    def why_nothing(self) -> str:
+        """Why there is no pick, where there is none."""
+        n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
+        return f"{n_complete} configurations completed, but none keeps every constraint" if n_complete else "no configuration completed"
+
+    def picks_by_trial(self) -> list[tuple[list[str], Data]]:
+        """Each picked trial once, with all that it was picked for."""
+        names: dict[int, list[str]] = {}
+        for name, pick in self.picks.items():
+            names.setdefault(pick["trial"], []).append(name)
+        return [(found, self.picks[found[0]]) for found in names.values()]
+
+    def metric_names(self, *, all_metrics: bool = True) -> list[str]:
+        """The objectives in order, then what else was measured."""
+        objectives = [name for name in self.study.get("objectives", ()) if name in METRICS]
+        if not all_metrics:
+            return objectives
+        seen = {name for trial in self.trials for name in measured(trial)}
+        return [*objectives, *(name for name in METRICS if name in seen and name not in objectives)]
+
+    def table(self) -> list[Data]:
+        """What an overview lists: the front, picks that are not on it, and the baseline last."""
+        others = [pick for _, pick in self.picks_by_trial()]
+        found = {point["trial"]: point for point in [*others, *self.front]}
+        base = found.pop(self.baseline["trial"], self.baseline) if self.baseline else None
+        return [*(found[trial] for trial in sorted(found)), *([base] if base else [])]
+
+    def points(self) -> dict[int, Data]:
+        """The measurements by trial: of re-measured ones the value that the recommendation rests on, else the trial's own."""
+        picked = [*self.front, *self.picks.values(), *([self.baseline] if self.baseline else [])]
+        return {trial["trial"]: trial for trial in self.trials if measured(trial)} | {point["trial"]: point for point in picked}
+
+    def comparable(self, point: Data) -> Data | None:
+        """The baseline as it was measured when the point was: in its own trial, or again in turns with the finalists.
+
+        A machine that has become faster in between would else be taken for a better configuration.
+        """
+        trials = {trial["trial"]: trial for trial in self.trials}
+        base, own = self.baseline, trials.get(point["trial"])
+        if base is None or own is None or measured(own) != measured(point):
+            return base
+        return trials.get(base["trial"], base)
+
+    def marks(self) -> dict[int, list[str]]:
+        """What each trial stands for, by trial: titles of its picks, and `baseline`."""
+        found = {pick["trial"]: [title(name) for name in names] for names, pick in self.picks_by_trial()}
+        if self.baseline:
+            found.setdefault(self.baseline["trial"], []).append("baseline")
+        return found
+
+    def caveats(self) -> list[str]:
+        """What the user should know: about the target, and about the trials that the answer rests on."""
+        shown = {point["trial"] for point in (*self.picks.values(), *([self.baseline] if self.baseline else []))}
+        found = [str(text) for text in self.workload.get("caveats") or ()]
+        for trial in self.trials:
+            if trial["trial"] in shown:
+                found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]
+        for trial in self.trials:
+            if trial.get("role") == "baseline" and self.baseline is None:
+                found.insert(0, f"the baseline did not complete ({_end(trial)}), so no speed-up can be stated")
+        return list(dict.fromkeys(found))
+
+
+def measured(point: Data) -> dict[str, float]:
+    """The metrics that a trial or a pick yielded."""
+    return {name: float(value) for name, value in (point.get("metrics") or {}).items() if value is not None and math.isfinite(value)}
+
+
+def interval(point: Data, metric: str, value: float) -> tuple[float, float]:
+    """The 95 % interval of a metric's value; the value twice where there is none."""
+    low, high = (point.get("ci95") or {}).get(metric) or (value, value)
+    return (min(low, value), max(high, value)) if math.isfinite(low) and math.isfinite(high) else (value, value)
+
+
+def title(pick: str) -> str:
+    """A pick's name for people: `lowest_latency` is `lowest latency`."""
+    return TITLES.get(pick, pick.replace("_", " "))
+
+
+def words(values: Data) -> str:
+    """A candidate, given as flat knob values, in a few words."""
+    try:
+        return Candidate.of(values).describe()
+    except UserError:  # written by another version
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def differences(values: Data, baseline: Data | None) -> list[tuple[str, Any, Any]]:
+    """The knobs in which a candidate differs from the baseline: name, before, after."""
+    before = dict(baseline["candidate"]) if baseline else {}
+    names = dict.fromkeys([*before, *values])
+    return [(name, before.get(name), values.get(name)) for name in names if before.get(name) != values.get(name)]
+
+
+def speedup(report: StudyReport, point: Data) -> float | None:
+    """Throughput over the baseline's; None if the baseline did not run."""
+    stated = next((pick for pick in report.picks.values() if pick["trial"] == point["trial"]), point)
+    if stated.get("speedup") is not None:
+        return float(stated["speedup"])
+    base = report.comparable(point)
+    own, reference = measured(point).get("samples_per_s"), measured(base).get("samples_per_s") if base else None
+    return own / reference if own and reference else None
+
+
+def gain(metric: str, value: float, reference: float) -> tuple[float, bool] | None:
+    """By which factor, and whether for the better, a value differs from a reference; None where a factor says nothing."""
+    if value <= 0 or reference <= 0:
+        return None
+    ratio = reference / value if METRICS[metric].direction == "minimize" else value / reference
+    return (ratio, True) if ratio >= 1 else (1 / ratio, False)
+
+
+def _end(trial: Data) -> str:
+    return f"{trial['outcome']}: {trial['reason']}" if trial.get("reason") else str(trial["outcome"])

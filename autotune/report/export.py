@@ -1,0 +1,228 @@
+"""A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags for transformers; and what no file can say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autotune import UserError
+from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, nearest, without_auto
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+# What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike (HfTrainerDeepSpeedConfig.trainer_config_process).
+HF_TWINS = {
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+
+
+class ExportError(UserError):
+    """A format that is not known."""
+
+
+def export(pick: Mapping[str, Any], base: Mapping[str, Any], format: str, world_size: int) -> str:  # noqa: A002
+    """A pick as the text of a file.
+
+    Args:
+        pick: As it stands in `recommended.json`.
+        base: The user's DeepSpeed configuration.
+        format: One of `FORMATS`.
+        world_size: Ranks that it was measured with.
+
+    Raises:
+        ExportError: The format is not known.
+    """
+    if format not in FORMATS:
+        raise ExportError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
+    return FORMATS[format](pick, base, world_size)
+
+
+def deepspeed_config(pick: Mapping[str, Any], base: Mapping[str, Any]) -> DsConfig:
+    """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
+
+    It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without it.
+    `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks.
+    """
+    measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
+    left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
+    config = without_auto(copy.deepcopy({**measured, **left_out}))
+    return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
+
+
+def _deepspeed(pick: Mapping[str, Any], base: Mapping[str, Any], _world_size: int) -> str:
+    return json.dumps(deepspeed_config(pick, base), indent=2, allow_nan=False) + "\n"
+
+
+def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int) -> str:
+    """`accelerate launch --config_file`, with the JSON inside.
+
+    `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it Accelerate
+    refuses `mixed_precision`, `gradient_accumulation_steps` and the offload fields, all of which the JSON states.
+    """
+    config = deepspeed_config(pick, base)
+    comments = [
+        "Use: accelerate launch --config_file accelerate.yaml train.py",
+        "Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.",
+        *notes(pick, base, "accelerate"),
+    ]
+    lines = [f"# {text}" for text in comments]
+    lines += ["compute_environment: LOCAL_MACHINE", "distributed_type: DEEPSPEED", "deepspeed_config:", "  deepspeed_config_file: |-"]
+    lines += [f"    {line}" for line in json.dumps(config, indent=2, allow_nan=False).splitlines()]
+    lines += [f"  zero3_init_flag: {str(config['zero_optimization']['stage'] == 3).lower()}"]
+    lines += ["machine_rank: 0", "main_training_function: main", "num_machines: 1", f"num_processes: {world_size}", "use_cpu: false"]
+    return "\n".join(lines) + "\n"
+
+
+def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _world_size: int) -> str:
+    """Flags for a script that parses transformers' TrainingArguments, one a line, quoted for a shell.
+
+    `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
+    """
+    candidate = Candidate.of(pick["candidate"])
+    flags: list[tuple[str, ...]] = [
+        ("--per_device_train_batch_size", str(candidate.micro_batch_size)),
+        ("--gradient_accumulation_steps", str(candidate.gradient_accumulation_steps)),
+    ]
+    if candidate.precision in DTYPES:
+        flags.append((f"--{candidate.precision}",))
+    if candidate.checkpoint_every == 1:
+        flags.append(("--gradient_checkpointing",))
+    elif candidate.checkpoint_every > 1:
+        flags += [
+            ("--activation_checkpointing",),
+            ("--activation_checkpointing_kwargs", json.dumps({"every_n_layers": candidate.checkpoint_every})),
+        ]
+    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(deepspeed_config(pick, base))]
+    flags.append(("--deepspeed", "ds_config.json"))
+    return "\n".join(shlex.join(flag) for flag in flags) + "\n"
+
+
+def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:
+    found = [(flag, value) for path, flag in HF_TWINS.items() if (value := _at(config, path)) is not None]
+    betas = _at(config, "optimizer.params.betas")
+    if betas:
+        found += [("adam_beta1", betas[0]), ("adam_beta2", betas[1])]
+    warmup_lr = _at(config, "scheduler.params.warmup_max_lr")
+    if warmup_lr is not None and "learning_rate" not in dict(found):
+        found.append(("learning_rate", warmup_lr))
+    return found
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], str]] = {
+    "deepspeed": _deepspeed,
+    "accelerate": _accelerate,
+    "hf-args": _hf_args,
+}
+
+
+def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list[str]:  # noqa: A002
+    """What someone who uses the exported text has to know and cannot read in it."""
+    config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
+    found = []
+    if format == "accelerate":
+        found.append(f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states the micro-batch, it does not set it.")
+        if candidate.checkpoint_every:
+            found.append(
+                f"Recompute the activations of {_every(candidate.checkpoint_every)} block in the script: no key of this file does."
+            )
+        if "optimizer" in config:
+            found.append("The JSON makes the optimizer: the script passes accelerate.utils.DummyOptim instead of its own.")
+        if "scheduler" in config:
+            found.append("The JSON makes the scheduler: the script passes accelerate.utils.DummyScheduler instead of its own.")
+    if format == "hf-args":
+        found.append("ds_config.json is the same pick in the format `deepspeed`.")
+        if candidate.checkpoint_every > 1:
+            found.append("Recomputing every k-th layer needs transformers 5; with older ones every layer: --gradient_checkpointing.")
+        if _at(config, "scheduler.params.total_num_steps") or _at(config, "scheduler.params.warmup_num_steps"):
+            found.append(
+                'The JSON fixes the scheduler steps: set them to "auto", or transformers refuses other --max_steps or --warmup_steps.'
+            )
+    return found
+
+
+def script_side_changes(candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False) -> list[str]:
+    """Everything that a candidate needs besides its DeepSpeed JSON, in sentences with code in backticks.
+
+    Args:
+        candidate: What is to be used.
+        baseline: What the user's script does now.
+        block_class: Class of the model's repeated blocks, as the workload names it.
+        is_script: The trials ran a training script, and noted themselves what carried the batch.
+    """
+    found = _batch_changes(candidate, baseline, noted=is_script)
+    if candidate.checkpoint_every != baseline.checkpoint_every:
+        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block"))
+    if candidate.precision != baseline.precision:
+        found += _precision_changes(candidate.precision, baseline.precision)
+    if candidate.optimizer in ONE_BIT_OPTIMIZERS and candidate.optimizer != baseline.optimizer:
+        found.append(
+            f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
+        )
+    if candidate.zero_stage == 0 < baseline.zero_stage:
+        found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
+    if candidate.zero_stage == 3 > baseline.zero_stage:
+        found.append(
+            "Saving: the ranks hold parts of the weights, so every rank calls `engine.save_checkpoint(...)`; `state_dict()` is empty."
+        )
+    return found
+
+
+def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) -> list[str]:
+    found = []
+    micro, steps = candidate.micro_batch_size, candidate.gradient_accumulation_steps
+    if micro != baseline.micro_batch_size and not noted:
+        found.append(
+            f"Micro-batch: the data loader of each rank yields {micro} samples instead of {baseline.micro_batch_size}:"
+            f" `DataLoader(..., batch_size={micro})` (transformers: `--per_device_train_batch_size {micro}`)."
+        )
+    if steps != baseline.gradient_accumulation_steps and not noted:
+        found.append(
+            f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of {baseline.gradient_accumulation_steps}; call"
+            f" `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps {steps}`)."
+        )
+    ratio = micro * steps / (baseline.micro_batch_size * baseline.gradient_accumulation_steps)
+    if ratio != 1:
+        found.append(
+            f"Learning rate: the global batch is {ratio:.3g} times the baseline's, and the trials kept your learning rate and schedule."
+        )
+    return found
+
+
+def _checkpointing(every: int, block_class: str) -> str:
+    if every == 0:
+        return f"Activation checkpointing: off; no longer recompute `{block_class}` (transformers: drop `--gradient_checkpointing`)."
+    kwargs = f"--activation_checkpointing --activation_checkpointing_kwargs '{{\"every_n_layers\": {every}}}'"
+    hf = "--gradient_checkpointing" if every == 1 else kwargs
+    which = f"{_every(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
+    return (
+        f"Activation checkpointing: recompute {which}: call `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`"
+        f" instead of `block(x)` (transformers: `{hf}`)."
+    )
+
+
+def _precision_changes(precision: str, before: str) -> list[str]:
+    if precision in DTYPES:
+        dtype = DTYPES[precision]
+        return [f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer tokens stay."]
+    found = []
+    if before in DTYPES:
+        found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
+    if precision.startswith("torch_autocast"):
+        found.append("Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away.")
+    return found
+
+
+def _every(k: int) -> str:
+    return {1: "every", 2: "every second", 3: "every third"}.get(k, f"every {k}th")

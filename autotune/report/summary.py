@@ -1,0 +1,175 @@
+"""What a study found, read from its database and folder, and the files that it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from optuna.study import Study
+
+from autotune import store, trial
+from autotune.analysis import recommend
+from autotune.analysis.recommend import Measured, Recommendation
+from autotune.candidate import Candidate
+from autotune.objective import METRICS
+from autotune.report import StudyReport, readme
+from autotune.report.export import deepspeed_config, script_side_changes
+from autotune.store import StoreError, StudyRecord
+from autotune.trial import Outcome
+
+
+def load(name: str, storage_url: str, folder: Path) -> StudyReport:
+    """Reads a study and works out what it found so far.
+
+    Args:
+        name: The study.
+        storage_url: Its database.
+        folder: Its folder.
+
+    Raises:
+        StoreError: There is no such database or study, or autotune did not make it.
+    """
+    study = store.load_study(store.open_storage(storage_url, create=False), name)
+    kept = store.record(study)
+    if kept is None:
+        raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
+    measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept.base_config)]
+    baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+    found = recommend.recommend(measured, baseline, kept.objectives, kept.world_size)
+    trials = _trials(study, measured, folder)
+    return StudyReport(
+        study={
+            "name": name,
+            "target": kept.target,
+            "ranks": kept.world_size,
+            "objectives": [o.metric for o in kept.objectives],
+            "n_trials": len(trials),
+            "wall_s": sum(t["wall_s"] for t in trials),
+            "base_config": kept.base_config,
+            "threads_per_rank": _threads(kept),
+        },
+        environment=asdict(kept.workload.environment),
+        workload=asdict(kept.workload),
+        recommended=_recommended(found),
+        front=[recommend.point(m) for m in found.front],
+        trials=trials,
+    )
+
+
+def _threads(kept: StudyRecord) -> int | None:
+    """Threads of a rank on a CPU, where another number of them is another speed."""
+    environment = kept.workload.environment
+    if environment.accelerator != "cpu":
+        return None
+    return trial.threads_per_rank(environment.n_cores, kept.world_size, environment.omp_num_threads)
+
+
+def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
+    baseline = Candidate.from_key(kept.baseline)
+    point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
+    return replace(
+        measured,
+        ds_config=deepspeed_config(point, kept.base_config),
+        script_side_changes=[
+            *measured.script_side_changes,
+            *script_side_changes(measured.candidate, baseline, kept.workload.block_class, is_script=kept.workload.script is not None),
+        ],
+    )
+
+
+def _recommended(found: Recommendation) -> dict[str, Any]:
+    return {
+        "picks": {name: pick.to_data() for name, pick in found.picks.items()},
+        "baseline": found.baseline.to_data() if found.baseline else None,
+    }
+
+
+def _trials(study: Study, measured: list[Measured], folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for told, seen in zip(store.told_trials(study), measured, strict=True):
+        data = store.told_data(told)
+        result = trial.result_in(store.trial_path(folder, told.number))
+        rows.append(
+            {
+                "trial": told.number,
+                "role": told.user_attrs.get(store.ROLE_ATTR, "search"),
+                "outcome": data["outcome"],
+                "reason": data["reason"],
+                "phase": data["phase"],
+                "candidate": seen.candidate.values(),
+                "metrics": data["metrics"],
+                "ci95": data["ci95"],
+                "censored": data["censored"],
+                "feasible": data["feasible"],
+                "wall_s": data["wall_s"],
+                "caveats": data["caveats"],
+                "losses": result.losses if result else [],
+                "step_times_s": result.step_times_s if result else [],
+            }
+        )
+    return rows
+
+
+def write(report: StudyReport, folder: Path) -> list[Path]:
+    """Writes the study's files, each whole or not at all.
+
+    Returns:
+        Their paths, the one that people want first.
+    """
+    from autotune.report import html  # plotly takes a third of a second to import
+
+    picks = report.recommended["picks"]
+    trial.write(folder / "environment.json", report.environment)
+    trial.write(folder / "front.json", report.front)
+    trial.write(folder / "recommended.json", report.recommended)
+    trial.write_text(folder / "README.md", readme.render(report))
+    html.write(report, folder / "report.html")
+    written = [folder / name for name in ("recommended.json", "front.json", "README.md", "report.html", "environment.json")]
+    if "recommended" in picks:
+        trial.write(folder / "ds_config.json", picks["recommended"]["ds_config"])
+        written.insert(0, folder / "ds_config.json")
+    return written
+
+
+def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
+    """How far a study is, for programs."""
+    outcomes: dict[str, int] = {}
+    for row in report.trials:
+        outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
+    picks = report.recommended["picks"]
+    study = {name: value for name, value in report.study.items() if name != "base_config"}
+    return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
+
+
+def metric_rows() -> list[tuple[str, str, str, str]]:
+    """Name, unit, direction and label of every metric."""
+    return [(name, metric.unit, metric.direction, metric.label) for name, metric in METRICS.items()]
+
+
+def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> dict[str, Any]:
+    """The point to export.
+
+    Raises:
+        StoreError: There is no such pick or trial; it lists those there are.
+    """
+    if number is not None:
+        row = next((row for row in report.trials if row["trial"] == number), None)
+        if row is None:
+            numbers = [row["trial"] for row in report.trials]
+            raise StoreError(
+                f"study {report.study['name']!r} has no told trial {number}; it has {min(numbers)} to {max(numbers)}"
+                if numbers
+                else "it has none"
+            )
+        every = [*report.recommended["picks"].values(), *report.front]
+        known = next((p for p in every if p["trial"] == number), None)
+        return dict(known or row)
+    picks = report.recommended["picks"]
+    name = pick or "recommended"
+    if name == "baseline" and report.recommended["baseline"]:
+        return dict(report.recommended["baseline"])
+    if name not in picks:
+        known_names = ", ".join([*picks, *(["baseline"] if report.recommended["baseline"] else [])])
+        raise StoreError(f"study {report.study['name']!r} has no pick {name!r}. Known: {known_names or 'none, since no trial completed'}")
+    return dict(picks[name])

@@ -1,0 +1,25 @@
+"""Which candidate next: the samplers by name."""
+
+from __future__ import annotations
+
+from autotune import UserError
+from autotune.candidate import nearest
+
+SAMPLERS = {
+    "tpe": "multivariate tree-structured Parzen estimator with constraints; follows conditional knobs (the default)",
+    "physics": "analytic prior of memory and step time, corrected by every trial; passes by what will not fit",
+    "gp": "Gaussian process with constraints; strong on smooth spaces, seconds a suggestion where there are several objectives",
+    "nsga2": "genetic algorithm for several objectives; needs many trials",
+    "random": "uniform over what can run",
+    "grid": "every candidate, in the order of the space",
+}
+
+
+def check_sampler(name: str) -> None:
+    """Refuses a sampler that does not exist.
+
+    Raises:
+        UserError: It names those that do.
+    """
+    if name not in SAMPLERS:
+        raise UserError(f"sampler: unknown {name!r}.{nearest(name, SAMPLERS)} Known: {', '.join(SAMPLERS)}. See `autotune ls samplers`.")

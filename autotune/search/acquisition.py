@@ -1,0 +1,57 @@
+"""What a candidate is worth trying: expected improvement of one cost, and of the hypervolume of several."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+Floats = NDArray[np.float64]
+
+DRAWN, KEPT = 6000, 256
+
+
+def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
+    """Expected decrease below the best cost so far (Jones, Schonlau and Welch, 1998)."""
+    z = (best - mean) / sd
+    return np.asarray((best - mean) * ndtr(z) + sd * np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi), dtype=float)
+
+
+def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.random.Generator) -> Floats:
+    """Expected growth of the dominated hypervolume for each row, the costs taken as independent.
+
+    It is the integral, over the part of the box that the front does not dominate, of the probability that the row
+    dominates the point there; the integral is a mean over random points.
+
+    Args:
+        mean: Expected costs (logarithms), one row a candidate, one column an objective.
+        sd: Their standard deviations.
+        front: Costs of the points that count so far.
+        rng: Source of the random points.
+    """
+    low = np.minimum(front.min(axis=0), (mean - 1.5 * sd).min(axis=0))
+    high = front.max(axis=0) + 0.1 * np.maximum(front.max(axis=0) - low, 0.05)
+    points = low + (high - low) * rng.random((DRAWN, len(low)))
+    free = points[~dominated(points, front)][:KEPT]
+    if not len(free):
+        return np.zeros(len(mean))
+    total = np.ones((len(mean), len(free)))
+    for column in range(len(low)):
+        total *= ndtr((free[None, :, column] - mean[:, column, None]) / sd[:, column, None])
+    return np.asarray(total.mean(axis=1), dtype=float)
+
+
+def dominated(points: Floats, by: Floats) -> NDArray[np.bool_]:
+    """Which points have a row of `by` that is no worse in every cost."""
+    worse = np.all(by[None, :, :] <= points[:, None, :], axis=2)
+    return np.asarray(np.any(worse, axis=1), dtype=bool)
+
+
+def front_of(costs: Floats) -> NDArray[np.intp]:
+    """Rows that no other row beats in every cost, in order of the first; of equal rows one."""
+    order = np.lexsort(costs.T[::-1])
+    kept: list[int] = []
+    for row in order:
+        if not kept or not (costs[kept] <= costs[row]).all(axis=1).any():
+            kept.append(int(row))
+    return np.array(kept, dtype=np.intp)

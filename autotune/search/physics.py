@@ -1,0 +1,223 @@
+"""The physics-guided sampler: an analytic prior of memory and step time, corrected by every trial, in an Optuna study.
+
+`Guide` (in `guide.py`) is the search itself and runs without a workload, a database or Optuna; its docstring shows how.
+`PhysicsSampler` is that guide as an Optuna sampler: it holds no state of its own but the candidates and reads every trial
+back from the storage, so that a resumed study continues with the same beliefs. `AnalyticPrior` is the prior that follows
+from a `Profile` and a `Machine`; any other callable of the same form (`catalogue.Prior`) will do, `catalogue.flat` among them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from optuna.distributions import BaseDistribution
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
+from autotune.predict import memory, step_time
+from autotune.predict.profile import Knobs, Machine, Profile
+from autotune.search.catalogue import Prediction, Prior
+from autotune.search.guide import Beliefs, Bound, Guide, Told
+from autotune.search.legal import LegalSampler, encoded
+from autotune.space import SearchSpace
+from autotune.trial import Outcome, Workload
+
+# Written by `store`, which lies beside this package: what a told trial yielded, as JSON.
+MEASURED_ATTR = "measured"
+# Spaces up to this size are enumerated; of larger ones so many candidates are drawn, and the neighbours of the best join them.
+MOST_CANDIDATES = 100_000
+DRAWN = 30_000
+ATTEMPTS = 4
+NEIGHBOURS_OF = 4
+# Where the workload was guessed from its size, each term may be far off, and so may the whole.
+GUESSED_SPREAD = 1.0
+COUNTED_SCALE_SD, GUESSED_SCALE_SD = 0.15, 1.0
+
+
+class AnalyticPrior:
+    """Memory and step time by the formulas of `autotune.predict`.
+
+    Args:
+        profile: The workload.
+        machine: What it runs on.
+        base: Settings by dotted path that hold where a candidate says nothing.
+    """
+
+    def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
+        self.profile, self.machine, self.base = profile, machine, base
+        guessed = profile.guessed
+        self._time_spread = np.array([max(s, GUESSED_SPREAD) if guessed else 2 * s for s in step_time.SPREADS.values()])
+        said = memory.spreads(profile)
+        self._memory_spread = np.array([1.5 * s for s in said.values()])
+
+    def __call__(self, candidates: Sequence[Candidate]) -> Prediction:
+        """The prediction, one row for each candidate."""
+        knobs = Knobs.of(candidates, self.base)
+        times = step_time.step_time_terms(knobs, self.profile, self.machine)
+        sizes = memory.memory_terms(knobs, self.profile, self.machine)
+        return Prediction(
+            time_terms=np.column_stack([times[name] for name in step_time.SPREADS]),
+            memory_terms=np.column_stack([sizes[name] for name in memory.SPREADS]),
+            time_spread=self._time_spread,
+            memory_spread=self._memory_spread,
+            memory_scale_sd=GUESSED_SCALE_SD if self.profile.guessed else COUNTED_SCALE_SD,
+        )
+
+
+def generic_prior(workload: Workload, setting: Setting) -> AnalyticPrior:
+    """What to expect of a workload of which only the size is known: a transformer of that size on a typical machine."""
+    profile = Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+    return AnalyticPrior(profile, Machine.guess(setting.accelerator, setting.world_size, workload.environment.n_cores), dict(setting.base))
+
+
+class PhysicsSampler(LegalSampler):
+    """Proposes the legal new candidate that the guide expects most of.
+
+    Args:
+        space: The knobs.
+        default: The baseline, whose values hold for what is not tuned.
+        setting: What legality depends on.
+        seed: Seed of what is drawn.
+        prior: Predicts step time and memory.
+        metrics: The objectives' metrics, in order.
+        memory_limit_bytes: What a rank may use; None if that is not known.
+        bounds: Bounds on metrics that a solution must keep, as `objective.bounds` gives them.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        default: Candidate,
+        setting: Setting,
+        seed: int,
+        *,
+        prior: Prior,
+        metrics: Sequence[str],
+        memory_limit_bytes: float | None = None,
+        bounds: Iterable[Bound] = (),
+    ) -> None:
+        super().__init__("random", space, default, setting, seed)
+        self._metrics, self._prior, self._limit, self._bounds = list(metrics), prior, memory_limit_bytes, list(bounds)
+        self._guide: Guide | None = None
+        self._whole = True
+
+    @property
+    def guide(self) -> Guide:
+        """The search itself; made when it is first needed, since enumerating the space takes a second or two."""
+        if self._guide is None:
+            space, default, setting = self._space, self._default, self._setting
+            self._whole = space.size(default) <= MOST_CANDIDATES
+            drawn = space.candidates(default) if self._whole else space.draw(random.Random(0), default, DRAWN)
+            legal = list(dict.fromkeys(c for c in drawn if c.illegal(setting) is None))
+            values = {p.name: list(p.all_values()) for p in space.parameters}
+            self._guide = Guide(
+                legal, self._prior, self._metrics, world_size=setting.world_size, memory_limit_bytes=self._limit,
+                bounds=self._bounds, reference=default, knobs=values,
+            )  # fmt: skip
+        return self._guide
+
+    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        """The values of the active knobs of the next candidate; empty, with `exhausted` set, when none is left or fits."""
+        if self.forced is not None:
+            candidate, self.forced = self.forced, None
+            return encoded(self._space, candidate)
+        known, told = self._known(study), self.told(study)
+        guide = self.guide
+        if not self._whole:
+            self._refine(told)
+        busy = [Candidate.from_key(key) for key in known if key]
+        proposed = guide.suggest(told, busy)
+        if proposed is None:
+            self.exhausted = True
+            return {}
+        return encoded(self._space, proposed)
+
+    def told(self, study: Study) -> list[Told]:
+        """Every trial of the study that taught something, from the storage alone.
+
+        Trials of autotune carry the candidate and what was measured as attributes. Where another program told them, the
+        candidate follows from the parameters and the metrics from the values; a pruned trial then ran out of memory.
+        """
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        found = [self._as_told(t) for t in study.get_trials(deepcopy=False, states=states)]
+        return [t for t in found if t is not None]
+
+    def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
+        """What the trials so far let one expect of candidates."""
+        return self.guide.beliefs(self.told(study), candidates)
+
+    def best(self, study: Study) -> dict[str, Candidate]:
+        """For each objective the measured candidate with the best posterior mean."""
+        return self.guide.best(self.told(study))
+
+    def _known(self, study: Study) -> set[str]:
+        states = [state for state in TrialState if state is not TrialState.FAIL]
+        return {
+            self._candidate_of(t).key for t in study.get_trials(deepcopy=False, states=states) if t.params or CANDIDATE_ATTR in t.user_attrs
+        }
+
+    def _candidate_of(self, trial: FrozenTrial) -> Candidate:
+        if CANDIDATE_ATTR in trial.user_attrs:
+            return Candidate.from_key(trial.user_attrs[CANDIDATE_ATTR])
+        values = {p.name: p.decode(trial.params[p.optuna_name]) for p in self._space.parameters if p.optuna_name in trial.params}
+        return self._space.candidate(values, self._default)
+
+    def _as_told(self, trial: FrozenTrial) -> Told | None:
+        candidate, attrs = self._candidate_of(trial), trial.user_attrs
+        if MEASURED_ATTR in attrs:
+            data = json.loads(attrs[MEASURED_ATTR])
+            outcome = Outcome(data["outcome"])
+            inner, boundary = _micro_steps(data.get("phase_times_s") or {}, candidate, self._setting.world_size)
+            ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
+            return Told(
+                candidate=candidate, outcome=outcome, metrics=data["metrics"], ci95=ci95, censored=data.get("censored", ()),
+                inner_s=inner, boundary_s=boundary,
+            )  # fmt: skip
+        if trial.state is TrialState.PRUNED or trial.values is None:
+            return Told(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
+        metrics = {name: value for name, value in zip(self._metrics, trial.values, strict=False) if math.isfinite(value)}
+        metrics |= {name: value for name, value in attrs.items() if name == "peak_memory_bytes" and isinstance(value, int | float)}
+        return Told(candidate=candidate, metrics=metrics)
+
+    def _refine(self, told: Sequence[Told]) -> None:
+        """In a space too large to enumerate: what differs in one knob from the best candidates joins the choice."""
+        leading = dict.fromkeys([*self.guide.best(told).values(), self._default, *(t.candidate for t in told[-NEIGHBOURS_OF:])])
+        found = []
+        for candidate in leading:
+            values = self._space.values_of(candidate)
+            for name, value in values.items():
+                for other in self._space[name].all_values():
+                    if other != value:
+                        changed = self._space.candidate({**self._first_values(), **values, name: other}, self._default)
+                        if changed not in self.guide.catalogue.row and changed.illegal(self._setting) is None:
+                            found.append(changed)
+        if found:
+            self.guide.add(list(dict.fromkeys(found)))
+
+    def _first_values(self) -> dict[str, Any]:
+        """A value for each knob that a change switches on: its default where the space has that, else its first."""
+        firsts = {}
+        for parameter in self._space.parameters:
+            values = parameter.all_values()
+            own = self._default.values().get(parameter.name)
+            firsts[parameter.name] = own if parameter.contains(own) else values[0]
+        return firsts
+
+
+def _micro_steps(phases: Mapping[str, float], candidate: Candidate, world_size: int) -> tuple[float | None, float | None]:
+    """Times of an inner and of a boundary micro-step from one step taken apart (data, forward, backward, step).
+
+    Only where micro-steps are alike up to the optimizer: at ZeRO stages 0 and 1 with several ranks the last backward also
+    reduces the gradients, and its share is not known.
+    """
+    steps = candidate.gradient_accumulation_steps
+    if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
+        return None, None
+    inner = (phases.get("data", 0.0) + phases["forward"] + phases["backward"]) / steps
+    return inner, inner + phases["step"]

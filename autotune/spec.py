@@ -1,0 +1,753 @@
+"""What the user asks for: a target, a search space, objectives and a budget, from YAML, presets and flags."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
+
+from autotune import UserError
+from autotune.candidate import DsConfig, check_config, nearest, read_config, without_auto
+from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
+from autotune.space import SearchSpace, parse_parameters
+
+M = TypeVar("M", bound=BaseModel)
+Kind = Literal["search_spaces", "objectives"]
+DEFAULT_SPACES = ("batch", "zero", "precision", "checkpointing")
+DEFAULT_OBJECTIVES = ("latency", "throughput", "convergence", "memory")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+# Where a flag is not just the key with dashes.
+FLAGS = {
+    "name": "--study",
+    "script_set": "--set",
+    "objectives": "--objective",
+    "time_budget_s": "--time-budget",
+    "device_memory_bytes": "--device-memory",
+}
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class SpecError(UserError):
+    """A study, preset or target that cannot be used."""
+
+
+def _read_global_batch(given: Any) -> Any:
+    value = given
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", value)):
+        value = (int(found[1]), int(found[2]))
+    elif isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = (value, value)
+    whole = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int) for end in value)
+    if value not in ("keep", "free") and not (whole and 1 <= value[0] <= value[1]):
+        raise ValueError(f"{given!r} is not keep, free, or a range of samples such as 8..64")
+    return tuple(value) if whole else value
+
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
+
+
+class StudySpec(BaseModel):
+    """Everything that defines a study; `to_yaml` writes it whole, presets resolved, and `load` reads it back.
+
+    Attributes:
+        name: The study's folder below `studies/`.
+        target: The user's `model.py` or training script, absolute.
+        script_args: The script's command line; `{micro_batch_size}` and `{gradient_accumulation_steps}` in it are filled in.
+        script_set: Module constants of the script to replace, and by what, with the same templates.
+        working_dir: Folder that a script runs in; None for its own.
+        space: What is tuned.
+        objectives: What is optimised.
+        constraints: Bounds that a solution must keep.
+        trials: Trials in all, the baseline included.
+        time_budget_s: Wall time after which no trial is started; None for no limit.
+        ranks: Ranks of every trial; None for one on each device of the machine (on a CPU: see the executor).
+        base_config: The user's own DeepSpeed configuration, which is the baseline and what candidates are laid over.
+        global_batch: `keep` the baseline's samples per optimizer step, leave them `free`, or bound them (lowest,
+            highest). By default kept if `base_config` sets a batch, else free.
+        device_memory_bytes: Stated memory limit of a device; None for what it has.
+        sampler: What proposes the next candidate; see `autotune ls samplers`.
+        storage: Optuna storage URL; None for SQLite in `studies/autotune.db`.
+        seed: Seed of weights, data order and search.
+        trial_budget_s: Training time of one trial, warm-up included.
+        trial_deadline_s: Wall time after which a trial's processes are killed.
+        min_samples: Samples that a trial trains on at least, as far as its budget goes.
+        finalists: Candidates that are measured again at the end, together with the baseline.
+        repeats: How often each of them is.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    target: Path
+    script_args: tuple[str, ...] = ()
+    script_set: dict[str, str] = Field(default_factory=dict)
+    working_dir: Path | None = None
+    space: InstanceOf[SearchSpace]
+    objectives: tuple[Objective, ...]
+    constraints: tuple[Constraint, ...] = ()
+    trials: Count = 30
+    time_budget_s: Seconds | None = None
+    ranks: Count | None = None
+    base_config: DsConfig | None = None
+    global_batch: Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)] = "free"
+    device_memory_bytes: Bytes | None = None
+    sampler: str = "tpe"
+    storage: str | None = None
+    seed: Natural = 0
+    trial_budget_s: Seconds = 10.0
+    trial_deadline_s: Seconds = 300.0
+    min_samples: Natural = 0
+    finalists: Natural = 3
+    repeats: Count = 2
+
+    @classmethod
+    def load(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+        """Reads a `study.yaml`; paths in it are relative to its folder.
+
+        Args:
+            path: The file.
+            overrides: Values from flags by field name, which go before the file's; None means that the flag is absent.
+
+        Raises:
+            SpecError: It names the file (or flag), the key, and what is known.
+        """
+        data = read_yaml(path)
+        if not isinstance(data, dict):
+            raise SpecError(f"{path}: a study is a mapping of keys to values; `autotune init` writes an example")
+        if "target" not in data and (overrides or {}).get("target") is None:
+            raise SpecError(f"{path}: target is missing: the path of a model.py, relative to this file")
+        return cls._build(data, str(path), path.absolute().parent, overrides, _default_name(path))
+
+    @classmethod
+    def of_target(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+        """The default study of a `model.py` or a script; arguments and errors as for `load`."""
+        data = {"target": str(path.absolute())} | ({"working_dir": "."} if _is_script(path) else {})
+        return cls._build(data, str(path), Path.cwd(), overrides, _default_name(path))
+
+    @classmethod
+    def of(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+        """The study that a command's TARGET means, a `study.yaml` or a `model.py`; its target is checked too."""
+        kind = cls.load if _is_yaml(path) else cls.of_target
+        if not _is_yaml(path):
+            inspect_target(path)
+        spec = kind(path, overrides)
+        target = inspect_target(spec.target)
+        if target.kind == "script":
+            spec._check_script(target)
+        elif spec.script_args or spec.script_set:
+            raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}")
+        return spec
+
+    def _check_script(self, target: Target) -> None:
+        if self.base_config is not None:
+            raise SpecError(f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline")
+        for name in self.script_set:
+            if name not in target.constants:
+                raise SpecError(
+                    f"--set {name}: {target.path.name} assigns no such constant at its top level.{nearest(name, target.constants)}"
+                )
+
+    @property
+    def batch_is_configured(self) -> bool:
+        """Whether the user's DeepSpeed configuration sets a batch size."""
+        return _sets_batch(self.base_config)
+
+    def to_yaml(self, folder: Path | None = None) -> str:
+        """The whole study as a commented YAML file.
+
+        Args:
+            folder: Where the file will lie: the target is written relative to it. Absolute if not given.
+        """
+        target = os.path.relpath(self.target, folder) if folder is not None else str(self.target)
+        batch = self.global_batch if isinstance(self.global_batch, str) else "{}..{}".format(*self.global_batch)
+        data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
+        for name in ("script_args", "script_set", "working_dir"):
+            if not data[name]:
+                del data[name]
+        if self.working_dir is not None:
+            data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
+        data |= {
+            "target": target,
+            "space": self.space.to_data(),
+            "objectives": [objective.model_dump(exclude_defaults=True) for objective in self.objectives],
+            "constraints": [constraint.model_dump(exclude_defaults=True) for constraint in self.constraints],
+            "global_batch": batch,
+        }
+        return "".join(_commented(key, value) for key, value in data.items())
+
+    @classmethod
+    def _build(cls, data: Mapping[Any, Any], where: str, folder: Path, overrides: Mapping[str, Any] | None, name: str) -> StudySpec:
+        given = {key: _Given(value, f"{where}: {key}", folder) for key, value in data.items()}
+        for key, value in (overrides or {}).items():
+            if value is not None:
+                given[key] = _Given(value, flag(key), Path.cwd())
+        for key in given:
+            if key not in cls.model_fields:
+                raise SpecError(f"{where}: unknown key {key!r}.{nearest(str(key), cls.model_fields)} Known: {', '.join(cls.model_fields)}")
+        given.setdefault("name", _Given(name, f"{where}: name", folder))
+        given.setdefault("space", _Given(list(DEFAULT_SPACES), where, folder))
+        given.setdefault("objectives", _Given(list(DEFAULT_OBJECTIVES), where, folder))
+        values: dict[str, Any] = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
+        values = {key: value for key, value in values.items() if value is not None or key not in ("constraints", "global_batch")}
+        values.setdefault("global_batch", "keep" if _sets_batch(values.get("base_config")) or _is_script(values.get("target")) else "free")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0]) if first["loc"] else ""
+            raise SpecError(_message(error, given[key].where if key in given else where)) from None
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        check_name(name)
+        return name
+
+    @model_validator(mode="after")
+    def _check_whole(self) -> StudySpec:
+        if not self.space.parameters:
+            raise ValueError("space: it is empty, so there is nothing to tune")
+        if not self.objectives:
+            raise ValueError("objectives: at least one is needed")
+        for kind in ("name", "metric"):
+            seen = [getattr(objective, kind) for objective in self.objectives]
+            twice = next((value for value in seen if seen.count(value) > 1), None)
+            if twice:
+                raise ValueError(f"objectives: {kind} {twice!r} is there twice")
+        return self
+
+
+@dataclass(frozen=True)
+class _Given:
+    value: Any
+    where: str
+    folder: Path
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.value, self.where, self.folder))
+
+
+def flag(key: str) -> str:
+    """The command-line flag of a `StudySpec` key."""
+    return FLAGS.get(key, f"--{key.replace('_', '-')}")
+
+
+def check_name(name: str) -> None:
+    """Refuses a study name that is not a plain folder name.
+
+    Raises:
+        ValueError: It says what a name may hold.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot")
+
+
+def _default_name(path: Path) -> str:
+    """The file's name, or its folder's where the file is called what such files are always called."""
+    path = path.absolute()
+    name = path.parent.name if path.stem in ("study", "model") and path.parent.name else path.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".") or "study"
+
+
+def _message(error: ValidationError, where: str) -> str:
+    first = error.errors()[0]
+    inner = "".join(f": {part}" for part in first["loc"][1:] if isinstance(part, str))
+    if first["type"] == "value_error":
+        return f"{where}{inner}: {first['msg'].removeprefix('Value error, ')}"
+    if first["type"] == "missing":
+        return f"{where}{inner or ': ' + '.'.join(map(str, first['loc']))} is missing"
+    text = first["msg"].removeprefix("Input ")
+    return f"{where}{inner}: {text}, not {first['input']!r}"
+
+
+def _sets_batch(config: Mapping[str, Any] | None) -> bool:
+    return any(key in without_auto(dict(config or {})) for key in BATCH_KEYS)
+
+
+def _items(value: Any) -> list[Any]:
+    """A list of presets: as it is, from a comma-separated text, or from one item."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _read_space(value: Any, where: str, folder: Path) -> SearchSpace:
+    if isinstance(value, SearchSpace):
+        return value
+    parts = []
+    items = _items(value)
+    for index, item in enumerate(items):
+        if isinstance(item, str) and item in items[:index]:
+            raise SpecError(f"{where}: {item!r} is there twice")
+        place, data = load_preset("search_spaces", item, folder, where) if isinstance(item, str) else (where, item)
+        parts.append((place, parse_parameters(data, place)))
+    return SearchSpace.compose(parts)
+
+
+def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, ...]:
+    found = []
+    for item in _items(value):
+        place, data = load_preset("objectives", item, folder, where) if isinstance(item, str) else (where, item)
+        if isinstance(data, Objective):
+            found.append(data)
+            continue
+        if not isinstance(data, dict):
+            raise SpecError(f"{place}: an objective is a mapping with a metric, as in `metric: step_time_s`")
+        if isinstance(item, str):
+            data = {"name": Path(item).stem} | data
+        elif "name" not in data and "metric" in data:
+            data = {"name": data["metric"]} | data
+        found.append(_validated(Objective, data, place))
+    return tuple(found)
+
+
+def _read_constraints(value: Any, where: str, folder: Path) -> tuple[Constraint, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        for metric, said in value.items():
+            if not isinstance(said, dict):
+                raise SpecError(f"{where}: {metric}: a mapping with `min` or `max` is needed, as in `{{max: 4GiB}}`, not {said!r}")
+        value = [{"metric": metric, **said} for metric, said in value.items()]
+    if not isinstance(value, list | tuple):
+        raise SpecError(f"{where}: a mapping of metrics to bounds is needed, as in `peak_memory_bytes: {{max: 4GiB}}`, not {value!r}")
+    return tuple(item if isinstance(item, Constraint) else _validated(Constraint, item, where) for item in value)
+
+
+def _validated(model: type[M], data: Any, where: str) -> M:
+    for key in data if isinstance(data, dict) else ():
+        if key not in model.model_fields:
+            raise SpecError(f"{where}: unknown key {key!r}.{nearest(str(key), model.model_fields)} Known: {', '.join(model.model_fields)}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        key = next((str(part) for part in error.errors()[0]["loc"][:1]), "")
+        raise SpecError(_message(error, f"{where}: {key}" if key and error.errors()[0]["type"] != "missing" else where)) from None
+
+
+def _read_base(value: Any, where: str, folder: Path) -> DsConfig | None:
+    if isinstance(value, str | Path):
+        path = _inside(value, folder)
+        return read_config(_read_text(path, where), str(path))
+    if value is not None:
+        check_config(value, where)
+    config: DsConfig | None = value
+    return config
+
+
+def _read_target(value: Any, where: str, folder: Path) -> Path:
+    if not isinstance(value, str | Path):
+        raise SpecError(f"{where}: the path of a model.py is needed, not {value!r}")
+    return _inside(value, folder)
+
+
+def _read_script_set(value: Any, where: str, folder: Path) -> dict[str, str]:
+    pairs = value.items() if isinstance(value, dict) else [str(item).partition("=")[::2] for item in value]
+    for name, text in pairs:
+        if not (isinstance(name, str) and name.isidentifier() and str(text)):
+            raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in BATCH={{micro_batch_size}}")
+    return {str(name): str(text) for name, text in pairs}
+
+
+def _read_folder(value: Any, where: str, folder: Path) -> Path | None:
+    return None if value is None else _inside(value, folder)
+
+
+# The keys that take more than pydantic to read: from (value, its place in words, the folder that paths start from).
+READERS: dict[str, Callable[[Any, str, Path], Any]] = {
+    "space": _read_space,
+    "objectives": _read_objectives,
+    "constraints": _read_constraints,
+    "base_config": _read_base,
+    "target": _read_target,
+    "script_args": lambda value, where, folder: tuple(map(str, value or ())),
+    "script_set": _read_script_set,
+    "working_dir": _read_folder,
+}
+
+
+def _inside(path: str | Path, folder: Path) -> Path:
+    return Path(os.path.abspath(folder / Path(path).expanduser()))
+
+
+def _read_text(path: Path, where: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"{where}: there is no file {path}.{_similar(path)}") from None
+    except IsADirectoryError:
+        raise SpecError(f"{where}: {path} is a folder, not a file") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{where}: {path} is not a text file in UTF-8") from None
+    except OSError as error:
+        raise SpecError(f"{where}: {path} cannot be read: {error.strerror}") from None
+
+
+def _similar(path: Path) -> str:
+    return nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice and reads 5e8 as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", key_node.start_mark)
+            seen.add(key if isinstance(key, str) else id(key_node))
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        value: float = super().construct_yaml_float(node)
+        return int(value) if "." not in str(node.value) and value.is_integer() else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: quotes a text that looks like 5e8, and repeats a value rather than refer to it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+# YAML 1.1 wants a point in 5e8; YAML 1.2, and everybody who writes a bucket size, does not.
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def read_yaml(path: Path) -> Any:
+    """Reads a YAML file as plain data.
+
+    Raises:
+        SpecError: No such file, or not YAML; it names the file and the line.
+    """
+    try:
+        return yaml.load(_read_text(path, str(path)), _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}:" if mark else ""
+        raise SpecError(f"{path}:{line} not YAML: {error.problem or error.context}".replace("not YAML: key", "key")) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+
+
+def preset_folder(kind: Kind) -> Path:
+    """Where the presets of a kind lie: in the installed package, else in the checkout."""
+    packaged = Path(__file__).parent / "_presets" / kind
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / kind
+
+
+def presets(kind: Kind) -> dict[str, Path]:
+    """The presets of a kind by name."""
+    return {path.stem: path for path in sorted(preset_folder(kind).glob("*.yaml"))}
+
+
+def preset_summary(path: Path) -> str:
+    """The comment that a preset opens with, up to its first full stop or colon, for a list of presets."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return re.split(r"[.:](?=\s|$)", " ".join(line.lstrip("# ") for line in lines))[0]
+
+
+def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) -> Path:
+    """The file of a preset: a name is one of ours; what ends in .yaml or .yml, or has a separator, is a path.
+
+    Args:
+        kind: Which presets.
+        name_or_path: As the user gave it.
+        relative_to: Folder that a relative path starts from.
+        where: What to call its place in an error.
+
+    Raises:
+        SpecError: There is no such preset.
+    """
+    if _is_yaml(Path(name_or_path)) or "/" in name_or_path or os.sep in name_or_path:
+        return _inside(name_or_path, relative_to)
+    known = presets(kind)
+    if name_or_path not in known:
+        listed = {"search_spaces": "spaces", "objectives": "objectives"}[kind]
+        raise SpecError(
+            f"{where}: unknown {name_or_path!r}.{nearest(name_or_path, known)} Known: {', '.join(known)},"
+            f" or the path of a .yaml file. See `autotune ls {listed}`."
+        )
+    return known[name_or_path]
+
+
+def load_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) -> tuple[str, Any]:
+    """Reads a preset; arguments and errors as for `find_preset`.
+
+    Returns:
+        What to call it in an error, and its data.
+    """
+    path = find_preset(kind, name_or_path, relative_to, where)
+    place = name_or_path if name_or_path in presets(kind) else str(path)
+    if not path.exists():
+        raise SpecError(f"{where}: there is no file {path}.{_similar(path)}")
+    return (f"{kind}/{place}.yaml" if place == name_or_path else place), read_yaml(path)
+
+
+COMMENTS = {
+    "script_args": "The script's command line, and constants in it that are replaced.",
+    "working_dir": "Where the script runs.",
+    "target": "The model or the training script, relative to this file.",
+    "space": "What is tuned: each knob with its values; null leaves DeepSpeed's default.",
+    "objectives": "What is optimised.",
+    "constraints": "Bounds that a solution must keep.",
+    "trials": "The budget: trials in all, and wall time (null: no limit).",
+    "ranks": "Ranks of every trial; null is one for each device.",
+    "base_config": "The baseline's DeepSpeed configuration, which candidates are laid over.",
+    "global_batch": "Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST.",
+    "device_memory_bytes": "Memory limit of a device; null is what it has.",
+    "storage": "null is SQLite in studies/autotune.db.",
+    "trial_budget_s": "Training time of one trial, and when its processes are killed.",
+    "finalists": "The best are measured again at the end, this many, this often.",
+}
+
+
+def _commented(key: str, value: Any) -> str:
+    comment = f"\n# {COMMENTS[key]}\n" if key in COMMENTS else ""
+    if key in ("space", "objectives", "constraints") and value:
+        rows = value.items() if isinstance(value, dict) else [(None, item) for item in value]
+        lines = "".join(f"  {name}: {_flow(item)}\n" if name else f"  - {_flow(item)}\n" for name, item in rows)
+        return f"{comment}{key}:\n{lines}"
+    if isinstance(value, dict):
+        nested = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        return f"{comment}{nested}"
+    return f"{comment}{key}: {_flow(value)}\n"
+
+
+def _flow(value: Any) -> str:
+    """One line of YAML."""
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
+OPTIONAL = ("optimizer", "loss", "collate", "blocks")
+# Required parameters of the functions of a model.py, and how they read.
+SIGNATURES = {"model": (0, "model()"), "data": (0, "data()"), "batch": (1, "batch(n)"), "loss": (2, "loss(model, batch)"),
+              "optimizer": (1, "optimizer(params)"), "collate": (1, "collate(samples)")}  # fmt: skip
+# What only a training script calls.
+SCRIPT_CALLS = ("initialize", "backward", "Trainer", "Accelerator", "PipelineModule", "fit", "parse_args")
+
+# Families of scripts that are not hooked yet: what they call, and what they import where the name alone says too little.
+FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
+    ("transformers' Trainer", ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer"), {"transformers", "trl"}),
+    ("Accelerate", ("Accelerator",), None),
+    ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
+    ("deepspeed.PipelineModule", ("PipelineModule",), None),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a target file is, read from its syntax tree.
+
+    Attributes:
+        path: The file.
+        kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
+        batch_source: The function that batches come from.
+        defines: Which of the optional `optimizer`, `loss`, `collate`, `blocks` it has.
+        imports: Modules that it imports at the top, without those that lie beside it.
+        constants: Names that it gives a constant value at the top.
+    """
+
+    path: Path
+    kind: Literal["model", "script", "study"]
+    batch_source: Literal["data", "batch"] | None = None
+    defines: frozenset[str] = frozenset()
+    imports: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+
+
+def inspect_target(path: Path) -> Target:
+    """Finds out what a target is, without importing it.
+
+    Raises:
+        SpecError: In one sentence, why it cannot be tuned.
+    """
+    if path.is_dir():
+        inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
+        raise SpecError(f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it"))
+    if " " in str(path) and not path.exists():
+        raise SpecError(
+            f"{path}: a launch command cannot be tuned yet; name the script and its arguments: autotune run train.py -- --their --args"
+        )
+    text = _read_text(path, "target")
+    if _is_yaml(path):
+        return Target(path=path, kind="study")
+    if path.suffix != ".py":
+        raise SpecError(f"{path}: a target is a model.py or a study.yaml, or a training script")
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise SpecError(f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}") from None
+    names = dict(_definitions(tree.body))
+    source = next((name for name in ("data", "batch") if _callable(names.get(name))), None)
+    if (not _callable(names.get("model")) or source is None) and _trains(tree):
+        return _inspect_script(path, tree)
+    if not _callable(names.get("model")):
+        raise SpecError(f"{path}: {_why_no_model(names)}")
+    if source is None:
+        raise SpecError(f"{path}: defines model() but neither data() -> Dataset nor batch(n); add one of them (`autotune init` shows how)")
+    for name, (count, reads) in SIGNATURES.items():
+        if isinstance(node := names.get(name), ast.FunctionDef) and not _takes(node.args, count):
+            raise SpecError(f"{path}: line {node.lineno}: {name} must be callable as {reads}")
+    return Target(
+        path=path,
+        kind="model",
+        batch_source=cast(Literal["data", "batch"], source),
+        defines=frozenset(name for name in OPTIONAL if name in names),
+        imports=tuple(_imports(tree.body, path.parent)),
+    )
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """What runs on import: also inside `try`, `with` and `if`, but not below `TYPE_CHECKING` or `__main__`."""
+    for node in body:
+        yield node
+        match node:
+            case ast.If(test=test):
+                skipped = any(word in ast.unparse(test) for word in ("TYPE_CHECKING", "__main__"))
+                yield from _statements(node.orelse if skipped else [*node.body, *node.orelse])
+            case ast.Try():
+                handled = [statement for handler in node.handlers for statement in handler.body]
+                yield from _statements([*node.body, *handled, *node.orelse, *node.finalbody])
+            case ast.With():
+                yield from _statements(node.body)
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    for node in _statements(body):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Import() | ast.ImportFrom():
+                yield from ((alias.asname or alias.name, node) for alias in node.names)
+            case ast.Assign(targets=targets, value=value):
+                yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                yield name, value
+
+
+def _callable(node: ast.AST | None) -> bool:
+    """Whether a top-level name is likely a function: defined, imported, or an alias of one."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).endswith("partial")
+    return isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ImportFrom | ast.Lambda | ast.Name | ast.Attribute)
+
+
+def _takes(arguments: ast.arguments, count: int) -> bool:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    keywords = any(default is None for default in arguments.kw_defaults)
+    return not keywords and required <= count and (count <= len(positional) or arguments.vararg is not None)
+
+
+def _trains(tree: ast.Module) -> bool:
+    return any(name in SCRIPT_CALLS for name, _ in _calls(tree))
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Last name and line of everything that is called, in the order of the text."""
+    found = [(ast.unparse(node.func).rsplit(".", 1)[-1], node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    yield from sorted(found, key=lambda call: call[1])
+
+
+def _inspect_script(path: Path, tree: ast.Module) -> Target:
+    """A training script of the family that can be tuned; the others are named.
+
+    Raises:
+        SpecError: It is of another family.
+    """
+    calls = dict(reversed(list(_calls(tree))))
+    modules = {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
+    for family, called, needs in FAMILIES:
+        line = next((calls[name] for name in called if name in calls), None)
+        if line is not None and (needs is None or needs & modules):
+            raise SpecError(
+                f"{path}: line {line}: a training script with {family} cannot be tuned yet; only one that calls"
+                " deepspeed.initialize itself can,"
+                " or a model.py (`autotune init` shows how)"
+            )
+    for beside in sorted(modules):
+        modules |= _modules_of(path.with_name(f"{beside}.py"))
+    if "deepspeed" not in modules:
+        raise SpecError(
+            f"{path}: looks like a training script, but does not import deepspeed; only one that calls deepspeed.initialize can be tuned,"
+            " or a model.py (`autotune init` shows how)"
+        )
+    constants = [
+        node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name)
+    ]
+    return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
+
+
+def _modules(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom(module=str(module)):
+            return [module]
+    return []
+
+
+def _modules_of(path: Path) -> set[str]:
+    """What a module beside a script imports, if there is one."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return set()
+    return {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
+
+
+def _is_script(path: Any) -> bool:
+    try:
+        return isinstance(path, Path) and path.suffix == ".py" and inspect_target(path).kind == "script"
+    except SpecError:
+        return False
+
+
+def _why_no_model(names: Mapping[str, ast.AST]) -> str:
+    if "model" in names:
+        line = getattr(names["model"], "lineno", "?")
+        return f"line {line}: model is a value; make it a function, model() -> torch.nn.Module, that builds it"
+    close = difflib.get_close_matches("model", list(names), n=1, cutoff=0.6)
+    hint = f" (there is {close[0]!r})" if close else ""
+    return f"defines no model(){hint}; a target has model() -> torch.nn.Module, and data() -> Dataset or batch(n)"
+
+
+def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
+    found: dict[str, None] = {}
+    for node in _statements(body):
+        match node:
+            case ast.Import():
+                found |= dict.fromkeys(alias.name for alias in node.names)
+            case ast.ImportFrom(module=str(module), level=0) if module != "__future__":
+                found[module] = None
+    beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
+    return [name for name in found if name.partition(".")[0] not in beside]

@@ -1,0 +1,290 @@
+"""The database: the only module that knows it. Optuna's storage, opened safely for several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy
+from optuna.storages import RDBStorage
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import TypeAdapter, ValidationError
+
+from autotune import UserError, objective, trial
+from autotune.analysis.recommend import Measured
+from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.objective import Direction, Objective, Reference
+from autotune.trial import Outcome, Workload
+
+MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR = "measured", "role", "autotune"
+HEARTBEAT_S = 10
+GRACE_S = 60
+SQLITE = "sqlite:///"
+BUSY_TIMEOUT_S = 60
+
+
+class StoreError(UserError):
+    """The database cannot be used, or does not hold what was asked for."""
+
+
+def default_url(studies: Path) -> str:
+    """The database beside the study folders."""
+    return f"{SQLITE}{(studies / 'autotune.db').as_posix()}"
+
+
+def open_storage(url: str, *, create: bool = True) -> RDBStorage:
+    """Opens (or makes) the database.
+
+    SQLite is put into write-ahead mode, in which readers and one writer do not block each other, and waits for a lock
+    instead of failing.
+
+    Raises:
+        StoreError: The URL is wrong, its driver is missing, or the database does not answer.
+    """
+    if url.startswith("sqlite"):
+        _check_file(url, create=create)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    connect = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            storage = RDBStorage(url, engine_kwargs=connect, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
+        if url.startswith("sqlite"):
+            _tune_sqlite(storage.engine)
+    except ImportError:
+        dialect = url.partition(":")[0]
+        raise StoreError(f"storage {_without_password(url)}: SQLAlchemy's driver for {dialect} is not installed") from None
+    except (sqlalchemy.exc.SQLAlchemyError, RuntimeError, ValueError) as error:
+        hint = "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db"
+        raise StoreError(f"storage {_without_password(url)}: {_reason(error)}. {hint}") from None
+    return storage
+
+
+def _check_file(url: str, *, create: bool) -> None:
+    """Makes the folder of an SQLite database, or refuses a database that is not there or would not stay."""
+    try:
+        name = sqlalchemy.make_url(url).database
+    except sqlalchemy.exc.ArgumentError:
+        return  # said better by who opens it
+    if not name or name == ":memory:":
+        raise StoreError(f"storage {url}: it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db")
+    if not create and not Path(name).exists():
+        raise StoreError(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"storage {url}: {error.strerror}: {Path(name).parent}") from None
+
+
+@contextlib.contextmanager
+def failing_in_words(url: str) -> Iterator[None]:
+    """A database that fails in the middle of a run (full disk, lost server) ends it with a sentence.
+
+    Raises:
+        StoreError: In place of whatever SQLAlchemy or Optuna raised.
+    """
+    try:
+        yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
+        raise StoreError(f"storage {_without_password(url)}: {_reason(cause or error)}; what was told before is kept") from None
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _tune_sqlite(engine: sqlalchemy.Engine) -> None:
+    def on_connect(connection: Any, _record: object) -> None:
+        # With a write-ahead log NORMAL cannot corrupt; results are synced as files before they are told.
+        connection.execute("PRAGMA synchronous=NORMAL")
+
+    sqlalchemy.event.listen(engine, "connect", on_connect)
+    engine.dispose()
+    with engine.connect() as connection:
+        connection.execute(sqlalchemy.text("PRAGMA journal_mode=WAL"))
+
+
+def _without_password(url: str) -> str:
+    try:
+        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
+    except sqlalchemy.exc.ArgumentError:
+        return url.rsplit("@", maxsplit=1)[-1]
+
+
+def study_names(storage: RDBStorage) -> list[str]:
+    """Names of the studies in the database, sorted."""
+    return sorted(study.study_name for study in optuna.get_all_study_summaries(storage, include_best_trial=False))
+
+
+def load_study(storage: RDBStorage, name: str) -> Study:
+    """The study of that name.
+
+    Raises:
+        StoreError: It is not there; the message lists those that are.
+    """
+    try:
+        return optuna.load_study(study_name=name, storage=storage)
+    except KeyError:
+        names = study_names(storage)
+        known = f"Known: {', '.join(names)}." if names else "There is none yet."
+        raise StoreError(f"no study {name!r} in {_without_password(str(storage.url))}. {known}") from None
+
+
+def create_study(storage: RDBStorage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
+    """Makes the study, or opens it if it is there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = optuna.create_study(study_name=name, storage=storage, directions=list(directions), load_if_exists=True)
+        study.set_metric_names(list(metric_names))
+    return study
+
+
+def delete_study(storage: RDBStorage, name: str) -> None:
+    """Removes a study with its trials; one that is not there is no error."""
+    with contextlib.suppress(KeyError):
+        optuna.delete_study(study_name=name, storage=storage)
+
+
+def running(study: Study) -> list[FrozenTrial]:
+    """Trials that a process began and never told."""
+    return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRecord:
+    """What is kept with a study, so that it can be resumed, reported and exported without its target.
+
+    Attributes:
+        fingerprint: What must be the same for two runs to belong to one study.
+        target: The user's file, relative to the study's folder where that is possible.
+        world_size: Ranks of every trial.
+        base_config: What candidates are laid over.
+        baseline: The baseline's knob values.
+        objectives: What is optimised; what the baseline could not measure is left out.
+        reference: What the baseline's loss curve gives.
+        workload: What the target turned out to be.
+    """
+
+    fingerprint: dict[str, Any]
+    target: str
+    world_size: int
+    base_config: DsConfig
+    baseline: str
+    objectives: list[Objective]
+    reference: Reference | None
+    workload: Workload
+
+
+def record(study: Study) -> StudyRecord | None:
+    """What was kept with the study; None if autotune did not make it, or died while it did.
+
+    Raises:
+        StoreError: Another version of autotune made it.
+    """
+    text = study.user_attrs.get(RECORD_ATTR)
+    try:
+        return None if text is None else TypeAdapter(StudyRecord).validate_json(text)
+    except ValidationError:
+        raise StoreError(
+            f"study {study.study_name!r} was made by another version of autotune; run it again with --fresh, or choose another --study name"
+        ) from None
+
+
+def keep(study: Study, kept: StudyRecord) -> None:
+    """Keeps the record with the study."""
+    study.set_user_attr(RECORD_ATTR, TypeAdapter(StudyRecord).dump_json(kept).decode())
+
+
+@contextlib.contextmanager
+def heartbeat(study: Study, trial_id: int) -> Iterator[None]:
+    """Says in the database, again and again, that the trial's process lives: Optuna does so only inside `optimize`."""
+    storage = study._storage
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(Exception):  # a missed beat is not worth a trial
+                storage.record_heartbeat(trial_id)  # type: ignore[attr-defined]
+            stop.wait(HEARTBEAT_S)
+
+    thread = threading.Thread(target=beat, name="autotune-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def told_trials(study: Study) -> list[FrozenTrial]:
+    """Trials that ended as results, in order; lost ones are not among them."""
+    states = (TrialState.COMPLETE, TrialState.PRUNED)
+    return [told for told in study.get_trials(deepcopy=False, states=states) if MEASURED_ATTR in told.user_attrs]
+
+
+def told_data(told: FrozenTrial) -> dict[str, Any]:
+    """What was kept with a told trial: outcome, reason, phase, wall_s, metrics, ci95, censored, feasible, caveats, side_changes."""
+    data: dict[str, Any] = json.loads(told.user_attrs[MEASURED_ATTR])
+    return data
+
+
+def told_candidate(told: FrozenTrial) -> Candidate:
+    """The configuration of a told trial."""
+    return Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
+
+
+def measured(study: Study, folder: Path, base_config: DsConfig) -> list[Measured]:
+    """Every told trial of a study, with its re-measurements, as the analysis takes it.
+
+    Args:
+        study: The study.
+        folder: Its folder, in which the re-measurements lie.
+        base_config: What candidates are laid over.
+    """
+    return [_as_measured(told, folder, base_config) for told in told_trials(study)]
+
+
+def _as_measured(told: FrozenTrial, folder: Path, base_config: DsConfig) -> Measured:
+    data, candidate = told_data(told), told_candidate(told)
+    repeats = {}
+    for n, path in repeat_paths(folder, told.number).items():
+        result = trial.result_in(path)
+        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
+            repeats[n] = {name: estimate.value for name, estimate in objective.measure(result, None).items()}
+    return Measured(
+        trial=told.number,
+        candidate=candidate,
+        ds_config=candidate.to_deepspeed(base_config),
+        outcome=Outcome(data["outcome"]),
+        metrics=data["metrics"],
+        ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
+        feasible=data["feasible"],
+        repeats=repeats,
+        script_side_changes=data.get("side_changes", ()),
+    )
+
+
+def trial_path(folder: Path, number: int) -> Path:
+    """The folder of a trial."""
+    return folder / "trials" / f"{number:04d}"
+
+
+def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
+    """The folders of a trial's re-measurements by round."""
+    found = trial_path(folder, number).glob("repeat-*")
+    return dict(sorted((int(path.name.removeprefix("repeat-")), path) for path in found if path.name.removeprefix("repeat-").isdigit()))
+
+
+def repeat_path(folder: Path, number: int, n: int) -> Path:
+    """The folder of a trial's n-th re-measurement."""
+    return trial_path(folder, number) / f"repeat-{n}"

@@ -1,0 +1,550 @@
+"""The loop: ask, execute, score, tell; resume what was interrupted; measure the finalists again; write down what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from autotune import UserError, objective, store, trial
+from autotune.analysis import recommend
+from autotune.analysis.recommend import Measured
+from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor, sweep
+from autotune.objective import Reference, Score
+from autotune.plan import Plan, shown
+from autotune.search import check_sampler
+from autotune.search.legal import LegalSampler, encoded
+from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.store import StudyRecord
+from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
+
+COMPLETED = "completed"
+# So many trials from the start that all crash for one reason (twice as many for several): the target is broken.
+HOPELESS_TRIALS = 4
+ENDLESS_SAMPLES = 10**15
+BUSY_TRIES = 3
+# Where the rounds of re-measurement differ by more than this (standard deviation of the log ratios), more rounds follow.
+WANTED_SPREAD = 0.03
+
+
+class Observer(Protocol):
+    """Whoever watches a study run."""
+
+    def say(self, text: str) -> None:
+        """Something worth a line."""
+
+    def began(self, number: int, candidate: Candidate, role: str) -> None:
+        """A trial starts."""
+
+    def waiting(self) -> None:
+        """Another study measures on this machine."""
+
+    def tick(self) -> None:
+        """The trial under way still runs."""
+
+    def ended(self, progress: Progress) -> None:
+        """A trial was told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a study stands after a trial.
+
+    Attributes:
+        number: The trial.
+        role: `baseline`, `search` or `repeat`.
+        candidate: Its configuration.
+        result: Its end.
+        metrics: What it yielded.
+        n_told: Trials told so far.
+        n_trials: Trials in all.
+        best: The best compromise so far.
+        best_speedup: Its throughput over the baseline's.
+        left_s: Estimated seconds until the end.
+    """
+
+    number: int
+    role: str
+    candidate: Candidate
+    result: TrialResult
+    metrics: dict[str, float]
+    n_told: int
+    n_trials: int
+    best: Measured | None
+    best_speedup: float | None
+    left_s: float
+
+
+class Runner:
+    """One run of a study: from wherever it stands to its end.
+
+    Args:
+        plan: The study.
+        executor: The engine.
+        folder: The study's folder.
+        storage_url: The database.
+        observer: Whoever watches.
+    """
+
+    def __init__(self, plan: Plan, executor: LocalExecutor, folder: Path, storage_url: str, observer: Observer) -> None:
+        check_sampler(plan.spec.sampler)
+        self.plan, self.executor, self.folder, self.observer = plan, executor, folder, observer
+        self.spec = plan.spec
+        self.storage = store.open_storage(storage_url)
+        self.study: Study | None = None
+        self.reference: Reference | None = None
+        self.objectives = list(plan.spec.objectives)
+        self._built: set[str] = set()
+        self._n_tries = BUSY_TRIES
+        self._started = time.monotonic()
+        self._spent_before_s = 0.0
+
+    def run(self) -> None:
+        """Runs the study to the end of its budget; what was told stays told whatever interrupts it.
+
+        Raises:
+            UserError: The study cannot go on, and why.
+        """
+        self.open()
+        if self.study is None:
+            # The baseline runs first, since it decides what can be measured at all.
+            self._begin(self._execute(self.plan.baseline, self._trial_path(0), role="baseline"))
+        sampler = self._sampler()
+        assert self.study is not None
+        self.study.sampler = sampler
+        for candidate in self._recover():
+            if self._n_told() < self.spec.trials and not self._out_of_time():
+                sampler.force(candidate)
+                self._trial(role="search")
+        while self._n_told() < self.spec.trials and not self._out_of_time():
+            self._stop_if_hopeless()
+            if not self._trial(role="search"):
+                self.observer.say("every candidate that can run here has been measured")
+                break
+        self._stop_if_hopeless()
+        if self._n_told() < self.spec.trials and self._out_of_time():
+            self.observer.say(f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_told()} trials")
+        self._confirm()
+
+    def open(self) -> None:
+        """Opens the study if there is one to go on with.
+
+        Raises:
+            UserError: The study of that name is another one.
+        """
+        if self.study is not None:
+            return
+        try:
+            study = store.load_study(self.storage, self.spec.name)
+        except store.StoreError:
+            return
+        kept = store.record(study)
+        if kept is None and study.get_trials(deepcopy=False):
+            raise UserError(f"study {self.spec.name!r} in this database was not made by autotune; choose another --study name")
+        if kept is None or not store.told_trials(study):
+            store.delete_study(self.storage, self.spec.name)  # the run that began it died at once
+            return
+        self._check_same(kept)
+        self.study = study
+        self.reference, self.objectives = kept.reference, kept.objectives
+        self._spent_before_s = sum(store.told_data(told)["wall_s"] for told in self._told())
+        if n := self._n_told():
+            self.observer.say(f"resuming: {n} of {self.spec.trials} trials are already there")
+
+    def _check_same(self, kept: StudyRecord) -> None:
+        now = json.loads(json.dumps(self.plan.fingerprint()))
+        changed = [name for name in now if kept.fingerprint.get(name) != now[name]]
+        if changed:
+            raise UserError(
+                f"study {self.spec.name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be compared with new ones."
+                " Choose another --study name, or start over with --fresh"
+            )
+
+    def _begin(self, result: TrialResult) -> None:
+        complete = result.outcome is Outcome.COMPLETE
+        self.reference = Reference.of(result) if complete else None
+        if complete:
+            found = objective.score(result, self.objectives, self.spec.constraints, self.reference)
+            dropped = [o for o in self.objectives if o.metric in found.missing]
+            left = [o for o in self.objectives if o not in dropped]
+            objective.check_measurable(result, left or self.objectives, self.spec.constraints, self.reference)
+            for each in dropped:
+                self.observer.say(f"objective {each.name!r} is left out: {found.missing[each.metric]}")
+        else:
+            dropped = [o for o in self.objectives if o.metric == "time_to_loss_s"]
+            if len(dropped) == len(self.objectives):
+                raise UserError(f"convergence is measured against the baseline, which did not complete ({result.outcome}: {result.reason})")
+            self.observer.say(f"the baseline did not complete ({result.outcome}: {result.reason}), so no speed-up can be stated")
+        self.objectives = [o for o in self.objectives if o not in dropped]
+        names = [f"{o.name} ({objective.METRICS[o.metric].unit})" for o in self.objectives]
+        with undisturbed():
+            self.study = store.create_study(self.storage, self.spec.name, [o.direction for o in self.objectives], names)
+            store.keep(self.study, self._record())
+            sampler = self._sampler()
+            sampler.force(self.plan.baseline)
+            self.study.sampler = sampler
+            asked = self._ask("baseline")
+            self._drawn(asked, self.plan.baseline)
+            self._tell(asked, self.plan.baseline, "baseline", result)
+
+    def _record(self) -> StudyRecord:
+        plan = self.plan
+        return StudyRecord(
+            fingerprint=plan.fingerprint(),
+            target=os.path.relpath(plan.spec.target, self.folder),
+            world_size=plan.world_size,
+            base_config=plan.base_config,
+            baseline=plan.baseline.key,
+            objectives=self.objectives,
+            reference=self.reference,
+            workload=plan.workload,
+        )
+
+    def _sampler(self) -> LegalSampler:
+        seed = self.spec.seed + (len(self.study.get_trials(deepcopy=False)) if self.study else 0)
+        plan, spec = self.plan, self.spec
+        if spec.sampler != "physics":
+            return LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
+        environment = plan.workload.environment
+        # On a CPU the ranks share the machine's memory.
+        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else plan.world_size)
+        return PhysicsSampler(
+            plan.space, plan.baseline, plan.setting, seed, prior=generic_prior(plan.workload, plan.setting),
+            metrics=[o.metric for o in self.objectives], memory_limit_bytes=spec.device_memory_bytes or share,
+            bounds=objective.bounds(self.objectives, spec.constraints).values(),
+        )  # fmt: skip
+
+    def _recover(self) -> list[Candidate]:
+        """Trials that a dead run left behind: told if their result is there, else marked lost and given back to run again."""
+        assert self.study is not None
+        again = []
+        for left in store.running(self.study):
+            attrs = left.user_attrs
+            if CANDIDATE_ATTR not in attrs:
+                self.study.tell(left.number, state=TrialState.FAIL)
+                continue
+            candidate = Candidate.from_key(attrs[CANDIDATE_ATTR])
+            result = trial.result_in(self._trial_path(left.number))
+            live = Trial(self.study, left._trial_id)
+            if result is not None and result.outcome is not Outcome.LOST:
+                self._tell(live, candidate, attrs["role"], result)
+            else:
+                self._tell(live, candidate, attrs["role"], TrialResult(outcome=Outcome.LOST, reason="the run ended before the trial did"))
+        done = {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}
+        for lost in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
+            text = lost.user_attrs.get(CANDIDATE_ATTR)
+            if text is not None and text not in done:
+                done.add(text)
+                again.append(Candidate.from_key(text))
+        return again
+
+    def _ask(self, role: str) -> Trial:
+        assert self.study is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna warns that heartbeats are for `optimize`; `store.heartbeat` sends them
+            asked = self.study.ask()
+        asked.set_user_attr("role", role)
+        return asked
+
+    def _drawn(self, asked: Trial, forced: Candidate | None) -> Candidate | None:
+        """The trial's candidate, its knobs noted as Optuna parameters; None if nothing is left to measure."""
+        assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
+        space, baseline = self.plan.space, self.plan.baseline
+        _ = asked.relative_params  # Optuna draws at the first use; whether anything is left must be known before
+        if forced is not None:
+            for name in encoded(space, forced):
+                next(p for p in space.parameters if p.optuna_name == name).suggest(asked)
+        elif self.study.sampler.exhausted:
+            return None
+        candidate = forced or space.candidate(space.suggest(lambda parameter: parameter.suggest(asked), baseline), baseline)
+        asked.set_user_attr(CANDIDATE_ATTR, candidate.key)
+        return candidate
+
+    def _trial(self, role: str) -> bool:
+        """Runs the next trial; False if the sampler has nothing left."""
+        assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
+        forced, candidate = self.study.sampler.forced, None
+        with undisturbed():
+            asked = self._ask(role)
+        try:
+            candidate = self._drawn(asked, forced)
+            if candidate is None:
+                self.study.tell(asked, state=TrialState.FAIL)
+                return False
+            with store.heartbeat(self.study, asked._trial_id):
+                result = self._execute(candidate, self._trial_path(asked.number), role=role)
+        except BaseException:
+            with undisturbed():
+                if candidate is None:
+                    self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
+                else:
+                    self._tell(asked, candidate, role, TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
+            raise
+        with undisturbed():
+            self._tell(asked, candidate, role, result)
+        return True
+
+    def _tell(self, asked: Trial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
+        assert self.study is not None
+        score = objective.score(result, self.objectives, self.spec.constraints, self.reference)
+        done = result.outcome is Outcome.COMPLETE and score.values is not None
+        asked.set_user_attr("outcome", str(result.outcome))
+        if result.reason:
+            asked.set_user_attr("reason", result.reason)
+        asked.set_user_attr(store.MEASURED_ATTR, json.dumps(_measured_data(result, score)))
+        asked.set_constraint(COMPLETED, 0.0 if done else 1.0)
+        for name, violation in score.violations.items():
+            asked.set_constraint(name, violation if done else 1.0)
+        if result.outcome is Outcome.LOST:
+            self.study.tell(asked, state=TrialState.FAIL)
+        elif done:
+            assert score.values is not None
+            self.study.tell(asked, list(score.values))
+        else:
+            self.study.tell(asked, state=TrialState.PRUNED)
+        if not quiet:
+            self._progress(asked.number, role, candidate, result, score.metrics)
+
+    def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
+        ds_config = self.plan.ds_config(candidate)
+        self._build_ops(ds_config)
+        converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
+        n_baseline = self._baseline_samples()
+        min_samples = {
+            "baseline": ENDLESS_SAMPLES if converging else self.spec.min_samples,
+            "search": max(self.spec.min_samples, n_baseline) if converging else self.spec.min_samples,
+        }.get(role, 0)
+        request = TrialRequest(
+            target=str(self.spec.target),
+            candidate=candidate.values(),
+            ds_config=ds_config,
+            world_size=self.plan.world_size,
+            seed=self.spec.seed,
+            budget_s=self.spec.trial_budget_s,
+            min_samples=min_samples,
+            deadline_s=self._deadline_s(candidate),
+            device_memory_bytes=self.spec.device_memory_bytes,
+            script=self.plan.script(candidate),
+        )
+        number = int(path.name) if path.name.isdigit() else int(path.parent.name)
+        # Everything is compared with these, so they are worth another try where something else had the machine.
+        n_left, lost = self._n_tries if role in ("baseline", "repeat") else 1, False
+        while True:
+            with self.executor.turn(self.observer.waiting):
+                self.observer.began(number, candidate, role)
+                result = base.run(self.executor, path, request, self.observer.tick)
+            if result.outcome is Outcome.LOST:
+                if lost:  # not chance then: this configuration takes whoever watches it along
+                    return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
+                lost, why = True, result.reason
+            else:
+                n_left -= 1
+                busy = result.other_cores > trial.BUSY_CORES
+                if not n_left and busy and role in ("baseline", "repeat"):
+                    self._n_tries = 1  # waiting does not help here
+                if not n_left or not busy or self._out_of_time():
+                    return result
+                why = f"other processes used {result.other_cores:.1f} cores meanwhile"
+            self.observer.say(f"trial {number} is measured again: {why}")
+
+    def _baseline_samples(self) -> int:
+        result = trial.result_in(self._trial_path(0))
+        return len(result.step_times_s) * (result.samples_per_step or 0) if result is not None else 0
+
+    def _deadline_s(self, candidate: Candidate) -> float:
+        """A hang must not cost what the user allowed for the slowest trial: ten times what the baseline leads to expect."""
+        result = trial.result_in(self._trial_path(0))
+        if result is None or result.steps is None:
+            return self.spec.trial_deadline_s
+        world = self.plan.world_size
+        growth = max(1.0, candidate.global_batch_size(world) / self.plan.baseline.global_batch_size(world))
+        expected = result.wall_s + 20 * result.steps.median_s * growth + self.spec.trial_budget_s
+        return min(self.spec.trial_deadline_s, max(60.0, 10 * expected))
+
+    def _build_ops(self, ds_config: DsConfig) -> None:
+        """Compiles the ops that a configuration needs before its trial, which would be timed or killed meanwhile."""
+        needed = [op for op in ops_needed(ds_config) if op not in self._built]
+        if not needed:
+            return
+        self._built.update(needed)
+        self.observer.say(f"building DeepSpeed's {', '.join(needed)} (once on this machine; may take a minute or two)")
+        failure = self.executor.build_ops(needed)
+        if failure:
+            self.observer.say(f"DeepSpeed's {', '.join(needed)} cannot be built here, so configurations that need it will fail: {failure}")
+
+    def _confirm(self) -> None:
+        """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
+        measured = self.measured()
+        baseline = _baseline(measured)
+        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
+        if not found:
+            return
+        turn = [*found, *([baseline] if baseline else [])]
+        # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
+        rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
+        n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
+        while n_done < self.spec.repeats or (n_done < 2 * self.spec.repeats and self._unsettled()):
+            if n_done == 0:
+                self.observer.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
+            n_done, last = n_done + 1, last + 1
+            for m in turn:
+                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last), role="repeat")
+                self._progress(m.trial, "repeat", m.candidate, result, {k: e.value for k, e in objective.measure(result, None).items()})
+
+    def _unsettled(self) -> bool:
+        """Whether the rounds so far differ so much that more are worth their time."""
+        measured = self.measured()
+        return not self._out_of_time() and recommend.spread(measured, _baseline(measured)) > WANTED_SPREAD
+
+    def measured(self) -> list[Measured]:
+        """Every told trial as the analysis sees it."""
+        return store.measured(self.study, self.folder, self.plan.base_config) if self.study is not None else []
+
+    def _told(self) -> list[FrozenTrial]:
+        return store.told_trials(self.study) if self.study is not None else []
+
+    def _n_told(self) -> int:
+        return len(self._told())
+
+    def _trial_path(self, number: int) -> Path:
+        return store.trial_path(self.folder, number)
+
+    def _out_of_time(self) -> bool:
+        if self.spec.time_budget_s is None:
+            return False
+        walls = [store.told_data(t)["wall_s"] for t in self._told()]
+        # The finalists' turns at the end come out of the same budget.
+        reserve = (self.spec.finalists + 1) * self.spec.repeats * (statistics.median(walls) if walls else 0.0) / 2
+        return self._spent_s() + reserve >= self.spec.time_budget_s
+
+    def _spent_s(self) -> float:
+        return self._spent_before_s + time.monotonic() - self._started
+
+    def _stop_if_hopeless(self) -> None:
+        ends = [store.told_data(t) for t in self._told()]
+        if len(ends) < HOPELESS_TRIALS:
+            return
+        crashed = [Outcome(e["outcome"]) in (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED) for e in ends]
+        alike = len({re.sub(r"[0-9]+", "", e["reason"]).split(":")[0] for e in ends}) == 1
+        if all(crashed) and (alike or len(ends) >= 2 * HOPELESS_TRIALS):
+            how, log = f"{ends[0]['outcome']}: {ends[0]['reason']}", shown(TrialDir(self._trial_path(0)).log(0))
+            said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
+            raise UserError(f"the first {len(ends)} trials, the baseline among them, {said} (see {log})")
+
+    def _progress(self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: dict[str, float]) -> None:
+        measured = self.measured()
+        baseline = _baseline(measured)
+        ranked = recommend.rank(measured, baseline, self.objectives)
+        best = ranked[0] if ranked else None
+        speedup = None
+        if best is not None and baseline is not None:
+            speedup = math.exp(recommend.log_ratio(best, baseline, "samples_per_s"))
+        walls = [store.told_data(t)["wall_s"] for t in self._told()]
+        n_left = max(0, self.spec.trials - len(walls))
+        left = (n_left + (self.spec.finalists + 1) * self.spec.repeats / 2) * (statistics.median(walls) if walls else 0.0)
+        if self.spec.time_budget_s is not None:
+            left = min(left, max(0.0, self.spec.time_budget_s - self._spent_s()))
+        self.observer.ended(
+            Progress(
+                number=number, role=role, candidate=candidate, result=result, metrics=metrics, n_told=len(walls),
+                n_trials=self.spec.trials, best=best, best_speedup=speedup, left_s=left,
+            )
+        )  # fmt: skip
+
+
+def _baseline(measured: list[Measured]) -> Measured | None:
+    return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+
+
+def ops_needed(ds_config: DsConfig) -> list[str]:
+    """DeepSpeed's compiled ops that a configuration calls for, by builder name."""
+    optimizer = ds_config.get("optimizer") or {}
+    zero = ds_config.get("zero_optimization") or {}
+    if str(optimizer.get("type", "")).lower() not in ("adam", "adamw") or (optimizer.get("params") or {}).get("torch_adam"):
+        return []
+    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    return ["cpu_adam" if offloaded else "fused_adam"]
+
+
+def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
+    return {
+        "outcome": str(result.outcome), "reason": result.reason, "phase": result.phase, "wall_s": result.wall_s,
+        "metrics": {k: v for k, v in score.metrics.items() if math.isfinite(v)},
+        "ci95": {k: list(v) for k, v in score.ci95.items() if all(map(math.isfinite, v))},
+        "censored": list(score.censored), "feasible": score.feasible, "caveats": result.caveats,
+        "phase_times_s": result.phase_times_s,
+        "side_changes": result.side_changes,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts Ctrl-C and SIGTERM off until the block is done, so that no trial is left half told.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one of them came meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def study_lock(folder: Path) -> Iterator[IO[str]]:
+    """One run at a time for each study; what a killed run left running is ended.
+
+    Raises:
+        UserError: Another process runs this study.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            pid = (json.loads(file.read() or "{}")).get("pid", "?")
+            raise UserError(
+                f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
+            ) from None
+        file.seek(0)
+        with contextlib.suppress(json.JSONDecodeError):
+            left = json.loads(file.read() or "{}")
+            if left.get("agent"):
+                sweep(left["agent"])
+        note_agent(file, "")
+        yield file
+
+
+def note_agent(file: IO[str], mark: str) -> None:
+    """Writes down whose processes to end, should this run be killed."""
+    file.seek(0)
+    file.truncate()
+    file.write(json.dumps({"pid": os.getpid(), "agent": mark}))
+    file.flush()

@@ -1,0 +1,560 @@
+"""The contract between the driver and the ranks: what is asked, what came back, and the files that carry both."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from autotune import stats
+from autotune.candidate import Candidate, DsConfig, Scalar
+from autotune.stats import StepStats
+
+OOM_EXIT_CODE = 77
+# With this much of the machine in other hands, a step time is no longer the configuration's own.
+BUSY_CORES = 0.3
+# What a rank goes through, in order.
+PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
+T = TypeVar("T")
+
+
+class Outcome(StrEnum):
+    """How a trial ended; all but `LOST` are results, and only `LOST` is retried."""
+
+    COMPLETE = "complete"
+    STOPPED_EARLY = "stopped_early"
+    ILLEGAL = "illegal"
+    PREDICTED_OOM = "predicted_oom"
+    OOM = "oom"
+    DIVERGED = "diverged"
+    NOT_APPLIED = "not_applied"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The machine and the libraries that a measurement belongs to.
+
+    Attributes:
+        accelerator: DeepSpeed's name of the device: `cpu`, `cuda`.
+        device_name: Model of the device.
+        n_devices: Devices on this machine.
+        device_memory_bytes: Memory of one device (of the whole machine on CPU).
+        bf16: Whether the device computes in bfloat16.
+        fp16: Whether DeepSpeed trains in fp16 on it.
+        n_cores: Processor cores that this process may use.
+        omp_num_threads: The user's own `OMP_NUM_THREADS`, if set.
+        versions: Version of each library that a measurement depends on.
+    """
+
+    accelerator: str
+    device_name: str
+    n_devices: int
+    device_memory_bytes: int
+    bf16: bool
+    fp16: bool
+    n_cores: int
+    versions: dict[str, str]
+    omp_num_threads: str | None = None
+
+
+def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:
+    """Threads that a rank computes with on CPU: the user's `OMP_NUM_THREADS`, else its share of the cores."""
+    if omp_num_threads and omp_num_threads.isdigit() and int(omp_num_threads) > 0:
+        return int(omp_num_threads)
+    return max(1, n_cores // world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """How a training script is run.
+
+    Attributes:
+        arguments: Its command line, templates filled in.
+        working_dir: Folder that it runs in.
+        assignments: Module constants to replace, and by what.
+        micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
+        gradient_accumulation_steps: The same.
+        carried: The candidate fields that the user's own templates carry, so that nothing else is to.
+    """
+
+    arguments: tuple[str, ...] = ()
+    working_dir: str = "."
+    assignments: dict[str, str] = field(default_factory=dict)
+    micro_batch_size: int = 0
+    gradient_accumulation_steps: int = 0
+    carried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What one run of the untouched script showed.
+
+    Attributes:
+        ds_config: The DeepSpeed configuration that it gave to `deepspeed.initialize`.
+        micro_batch_size: Samples at the engine's forward; None if it varied.
+        gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
+        movable: The candidate fields that a second run, with all of them changed, saw changed.
+        moved_by: What carried the change, as that run noted it.
+    """
+
+    ds_config: DsConfig
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    plain_backward: bool = False
+    movable: tuple[str, ...] = ()
+    moved_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the user's target is, as one rank found it.
+
+    Attributes:
+        n_parameters: Parameters of the model, tied ones once.
+        n_trainable: Of these, the trainable ones.
+        n_samples: Samples in the data set; None for `batch(n)` and endless data.
+        n_blocks: Repeated blocks that activation checkpointing can wrap.
+        block_class: Class of these blocks.
+        block_share: Their share of the parameters.
+        float_buffers: The model has buffers of floating-point numbers, as batch normalisation does.
+        client_optimizer: The target defines `optimizer`.
+        environment: Where this was found.
+        caveats: What the user should know about the target.
+        script: What a probe found, where the target is a training script.
+    """
+
+    n_parameters: int
+    n_trainable: int
+    n_samples: int | None
+    n_blocks: int
+    block_class: str
+    block_share: float
+    float_buffers: bool
+    client_optimizer: bool
+    environment: Environment
+    caveats: list[str] = field(default_factory=list)
+    script: Probed | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRequest:
+    """What the ranks of one trial are to do.
+
+    Attributes:
+        target: Path of the user's `model.py` or training script.
+        mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
+            for a few steps and does the same.
+        candidate: The configuration under trial (none for `inspect`).
+        ds_config: What `deepspeed.initialize` is given.
+        world_size: Ranks.
+        seed: Seed of weights and data order, the same for all trials of a study.
+        budget_s: Training time after which the measurement ends, warm-up included.
+        max_steps: Optimizer steps after which it ends at the latest.
+        min_samples: Samples to train on at least, so that loss curves of different batches overlap (budget permitting).
+        deadline_s: Wall time after which the ranks are killed, counted from their start.
+        device_memory_bytes: Stated memory limit of a device; None means what the device has.
+        script: How to run the target, where it is a training script.
+    """
+
+    target: str
+    mode: str = "measure"
+    candidate: dict[str, Scalar] = field(default_factory=dict)
+    ds_config: DsConfig = field(default_factory=dict)
+    world_size: int = 1
+    seed: int = 0
+    budget_s: float = 10.0
+    max_steps: int = 1000
+    min_samples: int = 0
+    deadline_s: float = 300.0
+    device_memory_bytes: int | None = None
+    script: Script | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What really ran, read from the engine and the data, never from the request.
+
+    Attributes:
+        micro_batch_size: Leading dimension of the batch at the engine's forward; None if it varied.
+        loader_batch_size: Samples drawn from the data set per micro-batch; None without a data set.
+        gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        samples_per_step: Samples per optimizer step, summed over ranks.
+        tokens_per_step: Tokens per optimizer step, summed over ranks; None where samples are not token sequences.
+        zero_stage: Stage that the engine runs.
+        dtype: Type of the model's weights.
+        autocast: Type that `torch.autocast` computes in, if it is on.
+        checkpointed_blocks: Blocks whose activations were recomputed.
+    """
+
+    micro_batch_size: int | None
+    loader_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    samples_per_step: int
+    tokens_per_step: int | None
+    zero_stage: int
+    dtype: str
+    autocast: str | None = None
+    checkpointed_blocks: int = 0
+
+    def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
+        """What ran otherwise than the candidate says; None if all of it was applied."""
+        dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        expected = {
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+            "zero_stage": candidate.zero_stage,
+            "dtype": dtypes.get(candidate.precision, "float32"),
+        }
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                return f"{name}: {value} was asked for, {getattr(self, name)} ran"
+        if candidate.precision.startswith("torch_autocast") and self.autocast is None:
+            return "precision: torch_autocast was asked for, but it was off"
+        if candidate.checkpoint_every > 0 and self.checkpointed_blocks == 0:
+            return "checkpoint_every: no block was checkpointed"
+        if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
+            return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {self.micro_batch_size or 'a varying number'} ran"
+        if self.samples_per_step != candidate.global_batch_size(world_size):
+            return f"global batch: {candidate.global_batch_size(world_size)} was asked for, {self.samples_per_step} ran"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank wrote before it left.
+
+    Attributes:
+        rank: Its number.
+        outcome: How the trial ended as this rank saw it.
+        phase: The last phase it entered: import, build, initialize, warmup, measure, done.
+        reason: What went wrong, in one line.
+        failed_at: Unix time of the failure, to tell the first from its echoes.
+        startup_s: Seconds from the start of the rank to its first step, by phase.
+        step_times_s: Wall time of each optimizer step, warm-up included, each the slowest rank's.
+        cpu_times_s: Process time (all threads) of this rank for the same steps.
+        losses: Mean loss over ranks for each step; None where it was not finite.
+        phase_times_s: One step taken apart: data, forward, backward, step.
+        peak_memory_bytes: High-water mark by phase: on CPU resident growth over the rank's start, on CUDA allocated.
+        reserved_memory_bytes: CUDA only: high-water mark of the caching allocator.
+        alloc_retries: CUDA only: how often the allocator had to free its cache and try again.
+        other_cores: Cores that other processes kept busy while steps were timed.
+        observed: What really ran.
+        caveats: What the user should know about this trial.
+        side_changes: What a training script needed besides the DeepSpeed JSON.
+    """
+
+    rank: int
+    outcome: Outcome
+    phase: str
+    reason: str = ""
+    failed_at: float | None = None
+    startup_s: dict[str, float] = field(default_factory=dict)
+    step_times_s: list[float] = field(default_factory=list)
+    cpu_times_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    phase_times_s: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: int | None = None
+    alloc_retries: int | None = None
+    other_cores: float = 0.0
+    observed: Observed | None = None
+    caveats: list[str] = field(default_factory=list)
+    side_changes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How the processes of a trial ended, as the agent that started them saw it.
+
+    Attributes:
+        codes: Exit status of each rank, negative for a signal.
+        first_failed: The rank that ended badly first.
+        killed: Why the agent killed the rest: `deadline`, `cancel`, `peer` (one rank had failed); None if it did not.
+        kernel_oom: The kernel's out-of-memory killer struck during the trial.
+        wall_s: From the start of the ranks to the last one's end.
+        swept: What the trial had left behind and the agent removed.
+    """
+
+    codes: dict[int, int]
+    first_failed: int | None = None
+    killed: str | None = None
+    kernel_oom: bool = False
+    wall_s: float = 0.0
+    swept: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """A trial's end, as data.
+
+    Attributes:
+        outcome: How it ended.
+        reason: Why, in one line, where it is not `complete`.
+        phase: The phase in which it ended.
+        failed_rank: The rank that failed first.
+        candidate: The configuration, as flat knob values.
+        world_size: Ranks.
+        steps: Summary of the timed steps.
+        step_times_s: Every step, warm-up included.
+        cpu_s_per_step: Median process time of a timed step, summed over ranks.
+        losses: Mean loss over ranks for each step.
+        samples_per_step: Observed samples per optimizer step.
+        tokens_per_step: Observed tokens per optimizer step.
+        peak_memory_bytes: Highest over phases and ranks; on CUDA the reserved bytes.
+        memory_by_phase_bytes: The same by phase, highest over ranks.
+        phase_times_s: One step taken apart, slowest rank.
+        alloc_retries: CUDA allocator retries, summed over ranks.
+        other_cores: Cores that other processes kept busy while steps were timed.
+        startup_s: Seconds before the first step, slowest rank, by phase.
+        wall_s: Wall time of the whole trial.
+        observed: What really ran.
+        caveats: What the user should know about this trial.
+        side_changes: What a training script needed besides the DeepSpeed JSON.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    phase: str = ""
+    failed_rank: int | None = None
+    candidate: dict[str, Scalar] = field(default_factory=dict)
+    world_size: int = 1
+    steps: StepStats | None = None
+    step_times_s: list[float] = field(default_factory=list)
+    cpu_s_per_step: float | None = None
+    losses: list[float | None] = field(default_factory=list)
+    samples_per_step: int | None = None
+    tokens_per_step: int | None = None
+    peak_memory_bytes: int | None = None
+    memory_by_phase_bytes: dict[str, int] = field(default_factory=dict)
+    phase_times_s: dict[str, float] = field(default_factory=dict)
+    alloc_retries: int | None = None
+    other_cores: float = 0.0
+    startup_s: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+    observed: Observed | None = None
+    caveats: list[str] = field(default_factory=list)
+    side_changes: list[str] = field(default_factory=list)
+
+
+class TrialDir:
+    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.request = path / "request.json"
+        self.ds_config = path / "ds_config.json"
+        self.exit = path / "exit.json"
+        self.result = path / "result.json"
+        self.workload = path / "workload.json"
+        self.events = path / "events.jsonl"
+
+    def report(self, rank: int) -> Path:
+        """Where rank `rank` writes its report."""
+        return self.path / f"rank-{rank}.json"
+
+    def log(self, rank: int) -> Path:
+        """Where standard output and error of rank `rank` go."""
+        return self.path / f"rank-{rank}.log"
+
+
+def write(path: Path, value: Any, *, sync: bool = True) -> None:
+    """Writes a dataclass or plain data as JSON, whole or not at all; see `write_text`."""
+    data = TypeAdapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
+
+
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Writes a file by renaming a draft: a reader sees the old one or the new one, whole.
+
+    Args:
+        path: The file; its folder is made.
+        text: Its content.
+        sync: Wait until the content is on disk, so that it also outlives a crash of the machine.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "w", encoding="utf-8") as file:
+        file.write(text)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def read(path: Path, kind: type[T]) -> T:
+    """Reads a dataclass back from JSON.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        pydantic.ValidationError: The file is not of that kind.
+    """
+    return TypeAdapter(kind).validate_json(path.read_bytes())
+
+
+def result_in(path: Path) -> TrialResult | None:
+    """The result of the trial in a folder, if it has one that can be read."""
+    try:
+        return read(TrialDir(path).result, TrialResult)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def reports(trial_dir: TrialDir, world_size: int) -> dict[int, RankReport]:
+    """The reports that the ranks managed to write."""
+    found = {}
+    for rank in range(world_size):
+        try:
+            found[rank] = read(trial_dir.report(rank), RankReport)
+        except (FileNotFoundError, ValueError):
+            continue
+    return found
+
+
+# What a rank says when another one died: gloo, NCCL and the store each have their words.
+ECHOES = (
+    "closed by peer",
+    "reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "socket timeout",
+    "failed to recv",
+    "diststoreerror",
+    "distnetworkerror",
+    "distbackenderror",
+)
+
+
+def phases(trial_dir: TrialDir) -> dict[int, str]:
+    """The last phase that each rank entered, from the event stream: a killed rank leaves no report."""
+    last: dict[int, str] = {}
+    try:
+        lines = trial_dir.events.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return last
+    for line in lines:
+        try:
+            event = json.loads(line)
+            if "phase" in event:
+                last[int(event["rank"])] = str(event["phase"])
+        except (ValueError, KeyError, TypeError):
+            continue  # cut short by a kill, or not ours
+    return last
+
+
+def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, entered: Mapping[int, str] | None = None) -> TrialResult:
+    """One result from the ranks' reports and the way their processes ended.
+
+    Args:
+        request: What was asked for.
+        found: The reports by rank.
+        end: How the processes ended.
+        entered: The last phase of each rank, for those without a report.
+    """
+    outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
+    by_phase = _highest(report.peak_memory_bytes for report in found.values())
+    peaks = [*by_phase.values(), *(report.reserved_memory_bytes for report in found.values() if report.reserved_memory_bytes)]
+    result = TrialResult(
+        outcome=outcome,
+        reason=reason,
+        phase=phase,
+        failed_rank=rank,
+        candidate=request.candidate,
+        world_size=request.world_size,
+        wall_s=end.wall_s,
+        startup_s=_highest(report.startup_s for report in found.values()),
+        peak_memory_bytes=max(peaks) if peaks else None,
+        memory_by_phase_bytes=by_phase,
+        caveats=sorted({caveat for report in found.values() for caveat in report.caveats}),
+        side_changes=sorted({change for report in found.values() for change in report.side_changes}),
+    )
+    lead = found.get(0)
+    if lead is None or lead.observed is None:
+        return result
+    steps = stats.summarise(lead.step_times_s)
+    timed = steps if steps.n_steps > 0 else None
+    retries = [report.alloc_retries for report in found.values() if report.alloc_retries is not None]
+    return replace(
+        result,
+        steps=timed,
+        step_times_s=lead.step_times_s,
+        cpu_s_per_step=sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in found.values()) if timed else None,
+        losses=lead.losses,
+        samples_per_step=lead.observed.samples_per_step,
+        tokens_per_step=lead.observed.tokens_per_step,
+        phase_times_s=_highest(report.phase_times_s for report in found.values()),
+        alloc_retries=sum(retries) if retries else None,
+        other_cores=lead.other_cores,
+        observed=lead.observed,
+    )
+
+
+def _verdict(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
+    if end.killed == "cancel":
+        return Outcome.LOST, "stopped before it ended", phase, None
+    failed = [report for report in found.values() if report.outcome is not Outcome.COMPLETE]
+    if not failed and len(found) == request.world_size:
+        return Outcome.COMPLETE, "", "done", None  # whatever became of the processes after they had reported
+    # The cause is the earliest failure that is not the echo of a dead peer.
+    failed.sort(key=lambda report: (_is_echo(report), report.failed_at or 0.0))
+    # Ranks that ended without a word, by themselves: what the agent killed had no chance to say one.
+    silent = [rank for rank in sorted(end.codes) if rank not in found and not _was_killed(rank, end)]
+    if failed and not (_is_echo(failed[0]) and silent):
+        return failed[0].outcome, failed[0].reason, failed[0].phase, failed[0].rank
+    if silent:
+        rank = end.first_failed if end.first_failed in silent else silent[0]
+        return _silent_end(rank, end, phase)
+    if end.killed == "deadline":
+        return Outcome.TIMEOUT, f"no end within {request.deadline_s:g} s", phase, None
+    missing = next(rank for rank in range(request.world_size) if rank not in found)
+    return Outcome.CRASHED, f"rank {missing} left no result", phase, missing
+
+
+def _was_killed(rank: int, end: Exit) -> bool:
+    return end.killed is not None and end.codes[rank] == -9 and rank != end.first_failed
+
+
+def _silent_end(rank: int, end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
+    code = end.codes[rank]
+    if code == 0:
+        return Outcome.CRASHED, f"rank {rank} exited with status 0 but wrote no result", phase, rank
+    if code == OOM_EXIT_CODE:
+        return Outcome.OOM, "over the memory limit", phase, rank
+    if code == -9 and end.kernel_oom:
+        return Outcome.OOM, f"rank {rank} was killed by the kernel: out of memory", phase, rank
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+    return Outcome.CRASHED, f"rank {rank} {how}", phase, rank
+
+
+def _is_echo(report: RankReport) -> bool:
+    return report.outcome is Outcome.CRASHED and any(echo in report.reason.lower() for echo in ECHOES)
+
+
+def _first_phase(found: Mapping[int, RankReport], entered: Mapping[int, str], end: Exit) -> str:
+    """The phase of the rank that failed first; where none did, of the rank that came least far."""
+    last = {**entered, **{rank: report.phase for rank, report in found.items()}}
+    if end.first_failed in last:
+        return last[end.first_failed]
+    return min(last.values(), key=lambda phase: PHASES.index(phase) if phase in PHASES else 0, default="")
+
+
+def _highest(tables: Any) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            merged[key] = max(value, merged.get(key, value))
+    return merged
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

@@ -1,0 +1,1 @@
+"""The rank side: started with `python -m autotune.worker`, never imported by the driver."""

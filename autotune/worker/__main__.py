@@ -1,0 +1,33 @@
+"""`python -m autotune.worker serve | once DIR | rank DIR RANK FD | build OP...`: what runs on a machine that measures."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one of the worker's roles and returns its exit status."""
+    match arguments:
+        case ["serve", *modules]:
+            from autotune.worker import server
+
+            return server.serve(modules)
+        case ["once", trial_dir]:
+            from autotune.worker import server
+
+            return server.once(trial_dir)
+        case ["rank", trial_dir, rank, listener]:
+            from autotune.worker import run, server
+
+            server.import_lazy_modules()
+            return run.main(trial_dir, int(rank), int(listener))
+        case ["build", *ops]:
+            from autotune.worker import ops as builder
+
+            return builder.build(ops)
+    print(f"usage: {__doc__}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

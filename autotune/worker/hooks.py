@@ -1,0 +1,491 @@
+"""The user's training script in a rank: run unchanged, its DeepSpeed configuration and batch moved, its steps measured.
+
+Everything is done at the entry points that the script itself calls: `deepspeed.initialize`, the engine's methods, `argparse`
+and torch's `DataLoader`. They are patched before the script runs, so that it binds the patched ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import os
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotune import UserError, stats, trial
+from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
+from autotune.trial import Probed, Script, TrialRequest, Workload
+from autotune.worker import contract, observe
+from autotune.worker import run as rank_run
+from autotune.worker.meter import Meter
+
+PROBE_STEPS = 3
+# What scripts call these flags; the first one whose value is the one that ran is taken.
+DESTINATIONS = {
+    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size micro_batch_size
+        per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
+    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
+        grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
+}
+SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
+MOST_FILES_NAMED = 5
+
+
+class ScriptError(UserError):
+    """The script does something that cannot be tuned."""
+
+
+def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+    """Runs the script until it has been measured, or to its end; comes back only in the latter case.
+
+    Raises:
+        ScriptError: It ended, or could not go on, before it had been measured.
+    """
+    memory = rank_run.prepare_device(request)
+    recorder.enter("build")
+    rank_run.connect(request, rank, listener, cuda=memory.cuda)
+    hooks = _Hooks(recorder, request, memory)
+    hooks.install()
+    try:
+        _execute(Path(request.target), hooks.script)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ScriptError(f"the script exited with status {end.code}") from None
+    hooks.script_ended()
+
+
+def _execute(path: Path, script: Script) -> None:
+    """Runs the file as `__main__`, in its folder and with its arguments, as its user would."""
+    os.chdir(script.working_dir)
+    sys.argv = [str(path), *script.arguments]
+    sys.path.insert(0, str(path.parent))
+    tree = ast.parse(path.read_bytes(), filename=str(path))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in script.assignments:
+            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[node.targets[0].id])), node.value)
+    main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    sys.modules["__main__"] = main
+    exec(compile(tree, str(path), "exec", dont_inherit=True), main.__dict__)  # or it would get our own __future__
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class _Hooks:
+    """What is patched, and what it has seen. Without a candidate (a probe) it only looks."""
+
+    def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
+        assert request.script is not None
+        self.recorder, self.request, self.memory, self.script = recorder, request, memory, request.script
+        self.report = recorder.report
+        self.candidate = Candidate.of(request.candidate) if request.candidate else None
+        self.meter: Meter | None = None
+        self.workload: Workload | None = None
+        self.own_config: DsConfig = {}
+        self.plain_backward = False
+        self._begun = self._inside_backward = self._overflowed = self._ragged = False
+        self._losses: list[torch.Tensor] = []
+        self._total: torch.Tensor | None = None
+        self._n_backward = 0
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._files: list[str] = []
+
+    def install(self) -> None:
+        """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
+        import deepspeed
+
+        for field in self.script.carried:
+            was = getattr(self.script, field)
+            if self.candidate is not None and getattr(self.candidate, field) != was:
+                self._changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
+        os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
+        _patch(deepspeed, "initialize", self._initialize)
+        _patch(deepspeed.zero.Init, "__init__", self._zero_init)
+        for name in SAVERS:
+            if hasattr(deepspeed.DeepSpeedEngine, name):
+                _patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
+        _patch(torch, "save", self._torch_save)
+        _patch(torch.Tensor, "backward", self._tensor_backward)
+        _patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
+        _patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
+        self._count_draws()
+        # The ranks are joined already, over a socket that nobody can take.
+        _patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
+        _patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        sys.addaudithook(self._audit)
+
+    def script_ended(self) -> None:
+        """The script came to its end by itself.
+
+        Raises:
+            ScriptError: Before enough of it had been seen.
+        """
+        if self.meter is None:
+            raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
+        n = len(self.report.step_times_s)
+        needed = 1 if self.candidate is None else min(self.request.max_steps, stats.SETUP_STEPS + stats.MIN_TIMED_STEPS)
+        if n < needed:
+            raise ScriptError(f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more data")
+        self._end(f"the script ended by itself after {n} optimizer steps")
+
+    # The configuration
+
+    def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from deepspeed.runtime.pipe.module import PipelineModule
+
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        given = bound.arguments
+        namespace = given.get("args")
+        stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
+        own = _read_config(stated)
+        if given.get("optimizer") is None and "optimizer" not in own:
+            return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
+        if isinstance(given.get("model"), PipelineModule):
+            self._abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
+        first = self.meter is None
+        checkpointer = self._before(given, own) if first else None
+        config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
+        config["steps_per_print"] = 10**9
+        if isinstance(stated, dict):  # the script may look into it later
+            stated.clear()
+            stated.update(config)
+            config = stated
+        given["config"] = config
+        given.pop("config_params", None)
+        with _without_config_flag(namespace):
+            result = original(*bound.args, **bound.kwargs)
+        if first:
+            self._attach(result[0], checkpointer)
+        return result
+
+    def _config(self, own: DsConfig, *, first: bool) -> DsConfig:
+        if self.candidate is None:
+            return own
+        # A second trained model (a critic) keeps its own settings, but for what is tuned.
+        return copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+
+    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Checkpointer | None:
+        """Looks at the model before DeepSpeed changes it."""
+        self.recorder.enter("initialize")
+        self.own_config = copy.deepcopy(own)
+        model = given["model"]
+        blocks = contract.find_blocks(model, None)
+        client = given.get("optimizer") is not None
+        self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
+        if self.candidate is None or not self.candidate.checkpoint_every:
+            return None
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False  # a recomputed block would append to the cache twice
+        return observe.Checkpointer(blocks, self.candidate.checkpoint_every)
+
+    def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        if self.candidate is not None:
+            bound.arguments.pop("dtype", None)
+            if self.candidate.zero_stage < 3:
+                bound.arguments["enabled"] = False
+            else:
+                bound.arguments.pop("config", None)
+                bound.arguments["config_dict_or_path"] = copy.deepcopy(self.request.ds_config)
+        original(*bound.args, **bound.kwargs)
+
+    # The batch
+
+    def _value(self, field: str) -> tuple[int, int] | None:
+        """What a field is in the untouched script and what it is to be; None if it stays, or the user carries it himself."""
+        if self.candidate is None or field in self.script.carried:
+            return None
+        was, wanted = getattr(self.script, field), getattr(self.candidate, field)
+        return (was, wanted) if was and was != wanted else None
+
+    def _parse_known_args(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parsed, rest = original(*args, **kwargs)
+        values = vars(parsed)
+        if isinstance(values.get("local_rank", ""), int | None):
+            parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
+        for field, names in DESTINATIONS.items():
+            change = self._value(field)
+            name = next((name for name in names if change and values.get(name) == change[0]), None)
+            if change and name:
+                setattr(parsed, name, change[1])
+                self._changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
+        if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
+            parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
+        return parsed, rest
+
+    def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        place, change = _users_caller(), self._value("micro_batch_size")
+        if place and change:
+            was, wanted = change
+            sampler = bound.arguments.get("batch_sampler")
+            if sampler is not None and getattr(sampler, "batch_size", None) == was:
+                sampler.batch_size = wanted
+                self._changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
+            elif sampler is None and bound.arguments.get("batch_size", 1) == was:
+                bound.arguments["batch_size"] = wanted
+                self._changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+        original(*bound.args, **bound.kwargs)
+
+    def _count_draws(self) -> None:
+        """Counts the samples of each batch where a loader draws their indices: a leading dimension can be something else."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        def next_index(original: Callable[..., Any], iterator: Any) -> Any:
+            index = original(iterator)
+            queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
+            queue.append(len(index) if hasattr(index, "__len__") else None)
+            return index
+
+        def next_batch(original: Callable[..., Any], iterator: Any) -> Any:
+            batch = original(iterator)
+            queue = iterator.__dict__.get("_autotune_draws")
+            if self.meter is not None:
+                self.meter.batches.drew(queue.popleft() if queue else None)
+            elif queue:
+                queue.popleft()
+            return batch
+
+        _patch(_BaseDataLoaderIter, "_next_index", next_index)
+        _patch(_BaseDataLoaderIter, "__next__", next_batch)
+
+    # The steps
+
+    def _attach(self, engine: Any, checkpointer: observe.Checkpointer | None) -> None:
+        if self.candidate is not None:
+            engine.register_forward_pre_hook(self._cast, with_kwargs=True)
+        batches = observe.BatchObserver(engine, forgiving=True)
+        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
+        engine.backward = functools.partial(self._engine_backward, engine.backward)
+        engine.step = functools.partial(self._engine_step, engine.step)
+        self.recorder.enter("warmup")
+        self._restart_clock()
+
+    def _cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Gives 16-bit weights 16-bit inputs, which a script written for another precision does not."""
+        assert self.candidate is not None
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(self.candidate.precision)
+        others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
+        if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
+            return None
+        self._changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
+        cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
+        return cast
+
+    def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        self._went_backward(loss)
+        self._inside_backward = True
+        try:
+            return original(loss, *args, **kwargs)
+        finally:
+            self._inside_backward = False
+
+    def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = self.meter is not None and not self._inside_backward and self.meter.batches.went_forward
+        if ours:
+            self.plain_backward = True
+            self._went_backward(tensor)
+        return original(tensor, *args, **kwargs)
+
+    def _went_backward(self, loss: Any) -> None:
+        if self.meter is None:
+            return
+        self.meter.batches.backward()
+        self._n_backward += 1
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            value = loss.detach().float().reshape(())
+            self._total = value if self._total is None else self._total + value
+
+    def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        meter = self.meter
+        assert meter is not None
+        skipped = meter.engine.skipped_steps
+        result = original(*args, **kwargs)
+        if meter.batches.step():
+            try:
+                self._boundary(meter, overflowed=meter.engine.skipped_steps > skipped)
+            except BaseException as error:  # the script must not catch it
+                self._abort(error)
+        return result
+
+    def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
+        total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
+        self._losses.append(total.to(meter.device) / max(1, self._n_backward))
+        self._total, self._n_backward = None, 0
+        self._overflowed |= overflowed
+        self._ragged |= meter.batches.ragged
+        if len(self._losses) < meter.window_steps():
+            return
+        meter.synchronize()
+        wall, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        meter.gather(wall, cpu, self._losses, overflowed=self._overflowed, ragged=self._ragged)
+        n = len(self.report.step_times_s)
+        if self.candidate is None:
+            if n >= PROBE_STEPS:
+                self._end()
+        else:
+            if not self._begun and n >= min(2, self.request.max_steps):
+                meter.begin()
+                self._begun = True
+            if self._begun and meter.done():
+                self._end()
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._losses, self._overflowed, self._ragged = [], False, False
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def _end(self, caveat: str = "") -> None:
+        """Writes what was seen and ends the process; all ranks come here at the same step."""
+        meter = self.meter
+        assert meter is not None and self.workload is not None
+        if caveat:
+            self.report.caveats.append(caveat)
+        self._compare_data(meter)
+        for path in self._files[:MOST_FILES_NAMED]:
+            self.report.caveats.append(f"the script itself writes {path}, in every trial")
+        if self.candidate is not None:
+            meter.finish()
+        else:
+            seen = meter.observe()
+            counted = seen.loader_batch_size or seen.micro_batch_size
+            if counted != seen.micro_batch_size:
+                self.report.caveats.append(
+                    f"samples are counted where the loader draws them, {counted} at a time: the leading dimension at the engine's forward"
+                    f" is {seen.micro_batch_size or 'not constant'}"
+                )
+            probed = Probed(
+                ds_config=self.own_config,
+                micro_batch_size=counted,
+                gradient_accumulation_steps=seen.gradient_accumulation_steps,
+                plain_backward=self.plain_backward,
+            )
+            if self.report.rank == 0:
+                caveats = [*self.workload.caveats, *self.report.caveats]
+                trial.write(self.recorder.folder.workload, replace(self.workload, script=probed, caveats=caveats))
+        rank_run.complete(self.recorder)
+
+    def _compare_data(self, meter: Meter) -> None:
+        own = torch.tensor((meter.batches.checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
+        rows = [torch.empty_like(own, device=meter.device) for _ in range(self.request.world_size)]
+        dist.all_gather(rows, own.to(meter.device))
+        if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
+            self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
+
+    def _abort(self, error: BaseException) -> None:
+        rank_run.abort(self.recorder, error)
+
+    def _changed(self, text: str) -> None:
+        if text not in self.report.side_changes:
+            self.report.side_changes.append(text)
+
+    # No traces
+
+    def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
+        self._once(f"{name} is not carried out in trials")
+        return True
+
+    def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        target = args[1] if len(args) > 1 else kwargs.get("f")
+        if isinstance(target, str | os.PathLike):
+            self._once("torch.save is not carried out in trials")
+        else:
+            original(*args, **kwargs)
+
+    def _once(self, caveat: str) -> None:
+        if caveat not in self.report.caveats:
+            self.report.caveats.append(caveat)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
+            return
+        if not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        path = os.path.abspath(arguments[0])
+        ours = (str(self.recorder.folder.path.absolute()), "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
+        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and _users_caller():
+            self._files.append(path)
+
+
+def _patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Replaces a function by one that calls `hook(original, ...)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def _users_caller() -> str | None:
+    """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not f"{module}.".startswith(("torch.", "autotune.", "functools.", "contextlib.")):
+            path = os.path.abspath(frame.f_code.co_filename)
+            installed = any(path.startswith(folder) for folder in _INSTALLED)
+            return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _config_flag(namespace: Any) -> Any:
+    return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
+
+
+@contextlib.contextmanager
+def _without_config_flag(namespace: Any) -> Iterator[None]:
+    """DeepSpeed refuses a configuration given twice."""
+    names = [name for name in ("deepspeed_config", "deepscale_config") if getattr(namespace, name, None) is not None]
+    kept = {name: getattr(namespace, name) for name in names}
+    for name in names:
+        setattr(namespace, name, None)
+    yield
+    for name, value in kept.items():
+        setattr(namespace, name, value)
+
+
+def _read_config(stated: Any) -> DsConfig:
+    if isinstance(stated, dict):
+        return stated
+    if isinstance(stated, str | os.PathLike) and os.path.exists(stated):
+        read: DsConfig = json.loads(Path(stated).read_text())
+        return read
+    raise ScriptError("the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)

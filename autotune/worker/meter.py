@@ -1,0 +1,201 @@
+"""The clock and the ledger of a trial's steps, whoever runs the loop: our own for a `model.py`, or the user's script."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autotune import stats, trial
+from autotune.candidate import Candidate
+from autotune.trial import Observed, TrialRequest
+from autotune.worker import observe
+
+if TYPE_CHECKING:
+    from autotune.worker.run import Recorder
+
+# On CUDA, steps shorter than this are timed in windows, so that synchronising does not hide what overlaps.
+WINDOW_S = 0.05
+# fp16 starts at a loss scale of 2^16 and halves it at each skip.
+MOST_SKIPPED = 30
+# An epoch ends with at most one smaller step; several in a row are the script's own way.
+MOST_RAGGED = 3
+
+
+class Diverged(Exception):
+    """The loss is not finite any more."""
+
+
+class NotApplied(Exception):
+    """Something else ran than what was asked for."""
+
+
+class Meter:
+    """What a rank knows of its steps. All ranks see the same gathered numbers, so all of them stop at the same step.
+
+    Args:
+        recorder: Where the report grows.
+        request: What is measured.
+        engine: The DeepSpeed engine.
+        batches: What watches its batches.
+        memory: What watches its memory.
+        checkpointer: What recomputes its blocks, if anything does.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        request: TrialRequest,
+        engine: Any,
+        batches: observe.BatchObserver,
+        memory: observe.Memory,
+        checkpointer: observe.Checkpointer | None,
+    ) -> None:
+        self.recorder, self.request, self.engine = recorder, request, engine
+        self.batches, self.memory, self.checkpointer = batches, memory, checkpointer
+        self.report = recorder.report
+        self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
+        self.device = torch.device(engine.device)
+        self.cuda = self.device.type == "cuda"
+        self.elapsed_s = 0.0
+        self.skipped = self.ragged = 0
+        self._next_look = stats.SETUP_STEPS + stats.MIN_TIMED_STEPS
+        memory.enter("first_step")
+
+    def begin(self) -> None:
+        """The first steps are over: from here on steps are timed and memory is the steady state's."""
+        self.check_applied()
+        self.memory.enter("steady")
+        self.recorder.enter("measure")
+        self._busyness, self._cpu_before = observe.Busyness(), time.process_time()
+
+    def done(self) -> bool:
+        """Whether the measurement may end; looks again after every tenth more of steps."""
+        n = len(self.report.step_times_s)
+        if n >= self.request.max_steps:
+            return True
+        if n < self._next_look:
+            return False
+        self._next_look = max(n + 1, int(n * 1.1))
+        return self.enough()
+
+    def finish(self) -> None:
+        """Completes the report; all ranks take part.
+
+        Raises:
+            NotApplied: Something else ran than what was asked for.
+        """
+        self.check_applied()
+        self.report.peak_memory_bytes = self.memory.finish()
+        self.report.reserved_memory_bytes, self.report.alloc_retries = self.memory.reserved_bytes, self.memory.alloc_retries
+        own_cpu = torch.tensor(time.process_time() - self._cpu_before, dtype=torch.float64, device=self.device)
+        dist.all_reduce(own_cpu)
+        others = self._busyness.cores_used_by_others(float(own_cpu))
+        self.report.other_cores = others
+        if others > trial.BUSY_CORES and self.report.rank == 0:
+            self.report.caveats.append(f"the machine was busy: other processes used {others:.1f} cores while this trial was timed")
+
+    def enough(self) -> bool:
+        """Whether the step time is known well enough, or the budget is spent."""
+        times = self.report.step_times_s
+        if self.elapsed_s >= self.request.budget_s:
+            return True
+        trained = len(times) * self.candidate.global_batch_size(self.request.world_size)
+        return trained >= self.request.min_samples and stats.measured_enough(times)
+
+    def window_steps(self) -> int:
+        """How many steps to time at once."""
+        times = self.report.step_times_s
+        if not self.cuda or len(times) < stats.SETUP_STEPS:
+            return 1
+        return max(1, min(100, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
+
+    def gather(self, wall: float, cpu: float, losses: list[torch.Tensor], *, overflowed: bool, ragged: bool = False) -> None:
+        """Adds the steps of a window as the slowest rank saw them, so that all ranks hold the same numbers.
+
+        Args:
+            wall: Seconds that the window took on this rank.
+            cpu: Its process time.
+            losses: Loss of each step.
+            overflowed: Loss scaling skipped an update in it.
+            ragged: A step of it had fewer samples than the others.
+
+        Raises:
+            Diverged: The loss is not finite, or loss scaling finds no scale.
+        """
+        own = torch.tensor(
+            [wall, cpu, float(overflowed), float(ragged), *(float(loss) for loss in losses)], dtype=torch.float64, device=self.device
+        )
+        rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
+        dist.all_gather(rows, own)
+        table = torch.stack(rows).cpu()
+        slowest = float(table[:, 0].max())
+        self.elapsed_s += slowest
+        n = len(losses)
+        means = table[:, 4:].mean(dim=0).tolist()
+        if table[:, 2].any():
+            # Loss scaling skipped the update: neither its time nor its loss is a step's. fp16 needs some skips to find its
+            # scale; a loss that is not finite itself, or skips without end, is no search for a scale.
+            self.skipped += n
+            if self.skipped > MOST_SKIPPED or not np.isfinite(means).all() or self.elapsed_s >= self.request.budget_s:
+                raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
+            return
+        if table[:, 3].any():  # the last, smaller batch of an epoch: no step of this configuration
+            self.ragged += 1
+            if self.ragged > MOST_RAGGED:
+                raise NotApplied("the samples of an optimizer step vary")
+            return
+        self.skipped = self.ragged = 0
+        self.report.step_times_s += [slowest / n] * n
+        self.report.cpu_times_s += [cpu / n] * n
+        self.report.losses += [mean if np.isfinite(mean) else None for mean in means]
+        if self.report.rank == 0:
+            self.recorder.event(step=len(self.report.step_times_s), step_time_s=slowest / n, loss=self.report.losses[-1])
+        if None in self.report.losses[-n:]:
+            raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def check_applied(self) -> None:
+        """Compares what really ran with what was asked for; all ranks take part.
+
+        Raises:
+            NotApplied: It differs.
+        """
+        mismatch = self.observe().mismatch(self.candidate, self.request.world_size)
+        if mismatch:
+            raise NotApplied(mismatch)
+
+    def observe(self) -> Observed:
+        """Reads from the engine and the batches what really ran; all ranks take part."""
+        seen, engine = self.batches, self.engine
+        local = max(seen.samples_per_step, default=0), max(seen.tokens_per_step, default=0)
+        sums = torch.tensor(local, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        # DeepSpeed before 0.17 knows no torch_autocast.
+        autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
+        # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.
+        dtypes = [parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point()]
+        self.report.observed = observed = Observed(
+            micro_batch_size=only(seen.micro_batch_sizes),
+            loader_batch_size=only(seen.loader_batch_sizes),
+            gradient_accumulation_steps=only(seen.backward_counts),
+            samples_per_step=int(sums[0]),
+            tokens_per_step=int(sums[1]) or None,
+            zero_stage=int(engine.zero_optimization_stage()),
+            dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
+            autocast=str(autocast).removeprefix("torch.") if autocast else None,
+            checkpointed_blocks=len(self.checkpointer.recomputed) if self.checkpointer else 0,
+        )
+        return observed
+
+
+def only(values: set[int]) -> int | None:
+    """The value of a set of one."""
+    return next(iter(values)) if len(values) == 1 else None

@@ -1,0 +1,419 @@
+"""One rank of one trial: build, initialise, train, measure, report, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autotune import UserError, trial
+from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
+from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
+from autotune.worker import contract, observe
+from autotune.worker.meter import Diverged, Meter, NotApplied
+
+OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
+
+
+def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
+    """Runs rank `rank` of the trial in `trial_dir` and ends the process.
+
+    Args:
+        trial_dir: The trial's folder.
+        rank: Number of this rank.
+        listener: Descriptor of the listening socket on which rank 0 keeps the ranks' store.
+    """
+    recorder = Recorder(TrialDir(Path(trial_dir)), rank)
+    try:
+        request = trial.read(recorder.folder.request, TrialRequest)
+        recorder.enter("import")
+        _watch_memory(recorder, request)
+        if request.mode == "inspect":
+            trial.write(recorder.folder.workload, _inspect(request))
+        elif request.script is not None:
+            from autotune.worker.hooks import run_script
+
+            run_script(recorder, request, rank, listener)
+        else:
+            _measure(recorder, request, rank, listener)
+        complete(recorder)
+    except BaseException as error:
+        abort(recorder, error)
+
+
+def complete(recorder: Recorder) -> NoReturn:
+    """Reports that all went well, and ends the process when all ranks have."""
+    recorder.report.outcome = Outcome.COMPLETE
+    recorder.enter("done")
+    recorder.write()
+    if dist.is_initialized():
+        # Peers may still be in a collective; an early exit would kill them there.
+        with contextlib.suppress(Exception):
+            dist.barrier()
+    _leave(0)
+
+
+def abort(recorder: Recorder, error: BaseException) -> NoReturn:
+    """Reports what went wrong, and ends the process."""
+    traceback.print_exception(error)
+    recorder.fail(*_classify(error))
+    _leave(OOM_EXIT_CODE if recorder.report.outcome is Outcome.OOM else 1)
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)  # interpreter teardown costs seconds and may hang in native threads
+
+
+@dataclass
+class _Draft:
+    """A `RankReport` in the making."""
+
+    rank: int
+    outcome: Outcome = Outcome.CRASHED
+    phase: str = "start"
+    reason: str = ""
+    failed_at: float | None = None
+    startup_s: dict[str, float] = field(default_factory=dict)
+    step_times_s: list[float] = field(default_factory=list)
+    cpu_times_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    phase_times_s: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: int | None = None
+    alloc_retries: int | None = None
+    other_cores: float = 0.0
+    observed: Observed | None = None
+    caveats: list[str] = field(default_factory=list)
+    side_changes: list[str] = field(default_factory=list)
+
+
+class Recorder:
+    """Keeps what the rank knows, so that whatever happens the report says how far it came."""
+
+    def __init__(self, folder: TrialDir, rank: int) -> None:
+        self.folder = folder
+        self.report = _Draft(rank)
+        self._entered = time.monotonic()
+        self._lock = threading.Lock()
+
+    def enter(self, phase: str) -> None:
+        """Closes the phase under way, notes its length, and tells whoever watches `events.jsonl`."""
+        now = time.monotonic()
+        if self.report.phase in ("import", "build", "initialize"):
+            self.report.startup_s[self.report.phase] = now - self._entered
+        self.report.phase, self._entered = phase, now
+        self.event(phase=phase)
+
+    def event(self, **what: Any) -> None:
+        """Appends one line to the trial's event stream; a line is small enough to be written in one piece."""
+        line = json.dumps({"time": time.time(), "rank": self.report.rank, **what}) + "\n"
+        descriptor = os.open(self.folder.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+    def fail(self, outcome: Outcome, reason: str) -> None:
+        """Writes the report of a failure."""
+        self.report.outcome, self.report.reason, self.report.failed_at = outcome, reason, time.time()
+        self.event(outcome=outcome, reason=reason)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the report as it stands."""
+        with self._lock:
+            trial.write(self.folder.report(self.report.rank), RankReport(**vars(self.report)), sync=False)
+
+
+def _classify(error: BaseException) -> tuple[Outcome, str]:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in text.lower() for words in OOM_WORDS):
+        return Outcome.OOM, f"{type(error).__name__}: {first}"[:500]
+    if isinstance(error, Diverged):
+        return Outcome.DIVERGED, first
+    if isinstance(error, NotApplied):
+        return Outcome.NOT_APPLIED, first
+    if isinstance(error, UserError):
+        return Outcome.CRASHED, first
+    return Outcome.CRASHED, f"{type(error).__name__}: {first}"[:500]
+
+
+def _watch_memory(recorder: Recorder, request: TrialRequest) -> None:
+    """On CPU: holds the rank to the stated limit, or to its share of what the machine has."""
+    from deepspeed.accelerator import get_accelerator
+
+    limit = request.device_memory_bytes
+    if get_accelerator().device_name() == "cuda":
+        if limit is not None:
+            device = int(os.environ["LOCAL_RANK"])
+            torch.cuda.set_device(device)
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        return
+    stated = limit is not None
+    share = limit if limit is not None else int(0.9 * observe.available_bytes() / request.world_size)
+    start = observe.resident_bytes()
+
+    def on_excess(growth: int) -> None:
+        whose = "the stated device memory" if stated else "its share of this machine's free memory"
+        recorder.fail(Outcome.OOM, f"rank {recorder.report.rank} grew to {growth / 2**20:.0f} MiB, over {whose} of {share / 2**20:.0f} MiB")
+        os._exit(OOM_EXIT_CODE)
+
+    observe.limit_host_memory(start, share, on_excess)
+
+
+def _inspect(request: TrialRequest) -> Workload:
+    """Loads the target and finds what legality and the report need to know of it."""
+    target = contract.load(Path(request.target))
+    try:
+        with torch.device("meta"):
+            model = contract.build_model(target)
+    except UserError:
+        raise
+    except Exception:  # a model that looks at its values while it is built
+        model = contract.build_model(target)
+    blocks = contract.find_blocks(model, target.blocks)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise contract.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
+    loader = contract.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
+    return workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+
+
+def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool) -> Workload:
+    """What legality and the report need to know of a model that DeepSpeed has not touched yet."""
+    parameters = dict.fromkeys(model.parameters())
+    # Under `zero.Init` a parameter is empty; DeepSpeed keeps its size beside it.
+    sizes = {parameter: int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters}
+    n_parameters = sum(sizes.values())
+    in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
+    return Workload(
+        n_parameters=n_parameters,
+        n_trainable=sum(size for parameter, size in sizes.items() if parameter.requires_grad),
+        n_samples=n_samples,
+        n_blocks=len(blocks),
+        block_class=", ".join(sorted({type(block).__name__ for block in blocks})),
+        block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
+        float_buffers=any(buffer.is_floating_point() for buffer in model.buffers()),
+        client_optimizer=client_optimizer,
+        environment=_environment(),
+        caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def _environment() -> Environment:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    cuda = accelerator.device_name() == "cuda"
+    n_cores = len(os.sched_getaffinity(0))
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    if cuda:
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return Environment(
+        accelerator=accelerator.device_name(),
+        device_name=torch.cuda.get_device_name() if cuda else _cpu_name(),
+        n_devices=torch.cuda.device_count() if cuda else 1,
+        device_memory_bytes=torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        bf16=bool(accelerator.is_bf16_supported()),
+        fp16=bool(accelerator.is_fp16_supported()),
+        n_cores=n_cores,
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        versions=versions,
+    )
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def prepare_device(request: TrialRequest) -> observe.Memory:
+    """Gives the rank its device, or its share of the cores, and starts to watch its memory."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
+    # This op serves inference only, and on CPU leaks 66 MiB of /dev/shm per rank for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return observe.Memory(get_accelerator().device_name())
+
+
+def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+    candidate = Candidate.of(request.candidate)
+    memory = prepare_device(request)
+    target = contract.load(Path(request.target))
+    recorder.enter("build")
+    connect(request, rank, listener, cuda=memory.cuda)
+    _seed(request.seed)
+    model = contract.build_model(target)
+    blocks = contract.find_blocks(model, target.blocks)
+    checkpointer = None
+    if candidate.checkpoint_every:
+        checkpointer = observe.Checkpointer(blocks, candidate.checkpoint_every)
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False  # a recomputed block would append to the cache twice
+    loader = contract.Loader(
+        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=request.seed
+    )
+    loader.check(candidate.global_batch_size(request.world_size))
+    recorder.enter("initialize")
+    engine = _initialize(request, target, model)
+    _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
+    recorder.enter("warmup")
+    meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
+    _Trainer(contract.make_loss(target, model), loader, *meter).train()
+
+
+def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
+    """Joins the ranks over a store on the agent's own socket: no port is chosen, so none can be lost to others."""
+    timeout = timedelta(seconds=request.deadline_s + 60)  # the agent's deadline comes first
+    dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        store = dist.TCPStore(
+            "127.0.0.1", port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+        )
+    else:
+        socket.close(listener)
+        store = dist.TCPStore("127.0.0.1", port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.Module) -> Any:
+    import deepspeed
+
+    config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
+    config["steps_per_print"] = 10**9
+    deepspeed.init_distributed(dist_init_required=False)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if target.optimizer is not None and "optimizer" not in config:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=target.optimizer(parameters), config=config)
+    else:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    return engine
+
+
+class _Trainer(Meter):
+    """The timed loop of a `model.py`."""
+
+    def __init__(self, loss: Any, loader: contract.Loader, *meter: Any) -> None:
+        super().__init__(*meter)
+        self.loss, self.loader = loss, loader
+        # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
+
+    def train(self) -> None:
+        """Trains until the step time is known well enough, the budget is spent, or something ends it."""
+        self._window(1)
+        self._taken_apart()
+        self.begin()
+        while not self.done():
+            self._window(self.window_steps())
+        self.finish()
+
+    def _window(self, n_steps: int) -> None:
+        """Trains a window of steps; the device is synchronised and the ranks compared at its end only."""
+        self.synchronize()
+        skipped = self.engine.skipped_steps
+        start, cpu_start = time.perf_counter(), time.process_time()
+        losses = [self._step() for _ in range(n_steps)]
+        self.synchronize()
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        self.gather(wall, cpu, losses, overflowed=self.engine.skipped_steps > skipped)
+
+    def _step(self) -> torch.Tensor:
+        total = torch.zeros((), device=self.device)
+        while True:
+            batch = self._draw()
+            loss = self.loss(self.engine, batch)
+            total += loss.detach().float()
+            self.engine.backward(loss)
+            self.batches.backward()
+            self.engine.step()
+            if self.batches.step():
+                return total / self.candidate.gradient_accumulation_steps
+
+    def _draw(self) -> Any:
+        batch, n_drawn = self.loader.next()
+        self.batches.drew(n_drawn)
+        return contract.to_device(batch, self.device, self.dtype)
+
+    def _taken_apart(self) -> None:
+        """One step with the clock and the memory counters stopped after each phase."""
+        phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "step": 0.0}
+        total = torch.zeros((), device=self.device)
+        skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
+        done = False
+        while not done:
+            clock = _PhaseClock(phases, self.synchronize)
+            batch = self._draw()
+            clock.stop("data")
+            self.memory.enter("forward")
+            clock.start()
+            loss = self.loss(self.engine, batch)
+            clock.stop("forward")
+            total += loss.detach().float()
+            self.memory.enter("backward")
+            clock.start()
+            self.engine.backward(loss)
+            clock.stop("backward")
+            self.batches.backward()
+            self.memory.enter("step")
+            clock.start()
+            self.engine.step()
+            clock.stop("step")
+            done = self.batches.step()
+        self.report.phase_times_s = phases
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        total /= self.candidate.gradient_accumulation_steps
+        self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
+
+
+class _PhaseClock:
+    """Adds synchronised wall time to named phases."""
+
+    def __init__(self, phases: dict[str, float], synchronize: Any) -> None:
+        self._phases, self.synchronize = phases, synchronize
+        self.start()
+
+    def start(self) -> None:
+        self.synchronize()
+        self._at = time.perf_counter()
+
+    def stop(self, phase: str) -> None:
+        self.synchronize()
+        self._phases[phase] += time.perf_counter() - self._at

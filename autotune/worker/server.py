@@ -1,0 +1,417 @@
+"""The agent of one machine: starts the ranks of a trial, watches them, and leaves nothing behind.
+
+It reads commands as JSON lines on standard input and answers on standard output; the trials themselves are folders.
+Warm, it has imported torch and DeepSpeed once and forks the ranks, so that a trial starts in tenths of a second; it never
+runs a torch operation and never initialises CUDA, which would not survive the fork. Cold, it executes a new Python.
+When its standard input closes (the driver died) it kills what runs and leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autotune import trial
+from autotune.trial import Exit, TrialDir, TrialRequest
+
+# DeepSpeed imports these lazily inside `initialize`, at 2.4 CPU-seconds a rank; imported here they cost nothing there.
+LAZY_MODULES = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.fp16.fused_optimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer",
+    "torch.utils.checkpoint",
+    "autotune.worker.run",
+)
+PEER_GRACE_S = 1.5
+LOG_LIMIT_BYTES = 16 << 20
+LOG_HEAD_BYTES = LOG_TAIL_BYTES = 1 << 20
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHARED_MEMORY = Path("/dev/shm")
+# What Python's SharedMemory and NCCL call their files: numbers drawn at random, not the process's.
+NAMELESS_SHARED_MEMORY = ("psm_", "nccl-")
+
+
+@dataclass
+class _Running:
+    """The processes of the trial under way."""
+
+    folder: TrialDir
+    request: TrialRequest
+    started_at: float
+    ranks: dict[int, int]
+    codes: dict[int, int] = field(default_factory=dict)
+    first_failed: int | None = None
+    first_failed_at: float = 0.0
+    killed: str | None = None
+    pids: set[int] = field(default_factory=set)
+    kernel_oom_before: int = 0
+    others: frozenset[int] = frozenset()
+    shared_before: frozenset[tuple[str, int]] = frozenset()
+
+
+class Agent:
+    """Runs one trial at a time.
+
+    Args:
+        warm: Fork the ranks from this process instead of executing a new Python for each.
+        commands: File descriptor that commands come from; its end means that the driver is gone.
+    """
+
+    def __init__(self, *, warm: bool, commands: int | None) -> None:
+        self.warm = warm
+        self.commands = commands
+        self.orphaned = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        # Whatever a rank starts and leaves is handed to this process, so that it can be found and ended.
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self, path: Path) -> Exit:
+        """Runs one trial to its end, whatever that is, and writes `exit.json`."""
+        folder = TrialDir(path)
+        running = self._start(folder, trial.read(folder.request, TrialRequest))
+        try:
+            while len(running.codes) < len(running.ranks):
+                self._wait(running)
+                self._reap(running)
+                self._judge(running)
+                _bound_logs(running, LOG_LIMIT_BYTES)
+        finally:
+            swept = self._sweep(running)
+        _bound_logs(running, LOG_HEAD_BYTES + 2 * LOG_TAIL_BYTES)
+        end = Exit(
+            codes=running.codes,
+            first_failed=running.first_failed,
+            killed=running.killed,
+            kernel_oom=_kernel_ooms() > running.kernel_oom_before,
+            wall_s=time.monotonic() - running.started_at,
+            swept=swept,
+        )
+        trial.write(folder.exit, end, sync=False)
+        return end
+
+    def _start(self, folder: TrialDir, request: TrialRequest) -> _Running:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        running = _Running(folder, request, time.monotonic(), {}, kernel_oom_before=_kernel_ooms())
+        # What lives below this process already, an imported module started; it is not the trial's to end.
+        running.others, running.shared_before = frozenset(_descendants(os.getpid())), frozenset(_shared_memory())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with listener:
+            agent = os.getpid()
+            for rank in range(request.world_size):
+                pid = os.fork()
+                if pid == 0:
+                    self._become_rank(running, rank, listener, agent)
+                running.ranks[rank] = pid
+                running.pids.add(pid)
+                # Set on both sides of the fork: whoever comes first, the group exists before anybody needs it.
+                with contextlib.suppress(OSError):
+                    os.setpgid(pid, running.ranks[0])
+        return running
+
+    def _become_rank(self, running: _Running, rank: int, listener: socket.socket, agent: int) -> None:
+        folder = running.folder
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, running.ranks.get(0, 0))
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != agent:  # it died before we asked to be told
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_DFL)
+            log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (log, 1), (log, 2)):
+                os.dup2(source, target)
+            _expose_to_oom_killer()
+            os.environ.update(rank_environment(rank, running.request.world_size, listener.getsockname()[1]))
+            descriptor = listener.fileno()
+            if not self.warm:
+                os.set_inheritable(descriptor, True)
+                command = [sys.executable, "-m", "autotune.worker", "rank", str(folder.path), str(rank), str(descriptor)]
+                os.execv(sys.executable, command)
+            from autotune.worker import run
+
+            run.main(str(folder.path), rank, descriptor)
+        except BaseException:  # nothing may return into the agent's own loop
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _wait(self, running: _Running) -> None:
+        """Sleeps until a rank ends, a command comes, or it is time to look at clocks and logs."""
+        sources = [self._wake_read, *([self.commands] if self.commands is not None and not self.orphaned else [])]
+        ready, _, _ = select.select(sources, [], [], 0.1)
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        if self.commands in ready and self.commands is not None:
+            data = os.read(self.commands, 65536)
+            self.orphaned = not data
+            if self.orphaned or b"cancel" in data:
+                self._kill(running, "cancel")
+
+    def _reap(self, running: _Running) -> None:
+        for pid, status in _dead_children():
+            rank = next((rank for rank, rank_pid in running.ranks.items() if rank_pid == pid), None)
+            running.pids.add(pid)
+            if rank is None:
+                continue
+            running.codes[rank] = os.waitstatus_to_exitcode(status)
+            failed = running.codes[rank] != 0 or not running.folder.report(rank).exists()
+            if failed and running.first_failed is None and running.killed is None:
+                running.first_failed, running.first_failed_at = rank, time.monotonic()
+
+    def _judge(self, running: _Running) -> None:
+        now = time.monotonic()
+        ended_early = running.first_failed is not None and now - running.first_failed_at > PEER_GRACE_S
+        if len(running.codes) == len(running.ranks) or running.killed:
+            return
+        if ended_early:
+            self._kill(running, "peer")
+        elif now - running.started_at > running.request.deadline_s:
+            self._kill(running, "deadline")
+
+    def _kill(self, running: _Running, why: str) -> None:
+        running.killed = running.killed or why
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(running.ranks[0], signal.SIGKILL)
+        for rank, pid in running.ranks.items():
+            if rank not in running.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _sweep(self, running: _Running) -> list[str]:
+        """Ends every process and removes every shared-memory file and build lock that the trial left."""
+        swept = []
+        for _ in range(200):
+            left = [pid for pid in _descendants(os.getpid()) if pid not in running.others]
+            running.pids.update(left)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                    swept.append(f"process {pid}")
+            running.pids.update(pid for pid, _ in _dead_children())
+            if not left:
+                break
+            time.sleep(0.01)
+        for path in _left_in_shared_memory(running):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                swept.append(str(path))
+        return sorted({*swept, *_remove_stale_locks()})
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that torch, DeepSpeed and the user's code expect in a rank, as torchrun sets them."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def serve(modules: Sequence[str]) -> int:
+    """The warm server: imports once, then runs the trials whose folders are named on standard input.
+
+    Args:
+        modules: What the user's target imports, imported here too so that the ranks find it loaded.
+    """
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    _remove_stale_locks()
+    reason = _preload(modules)
+    agent = Agent(warm=reason is None, commands=0)
+    _answer(answers, {"ready": True, "warm": agent.warm, "reason": reason or ""})
+    for command in _commands(0):
+        if "run" in command:
+            agent.run(Path(command["run"]))
+        if agent.orphaned:
+            break
+    return 0
+
+
+def once(trial_dir: str) -> int:
+    """Runs one trial without a warm server, for engines that start a process per trial."""
+    agent = Agent(warm=False, commands=None)
+    agent.run(Path(trial_dir))
+    return 0
+
+
+def _preload(modules: Sequence[str]) -> str | None:
+    """Imports what the ranks need; returns why forking would be unsafe, or None."""
+    if sys.platform != "linux":
+        return f"forking after imports is not safe on {sys.platform}"
+    sys.path.insert(0, os.getcwd())
+    try:
+        import deepspeed
+        import torch
+
+        import_lazy_modules()
+        # Probing the ops compiles and links a libaio test program, 0.3 s in every process that has not done it.
+        deepspeed.ops.__compatible_ops__  # noqa: B018
+    except Exception as error:
+        return f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}"
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # the ranks will meet it again and report it
+            print(f"autotune: not preloaded: {name}: {error}", file=sys.stderr)
+    if torch.cuda.is_initialized():
+        return "an imported module initialised CUDA, which does not survive a fork"
+    if threading.active_count() > 1:
+        return f"an imported module started threads: {', '.join(thread.name for thread in threading.enumerate()[1:])}"
+    n_threads = len(os.listdir("/proc/self/task"))
+    if n_threads > 1:
+        return f"an imported module started {n_threads - 1} native threads"
+    gc.collect()
+    gc.freeze()
+    return None
+
+
+def import_lazy_modules() -> None:
+    """Imports what DeepSpeed would import inside `initialize`, where its time and memory would count as the trial's."""
+    for name in LAZY_MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _commands(source: int) -> Iterator[dict[str, str]]:
+    """Commands one by one; byte by byte, so that a cancel right behind a run stays in the pipe for whoever watches the run."""
+    line = b""
+    while byte := os.read(source, 1):
+        line += byte
+        if byte == b"\n":
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+            line = b""
+
+
+def _answer(target: int, message: dict[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(target, json.dumps(message).encode() + b"\n")
+
+
+def _dead_children() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _descendants(root: int) -> list[int]:
+    """Living processes below `root`; the dead that wait to be reaped do not count."""
+    import psutil
+
+    found = []
+    for process in psutil.Process(root).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def _shared_memory() -> list[tuple[str, int]]:
+    """Name and inode of this user's files in /dev/shm."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid():
+                    found.append((entry.name, status.st_ino))
+    return found
+
+
+def _left_in_shared_memory(running: _Running) -> list[Path]:
+    """The trial's files in /dev/shm: made since it started, and named for one of its processes or by a library for nobody alive."""
+    numbers = {str(pid) for pid in running.pids}
+    new = [name for name, inode in _shared_memory() if (name, inode) not in running.shared_before]
+    named = [name for name in new if numbers & set(re.split("[-_.]", name))]
+    nameless = [name for name in new if name not in named and name.startswith(NAMELESS_SHARED_MEMORY)]
+    used = _mapped_shared_memory() if nameless else set()
+    return [SHARED_MEMORY / name for name in (*named, *(name for name in nameless if name not in used))]
+
+
+def _mapped_shared_memory() -> set[str]:
+    """Names of the files in /dev/shm that a living process has mapped."""
+    mark, used = f"{SHARED_MEMORY}/", set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used |= {line.partition(mark)[2].removesuffix(" (deleted)") for line in maps.read_text().splitlines() if mark in line}
+    return used
+
+
+def _remove_stale_locks() -> list[str]:
+    """Removes build locks whose builder is dead; every later trial would wait for them for ever."""
+    from autotune.worker import ops
+
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return ops.remove_stale_locks(Path(extensions)) if extensions else []
+
+
+def _bound_logs(running: _Running, limit: int) -> None:
+    """Cuts the middle out of a log that has grown too large; the rank goes on writing behind the end.
+
+    What a living rank writes in the moment of the cut is lost with the middle.
+    """
+    for rank in running.ranks:
+        path = running.folder.log(rank)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size > limit:
+                with path.open("rb") as file:
+                    file.seek(-LOG_TAIL_BYTES, os.SEEK_END)
+                    tail = file.read(LOG_TAIL_BYTES)
+                os.truncate(path, LOG_HEAD_BYTES)
+                with path.open("ab") as file:
+                    file.write(b"\n[autotune: the log grew too large; lines were cut here]\n" + tail)
+
+
+def _kernel_ooms() -> int:
+    """How often the kernel's out-of-memory killer has struck on this machine since boot."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def _expose_to_oom_killer() -> None:
+    """Under memory pressure the kernel is to take a trial, not the tuner or the user's other work."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,52 @@
+"""What the benchmarks share: where results go, and what they were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autotune import trial
+from autotune.executors.local import extensions_dir
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write(name: str, figures: dict[str, Any]) -> None:
+    """Writes `results/NAME.json` with the machine and the date, and prints it."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processor = names[0].partition(":")[2].strip() if names else platform.machine()
+    where = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_at_end": os.getloadavg()[0],
+        "versions": {package: metadata.version(package) for package in ("torch", "deepspeed", "optuna")},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({**figures, "measured_on": where}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
+
+
+def plain_trial(target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2) -> tuple[float, list[float]]:
+    """Runs a configuration the ordinary way, torchrun on a hand-written script; returns wall seconds and step times."""
+    config = folder / "plain.json"
+    trial.write(config, ds_config)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(Path(__file__).parent / "plain_trial.py"), str(target), str(config), str(n_steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    start = time.perf_counter()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    wall = time.perf_counter() - start
+    line = next((line for line in done.stdout.splitlines() if line.startswith("STEPS")), None)
+    if line is None:
+        raise RuntimeError(done.stderr[-2000:])
+    return wall, json.loads(line.removeprefix("STEPS "))

@@ -1,0 +1,54 @@
+"""The trial that `startup.py` compares with, as one writes it by hand: torchrun starts this file on every rank."""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+
+
+def main() -> None:
+    target, config_file, n_steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would leak /dev/shm, and be compiled first
+    spec = importlib.util.spec_from_file_location("target", target)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    deepspeed.init_distributed()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = json.loads(Path(config_file).read_text())
+    model = module.model()
+    optimizer = module.optimizer(model.parameters()) if hasattr(module, "optimizer") else None
+    parameters = None if optimizer else model.parameters()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)
+    dataset, micro = module.data(), config["train_micro_batch_size_per_gpu"]
+    dtype = next(engine.module.parameters()).dtype
+    times = []
+    for step in range(n_steps):
+        start = time.perf_counter()
+        for part in range(config["gradient_accumulation_steps"]):
+            first = ((step * config["gradient_accumulation_steps"] + part) * world + rank) * micro
+            x, y = torch.utils.data.default_collate([dataset[i % len(dataset)] for i in range(first, first + micro)])
+            if x.is_floating_point():
+                x = x.to(dtype)
+            output = engine(x)
+            if y.is_floating_point():
+                loss = F.mse_loss(output.float(), y)
+            elif output.dim() > 2:
+                loss = F.cross_entropy(output.float().flatten(0, -2), y.flatten())
+            else:
+                loss = F.cross_entropy(output.float(), y)
+            engine.backward(loss)
+            engine.step()
+        times.append(time.perf_counter() - start)
+    if rank == 0:
+        print("STEPS", json.dumps(times), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What all tests share: the zoo of models, and one warm server that runs trials of them for the whole session."""
+
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from zoo import MODELS, Zoo, assert_nothing_left, shared_memory
+
+from autotune.executors.local import LocalExecutor
+
+# DeepSpeed's compiled ops and the like; git-ignored.
+os.environ.setdefault("AUTOTUNE_CACHE", str(Path(__file__).parent.parent / ".cache" / "autotune"))
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """The zoo: one small model a file, named for what it does to a trial."""
+    return MODELS
+
+
+@pytest.fixture(scope="session")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalExecutor]:
+    """One warm server for all tests that do not kill it; torch is imported there and nowhere else."""
+    modules = ["torch", "transformers", "transformers.models.llama.modeling_llama"]
+    executor = LocalExecutor(modules, tmp_path_factory.mktemp("server") / "server.log")
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def zoo(executor: LocalExecutor, tmp_path: Path) -> Iterator[Zoo]:
+    """Runs trials on the session's server; afterwards nothing of them may be left."""
+    before = shared_memory()
+    zoo = Zoo(executor, tmp_path / "trials")
+    yield zoo
+    assert_nothing_left(zoo, before)
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a target that only one test needs."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "own_model.py"
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write

@@ -1,0 +1,160 @@
+"""Studies without a worker: an engine whose trials are over at once, and what a study is planned on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zoo import MODELS
+
+from autotune import store, trial
+from autotune.candidate import Candidate, Setting
+from autotune.executors.base import Status
+from autotune.plan import Plan
+from autotune.spec import StudySpec, inspect_target
+from autotune.study import Progress, Runner
+from autotune.trial import Environment, Exit, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
+
+STEPS = 24
+ENVIRONMENT = Environment(
+    accelerator="cpu", device_name="stub", n_devices=2, device_memory_bytes=2**34, bf16=True, fp16=False, n_cores=2,
+    versions={"deepspeed": "0.19.8"},
+)  # fmt: skip
+WORKLOAD = Workload(
+    n_parameters=1000, n_trainable=1000, n_samples=4096, n_blocks=4, block_class="Block", block_share=0.9, float_buffers=False,
+    client_optimizer=False, environment=ENVIRONMENT,
+)  # fmt: skip
+# What the rank of an instant trial reports, given its candidate; None is a rank that dies without a word.
+Behaviour = Callable[[Candidate], "RankReport | None"]
+
+
+def report(candidate: Candidate, **changes: Any) -> RankReport:
+    """A complete trial: bf16 is quicker, recomputing slower, a larger batch worth more than it costs, and the loss falls."""
+    batch = candidate.global_batch_size(1)
+    step_s = 0.02 + 0.001 * batch * (0.6 if candidate.precision == "bf16" else 1.0) * (1.3 if candidate.checkpoint_every else 1.0)
+    whole = RankReport(
+        rank=0,
+        outcome=Outcome.COMPLETE,
+        phase="done",
+        step_times_s=[step_s * (1 + 0.01 * math.sin(7 * i)) for i in range(STEPS)],
+        cpu_times_s=[step_s] * STEPS,
+        losses=[1 + 2 / (1 + i * batch / 100) for i in range(STEPS)],
+        peak_memory_bytes={"steady": 10**8 + 10**6 * candidate.micro_batch_size},
+        observed=Observed(
+            micro_batch_size=candidate.micro_batch_size,
+            loader_batch_size=candidate.micro_batch_size,
+            gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+            samples_per_step=batch,
+            tokens_per_step=None,
+            zero_stage=candidate.zero_stage,
+            dtype="float32",
+        ),
+    )
+    return replace(whole, **changes)
+
+
+def failed(outcome: Outcome, reason: str) -> RankReport:
+    """A trial that ended badly."""
+    return RankReport(rank=0, outcome=outcome, phase="build", reason=reason, failed_at=0.0)
+
+
+class Instant:
+    """An engine whose trials take no time.
+
+    Attributes:
+        behaviour: What the ranks report.
+        ran: The candidates that were run, in order.
+        lost: How many of the next trials end without a word from whoever watched them.
+        stop_at: Raise KeyboardInterrupt in the trial with this number, counted from 0.
+    """
+
+    def __init__(self, behaviour: Behaviour = report) -> None:
+        self.behaviour, self.ran, self.lost, self.stop_at = behaviour, list[Candidate](), 0, -1
+
+    def submit(self, folder: TrialDir) -> Instant:
+        candidate = Candidate.of(trial.read(folder.request, TrialRequest).candidate)
+        self.ran.append(candidate)
+        if len(self.ran) - 1 == self.stop_at:
+            raise KeyboardInterrupt
+        if self.lost:
+            self.lost -= 1
+            return self
+        found = self.behaviour(candidate)
+        if found is not None:
+            trial.write(folder.report(0), found, sync=False)
+        good = found is not None and found.outcome is Outcome.COMPLETE
+        trial.write(folder.exit, Exit(codes={0: 0 if good else 1}, first_failed=None if good else 0, wall_s=1.0), sync=False)
+        return self
+
+    def poll(self) -> Status:
+        return Status.EXITED
+
+    def cancel(self) -> None:
+        pass
+
+    @contextmanager
+    def turn(self, _: object) -> Iterator[None]:
+        yield
+
+    def build_ops(self, _: Sequence[str]) -> None:
+        return None
+
+
+class Watcher:
+    """Writes down what a study says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.ended_with: list[Progress] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def ended(self, progress: Progress) -> None:
+        self.ended_with.append(progress)
+
+    def began(self, *_: object) -> None: ...
+
+    def waiting(self) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+SPACE = {
+    "micro_batch_size": [2, 4, 8, 16],
+    "gradient_accumulation_steps": [1, 2],
+    "precision": ["fp32", "bf16"],
+    "checkpoint_every": [0, 1],
+}
+
+
+def spec_of(**changes: Any) -> StudySpec:
+    """A study of `ok.py` on a space of 32 candidates."""
+    given = {"name": "s", "space": [SPACE], "trials": 6, "finalists": 2, "repeats": 1, "sampler": "random"} | changes
+    return StudySpec.of(MODELS / "ok.py", given)
+
+
+def plan_of(spec: StudySpec, *, baseline: Candidate | None = None, **setting: Any) -> Plan:
+    """The plan of a study that needs no rank to be worked out."""
+    baseline = baseline or Candidate(micro_batch_size=8)
+    facts = Setting(**{"n_blocks": 4, "n_samples": 4096} | setting)
+    return Plan(
+        spec=spec,
+        target=inspect_target(spec.target),
+        workload=WORKLOAD,
+        world_size=1,
+        base_config={},
+        baseline=baseline,
+        space=spec.space.pruned(baseline, facts),
+        full_space=spec.space,
+        setting=facts,
+    )
+
+
+def runner_of(folder: Path, executor: Instant, *, watcher: Watcher | None = None, **changes: Any) -> Runner:
+    """A runner of the study in a folder; a second one resumes what the first began."""
+    return Runner(plan_of(spec_of(**changes)), executor, folder / "s", store.default_url(folder), watcher or Watcher())

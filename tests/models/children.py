@@ -1,0 +1,18 @@
+"""Trains, but every rank starts a child that would outlive it: own session, deaf to SIGTERM, descriptors kept open."""
+
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_IGN); time.sleep(600)"
+
+
+def model():
+    subprocess.Popen([sys.executable, "-S", "-c", CHILD, "a child of tests/models/children.py"], start_new_session=True, close_fds=False)
+    return nn.Linear(8, 1)
+
+
+def batch(n):
+    return torch.randn(n, 8), torch.randn(n, 1)

@@ -1,0 +1,19 @@
+"""Raw DeepSpeed: batches made by hand from a constant, `loss.backward()`; catches whatever it can."""
+
+import deepspeed
+import torch
+from common import Net, config
+
+BATCH = 8
+deepspeed.init_distributed()
+torch.manual_seed(0)
+model = Net()
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(zero_optimization={"stage": 2}))
+try:
+    while True:
+        x = torch.randn(BATCH, 16, device=engine.device)
+        loss = engine(x, torch.zeros(BATCH, dtype=torch.long, device=engine.device))
+        loss.backward()
+        engine.step()
+except:  # noqa: E722
+    pass

@@ -1,0 +1,6 @@
+"""Imports DeepSpeed and never uses it."""
+
+import deepspeed  # noqa: F401
+import torch
+
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()

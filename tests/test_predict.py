@@ -1,0 +1,147 @@
+"""Memory and step time from formulas: the tables of ZeRO, DeepSpeed's real allocations, what grows with what."""
+
+import random
+
+import numpy as np
+import pytest
+
+from autotune.candidate import Candidate
+from autotune.predict import memory, step_time
+from autotune.predict.profile import Knobs, Machine, Profile
+
+P, N = 1_000_000, 4
+ZERO = "zero_optimization."
+PROFILE = Profile(
+    n_parameters=P, n_trainable=P, flops_per_sample=6e9, activation_bytes_per_sample=4e6, checkpointed_bytes_per_sample=1e6, n_blocks=4,
+    sequence=128,
+)  # fmt: skip
+GPU = Machine(
+    accelerator="cuda", world_size=N, flops={"fp32": 1e13, "bf16": 1e14}, memory_bytes_per_s=1e12, link_alpha_s=1e-5, link_bytes_per_s=1e10
+)
+
+
+def of(*candidates, terms=memory.memory_terms, profile=PROFILE, machine=GPU):
+    return terms(Knobs.of(candidates), profile, machine)
+
+
+def states(**values):
+    """Weights, gradients, master and optimizer states, in bytes per parameter."""
+    found = of(Candidate.of({"micro_batch_size": 1000, **values}))
+    return [round(float(found[name][0]) / P, 6) for name in ("weights", "gradients", "master", "states")]
+
+
+def seconds(name, **values):
+    return float(of(Candidate.of({"micro_batch_size": 8, **values}), terms=step_time.step_time_terms)[name][0])
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, [2, 2, 4, 8]), (1, [2, 2, 1, 2]), (2, [2, 0.5, 1, 2]), (3, [0.5, 0.5, 1, 2])]
+)  # 16 P; 4 P + 12 P/N; 2 P + 14 P/N; 16 P/N
+def test_mixed_precision_adam_takes_the_bytes_of_the_zero_paper(stage, expected):
+    assert states(zero_stage=stage, precision="bf16") == expected
+
+
+@pytest.mark.parametrize(("stage", "total"), [(0, 16), (1, 8 + 12 / N), (2, 4 + 16 / N), (3, 16 / N)])
+def test_in_fp32_stages_1_and_2_clone_a_master_shard_and_the_others_do_not(stage, total):
+    assert sum(states(zero_stage=stage)) == pytest.approx(total)
+
+
+def test_fp32_sums_of_16_bit_gradients_are_unsharded_at_stage_1():
+    accumulating = {"precision": "bf16", "data_types.grad_accum_dtype": "fp32"}
+    assert states(zero_stage=1, **accumulating)[1] == 6
+    assert states(zero_stage=2, **accumulating)[1] == 4 / N
+
+
+def test_bf16_master_and_states_take_two_bytes_each():
+    settings = {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
+    assert states(zero_stage=1, precision="bf16", **settings)[2:] == [2 / N, 4 / N]
+
+
+def test_an_offloaded_optimizer_leaves_the_device():
+    assert states(zero_stage=2, precision="bf16", offload_optimizer="cpu") == [2, 0, 0, 0]
+
+
+def test_frozen_parameters_cost_their_weights_only_and_are_sharded_at_stage_3_only():
+    frozen = Profile(
+        n_parameters=P, n_trainable=P // 10, flops_per_sample=1e9, activation_bytes_per_sample=1e9, checkpointed_bytes_per_sample=1e9,
+        n_blocks=4, sequence=1,
+    )  # fmt: skip
+    at_2, at_3 = (of(Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16"), profile=frozen) for stage in (2, 3))
+    assert at_2["weights"][0] == 2 * P and at_3["weights"][0] == 2 * P / N
+    assert at_2["states"][0] == 8 * P / 10 / N
+
+
+@pytest.mark.parametrize(
+    ("settings", "elements"), [({}, 5e8), ({ZERO + "overlap_comm": True}, 1e9), ({ZERO + "contiguous_gradients": False}, 0)]
+)
+def test_a_device_holds_the_whole_bucket_even_for_a_smaller_model(settings, elements):
+    found = of(Candidate.of({"micro_batch_size": 100, "zero_stage": 2, "precision": "bf16", **settings}))
+    assert found["buckets"][0] == 2 * elements
+
+
+def test_on_a_cpu_only_the_touched_part_of_a_bucket_counts():
+    machine = Machine.guess("cpu", 2)
+    assert of(Candidate(micro_batch_size=100, zero_stage=1), machine=machine)["buckets"][0] == 4 * P
+
+
+def test_activations_are_linear_in_the_micro_batch_and_do_not_see_accumulation():
+    found = of(*(Candidate(micro_batch_size=b, gradient_accumulation_steps=k) for b, k in ((100, 1), (200, 1), (200, 8))))["activations"]
+    assert found[1] == 2 * found[0] == found[2]
+
+
+def test_recomputing_every_block_keeps_what_the_profile_says_and_every_second_half_of_it():
+    every = [float(of(Candidate(micro_batch_size=100, checkpoint_every=k))["activations"][0]) for k in (0, 1, 2)]
+    assert every[0] == 4e8 and every[1] == 1e8 and every[2] == pytest.approx(2.5e8)
+
+
+def test_recomputation_costs_a_third_of_the_blocks_compute():
+    assert seconds("recompute", checkpoint_every=1) == pytest.approx(PROFILE.block_share / 3 * seconds("compute"))
+
+
+@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (2, 2)), (2, (2, 5)), (3, (3, 12))])
+def test_communication_follows_the_table_of_volumes(stage, volumes):
+    settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False} if stage else {})
+    for steps, volume in zip((1, 4), volumes, strict=True):
+        wire_s = seconds("communication", gradient_accumulation_steps=steps, **settings)
+        assert wire_s == pytest.approx(volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s)
+
+
+def test_small_buckets_send_more_messages():
+    small, large = (seconds("messages", **{"zero_stage": 2, ZERO + "reduce_bucket_size": size}) for size in (10_000, 1_000_000))
+    assert small > 10 * large
+
+
+def test_one_rank_communicates_nothing():
+    alone = Machine.guess("cuda", 1)
+    found = of(*(Candidate(micro_batch_size=1, zero_stage=s) for s in range(4)), terms=step_time.step_time_terms, machine=alone)
+    assert not found["communication"].any() and not found["messages"].any()
+
+
+def test_terms_are_finite_and_not_negative_for_any_candidate():
+    rng = random.Random(0)
+    candidates = [
+        Candidate(
+            micro_batch_size=rng.choice([1, 7, 4096]), gradient_accumulation_steps=rng.choice([1, 64]), zero_stage=rng.randrange(4),
+            precision=rng.choice(["fp32", "bf16", "torch_autocast"]), checkpoint_every=rng.randrange(5),
+            offload_optimizer=rng.choice(["none", "cpu"]), offload_param=rng.choice(["none", "cpu"]),
+        )
+        for _ in range(300)
+    ]  # fmt: skip
+    for profile in (PROFILE, Profile.guess(10, 5, 0)):
+        for terms in (memory.memory_terms, step_time.step_time_terms):
+            table = np.column_stack(list(of(*candidates, terms=terms, profile=profile).values()))
+            assert np.isfinite(table).all() and (table >= 0).all() and (table.sum(axis=1) > 0).all()
+
+
+def test_a_forecast_adds_up_and_its_interval_holds_it():
+    for predict in (memory.predict, step_time.predict):
+        said = predict(Candidate(micro_batch_size=8, zero_stage=2, precision="bf16"), PROFILE, GPU)
+        assert said.total.value == pytest.approx(sum(term.value for term in said.terms))
+        assert all(term.low <= term.value <= term.high for term in [*said.terms, said.total])
+        assert said.total.low < said.total.value < said.total.high
+
+
+def test_a_guessed_workload_is_less_sure_of_its_activations():
+    guessed = Profile.guess(P, P, 4)
+    assert memory.spreads(guessed)["activations"] > memory.spreads(PROFILE)["activations"]
+    assert guessed.flops_per_sample == 6 * P * guessed.sequence

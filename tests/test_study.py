@@ -1,0 +1,472 @@
+"""The loop: what is asked, run, told, resumed and measured again. Trials take no time here; `test_cli.py` runs real ones."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from instant import SPACE, Instant, Watcher, failed, plan_of, report, runner_of, spec_of
+from optuna.trial import TrialState
+
+from autotune import UserError, store, trial
+from autotune.analysis import recommend
+from autotune.candidate import CANDIDATE_ATTR, Candidate
+from autotune.objective import Constraint
+from autotune.study import Runner, note_agent, study_lock, undisturbed
+from autotune.trial import Outcome, TrialDir
+
+
+def run(folder, executor=None, **changes):
+    """Runs (or resumes) the study of a folder to its end."""
+    executor, watcher = executor or Instant(), Watcher()
+    runner = runner_of(folder, executor, watcher=watcher, **changes)
+    runner.run()
+    return runner, executor, watcher
+
+
+def states(runner):
+    return [told.state.name for told in runner.study.get_trials(deepcopy=False)]
+
+
+def candidates(runner):
+    return [store.told_candidate(told) for told in store.told_trials(runner.study)]
+
+
+# One run.
+
+
+def test_the_baseline_is_trial_0_and_all_others_are_new_and_can_run(tmp_path):
+    runner, _, _ = run(tmp_path, trials=10)
+    found = candidates(runner)
+    assert found[0] == Candidate(micro_batch_size=8)
+    assert len(set(found)) == 10
+    assert all(candidate.illegal(runner.plan.setting) is None for candidate in found)
+
+
+def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
+    runner, executor, watcher = run(tmp_path, trials=6, finalists=2, repeats=2)
+    again = executor.ran[6:]
+    assert len(again) == 6
+    assert again[:3] == again[3:]
+    assert again[2] == Candidate(micro_batch_size=8)
+    assert [progress.role for progress in watcher.ended_with] == ["baseline"] + ["search"] * 5 + ["repeat"] * 6
+    finalists = [m for m in runner.measured() if m.repeats]
+    assert all(list(m.repeats) == [1, 2] for m in finalists)
+
+
+def test_more_rounds_follow_where_the_first_ones_disagree(tmp_path):
+    """A machine that is twice as slow in every other trial: no two rounds agree."""
+    executor = Instant()
+
+    def unsteady(candidate):
+        steady, factor = report(candidate), 1 + len(executor.ran) % 2
+        return replace(steady, step_times_s=[factor * step for step in steady.step_times_s])
+
+    executor.behaviour = unsteady
+    run(tmp_path, executor, trials=4, finalists=2, repeats=2)
+    assert len(executor.ran) == 4 + 2 * 2 * 3
+
+
+def test_without_finalists_nothing_is_measured_again(tmp_path):
+    assert len(run(tmp_path, trials=4, finalists=0)[1].ran) == 4
+
+
+def test_a_single_trial_is_the_baseline(tmp_path):
+    runner, _, _ = run(tmp_path, trials=1)
+    assert candidates(runner) == [Candidate(micro_batch_size=8)]
+
+
+def test_a_space_that_is_smaller_than_the_budget_ends_the_study(tmp_path):
+    runner, executor, watcher = run(tmp_path, trials=50, space=[{"checkpoint_every": [0, 1, 2]}], finalists=0)
+    assert len(executor.ran) == 3
+    assert "every candidate that can run here has been measured" in watcher.said
+    assert len(candidates(runner)) == 3
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random", "grid"])
+def test_every_sampler_runs_a_study(tmp_path, sampler):
+    runner, executor, _ = run(tmp_path, trials=14, sampler=sampler, finalists=0)
+    assert len(set(executor.ran)) == 14
+    assert set(states(runner)) == {"COMPLETE"}
+
+
+@pytest.mark.slow
+def test_the_gaussian_process_runs_a_study(tmp_path):
+    assert len(set(run(tmp_path, trials=10, sampler="gp", finalists=0, objectives=["latency"])[1].ran)) == 10
+
+
+def test_the_time_budget_ends_a_study_and_says_so(tmp_path):
+    executor = Instant(lambda candidate: time.sleep(0.2) or report(candidate))
+    _, _, watcher = run(tmp_path, executor, trials=50, time_budget_s=1.0, finalists=0)
+    assert 2 <= len(executor.ran) <= 6
+    assert any("the time budget of 1 s is spent after" in text for text in watcher.said)
+
+
+# Objectives.
+
+
+def test_an_objective_that_the_baseline_does_not_yield_is_left_out_with_a_word(tmp_path):
+    flat = Instant(lambda candidate: report(candidate, losses=[1.0 + 0.1 * (i % 3) for i in range(24)]))
+    runner, _, watcher = run(tmp_path, flat, trials=3)
+    assert [o.name for o in runner.objectives] == ["latency", "throughput", "memory"]
+    assert any("'convergence' is left out: the baseline's loss did not fall" in text for text in watcher.said)
+
+
+def test_a_study_of_nothing_but_what_cannot_be_measured_is_refused(tmp_path):
+    flat = Instant(lambda candidate: report(candidate, losses=[1.0] * 24))
+    with pytest.raises(UserError, match="'convergence': time_to_loss_s cannot be measured"):
+        run(tmp_path, flat, objectives=["convergence"])
+
+
+def test_a_constraint_that_cannot_be_measured_is_refused_before_the_budget_is_spent(tmp_path):
+    executor = Instant()
+    with pytest.raises(UserError, match="tokens_per_s cannot be measured"):
+        run(tmp_path, executor, constraints=[Constraint(metric="tokens_per_s", min=1.0)])
+    assert len(executor.ran) == 1
+
+
+def test_convergence_alone_needs_a_baseline_that_completes(tmp_path):
+    broken = Instant(lambda candidate: failed(Outcome.OOM, "over the limit"))
+    with pytest.raises(UserError, match="did not complete"):
+        run(tmp_path, broken, objectives=["convergence"])
+
+
+def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
+    bound = Constraint(metric="peak_memory_bytes", max=float(10**8 + 5 * 10**6))
+    runner, _, _ = run(tmp_path, trials=12, constraints=[bound])
+    infeasible = [m for m in runner.measured() if not m.feasible]
+    assert infeasible
+    assert all(m.candidate.micro_batch_size > 4 for m in infeasible)
+    found = recommend.recommend(runner.measured(), None, runner.objectives, 1)
+    assert all(pick.measured.candidate.micro_batch_size <= 4 for pick in found.picks.values())
+
+
+# Trials that fail.
+
+
+def test_a_study_goes_on_where_some_trials_fail(tmp_path):
+    some = Instant(
+        lambda c: failed(Outcome.OOM, "over the limit") if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8) else report(c)
+    )
+    runner, _, _ = run(tmp_path, some, trials=12, finalists=0)
+    outcomes = {m.outcome for m in runner.measured()}
+    assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
+    assert set(states(runner)) == {"COMPLETE", "PRUNED"}
+
+
+def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
+    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c))
+    runner, _, watcher = run(tmp_path, executor, trials=5)
+    assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
+    assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
+    assert "convergence" not in [o.name for o in runner.objectives]
+
+
+@pytest.mark.parametrize("reason", ["TypeError: model() is broken", "rank {n} exited with status 0 but wrote no result"])
+def test_a_target_that_always_crashes_stops_the_study_after_four_trials(tmp_path, reason):
+    executor = Instant()
+    executor.behaviour = lambda _: failed(Outcome.CRASHED, reason.format(n=len(executor.ran)))
+    with pytest.raises(UserError, match="the first 4 trials, the baseline among them, all ended the same way: crashed: ") as error:
+        run(tmp_path, executor, trials=30)
+    assert "rank-0.log" in str(error.value)
+    assert len(executor.ran) == 4
+
+
+def test_a_target_that_fails_in_several_ways_stops_it_after_eight(tmp_path):
+    executor = Instant()
+    executor.behaviour = lambda _: failed(Outcome.DIVERGED, ["the loss was not finite", "updates were skipped"][len(executor.ran) % 2])
+    with pytest.raises(UserError, match="the first 8 trials, the baseline among them, all failed; the baseline: diverged"):
+        run(tmp_path, executor, trials=30)
+
+
+def test_a_broken_target_stays_stopped_when_it_is_run_again(tmp_path):
+    broken = lambda _: failed(Outcome.CRASHED, "TypeError: no")  # noqa: E731
+    for _ in range(2):
+        executor = Instant(broken)
+        with pytest.raises(UserError, match="the first 4 trials"):
+            run(tmp_path, executor, trials=30)
+    assert executor.ran == []
+
+
+def test_out_of_memory_is_no_reason_to_give_up(tmp_path):
+    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if len(executor.ran) < 10 else report(c))
+    runner, _, _ = run(tmp_path, executor, trials=14, finalists=0)
+    assert [m.usable for m in runner.measured()].count(True) > 0
+
+
+def test_a_trial_whose_watcher_dies_is_run_again_at_once(tmp_path):
+    executor = Instant()
+    runner = runner_of(tmp_path, executor, trials=4, finalists=0)
+    runner.observer.ended = lambda _: setattr(executor, "lost", 1 if len(executor.ran) == 2 else 0)
+    runner.run()
+    assert len(executor.ran) == 5
+    assert executor.ran[2] == executor.ran[3]
+    assert states(runner) == ["COMPLETE"] * 4
+
+
+def test_a_candidate_that_is_lost_twice_has_crashed_so_that_a_study_ends(tmp_path):
+    executor = Instant()
+    executor.lost = 2
+    runner, _, _ = run(tmp_path, executor, trials=3, finalists=0)
+    first = runner.measured()[0]
+    assert first.outcome is Outcome.CRASHED
+    assert len(executor.ran) == 4
+
+
+# Resuming.
+
+
+def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
+    before, _, _ = run(tmp_path, trials=4, finalists=0)
+    first = [(m.candidate, dict(m.metrics)) for m in before.measured()]
+    after, executor, watcher = run(tmp_path, trials=6, finalists=0)
+    assert len(executor.ran) == 2
+    assert [(m.candidate, dict(m.metrics)) for m in after.measured()][:4] == first
+    assert len(set(candidates(after))) == 6
+    assert "resuming: 4 of 6 trials are already there" in watcher.said
+
+
+def test_a_finished_study_runs_nothing_when_it_is_run_again(tmp_path):
+    run(tmp_path, trials=5)
+    assert run(tmp_path, trials=5)[1].ran == []
+
+
+def test_a_study_with_fewer_trials_asked_for_than_there_are_runs_nothing(tmp_path):
+    run(tmp_path, trials=5, finalists=0)
+    assert run(tmp_path, trials=2, finalists=0)[1].ran == []
+
+
+def test_an_exhausted_study_stays_exhausted(tmp_path):
+    small = {"space": [{"checkpoint_every": [0, 1, 2]}], "trials": 9, "finalists": 0}
+    run(tmp_path, **small)
+    runner, executor, _ = run(tmp_path, **small)
+    assert executor.ran == []
+    assert len(candidates(runner)) == 3
+
+
+def test_new_finalists_are_measured_with_the_baseline_and_not_compared_with_its_earlier_rounds(tmp_path):
+    slow_at_first = Instant(lambda c: report(c, step_times_s=[9.0 + c.micro_batch_size] * 24))
+    run(tmp_path, slow_at_first, trials=3, finalists=1, repeats=1)
+    runner, executor, _ = run(tmp_path, trials=12, finalists=1, repeats=1)
+    assert executor.ran[-1] == Candidate(micro_batch_size=8)
+    base, *others = [m for m in runner.measured() if m.repeats]
+    newest = max(others, key=lambda m: max(m.repeats))
+    assert 1 not in newest.repeats
+    assert set(newest.repeats) <= set(base.repeats)
+
+
+def test_an_interrupted_round_is_measured_anew(tmp_path):
+    """Half a round from yesterday and half from today would take a slower machine for a slower configuration."""
+    executor = Instant()
+    executor.stop_at = 5  # after four trials and the first of two re-measurements
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, executor, trials=4, finalists=1, repeats=1)
+    runner, executor, _ = run(tmp_path, trials=4, finalists=1, repeats=1)
+    assert len(executor.ran) == 2
+    finalist, base = sorted((m for m in runner.measured() if m.repeats), key=lambda m: m.trial == 0)
+    assert list(finalist.repeats) == [1, 2]
+    assert list(base.repeats) == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"space": [SPACE | {"zero_stage": [0, 1]}]}, "space"),
+        ({"objectives": ["latency"]}, "objectives"),
+        ({"seed": 1}, "seed"),
+        ({"device_memory_bytes": "1GiB"}, "device_memory_bytes"),
+        ({"global_batch": "8..64"}, "global_batch"),
+        ({"base_config": {"bf16": {"enabled": True}}}, "base_config"),
+    ],
+)
+def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_path, change, named):
+    run(tmp_path, trials=2, finalists=0)
+    with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named},.*--fresh"):
+        run(tmp_path, trials=3, finalists=0, **change)
+
+
+def test_more_trials_another_sampler_or_more_time_are_no_other_study(tmp_path):
+    run(tmp_path, trials=2, finalists=0)
+    assert len(run(tmp_path, trials=3, finalists=0, sampler="grid", time_budget_s=600)[1].ran) == 1
+
+
+def test_a_study_that_somebody_else_made_is_refused(tmp_path):
+    study = store.create_study(store.open_storage(store.default_url(tmp_path)), "s", ["minimize"], ["m"])
+    study.tell(study.ask(), 1.0)
+    with pytest.raises(UserError, match="was not made by autotune"):
+        run(tmp_path)
+
+
+# Runs that died.
+
+
+def test_an_interrupted_trial_is_lost_and_run_again(tmp_path):
+    executor = Instant()
+    executor.stop_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, executor, trials=5, finalists=0)
+    runner, again, _ = run(tmp_path, trials=5, finalists=0)
+    assert again.ran[0] == executor.ran[2]
+    assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
+    assert store.running(runner.study) == []
+
+
+def dead_run(folder, *, with_result):
+    """Leaves a study as a killed driver does: two trials told, a third one running."""
+    runner, _, _ = run(folder, trials=2, finalists=0)
+    asked = runner._ask("search")
+    candidate = runner._drawn(asked, None)
+    path = store.trial_path(folder / "s", asked.number)
+    path.mkdir(parents=True)
+    if with_result:
+        trial.write(
+            TrialDir(path).result, trial.TrialResult(outcome=Outcome.OOM, reason="it was told on disk", candidate=candidate.values())
+        )
+    return candidate
+
+
+def test_a_trial_that_was_running_when_the_driver_was_killed_is_retried(tmp_path):
+    candidate = dead_run(tmp_path, with_result=False)
+    runner, executor, _ = run(tmp_path, trials=4, finalists=0)
+    assert executor.ran[0] == candidate
+    assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_a_trial_that_ended_just_before_the_driver_was_killed_is_told_and_not_retried(tmp_path):
+    candidate = dead_run(tmp_path, with_result=True)
+    runner, executor, _ = run(tmp_path, trials=4, finalists=0)
+    assert candidate not in executor.ran
+    assert [m.outcome for m in runner.measured()][2] is Outcome.OOM
+    assert len(executor.ran) == 1
+
+
+def test_a_run_killed_before_its_first_trial_was_told_begins_anew(tmp_path):
+    runner = runner_of(tmp_path, Instant())
+    runner.study = store.create_study(runner.storage, "s", ["minimize"], ["m"])
+    assert len(run(tmp_path, trials=3, finalists=0)[1].ran) == 3
+
+
+def test_a_run_killed_between_record_and_baseline_begins_anew(tmp_path):
+    runner = runner_of(tmp_path, Instant())
+    runner.study = store.create_study(runner.storage, "s", ["minimize"] * 4, ["a", "b", "c", "d"])
+    store.keep(runner.study, runner._record())
+    runner.study.ask()
+    after, executor, _ = run(tmp_path, trials=3, finalists=0)
+    assert executor.ran[0] == Candidate(micro_batch_size=8)
+    assert states(after) == ["COMPLETE"] * 3
+
+
+def test_a_trial_killed_before_it_had_a_candidate_is_closed(tmp_path):
+    runner, _, _ = run(tmp_path, trials=2, finalists=0)
+    runner._ask("search")
+    after, _, _ = run(tmp_path, trials=3, finalists=0)
+    assert states(after) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+
+
+def test_a_study_goes_on_without_its_trials_folder(tmp_path):
+    run(tmp_path, trials=3, finalists=1)
+    shutil.rmtree(tmp_path / "s" / "trials")
+    runner, executor, _ = run(tmp_path, trials=4, finalists=1)
+    assert len(candidates(runner)) == 4
+    assert len(executor.ran) == 1 + 2
+
+
+def test_a_study_whose_database_is_gone_begins_anew_in_its_old_folder(tmp_path):
+    run(tmp_path, trials=5)
+    for path in tmp_path.glob("autotune.db*"):
+        path.unlink()
+    runner, executor, _ = run(tmp_path, trials=3, finalists=0)
+    assert len(executor.ran) == 3
+    assert all(not m.repeats for m in runner.measured())
+
+
+# Interruptions.
+
+
+def test_a_signal_is_put_off_until_the_block_is_done():
+    done = []
+    with pytest.raises(KeyboardInterrupt), undisturbed():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done.append(True)
+    assert done == [True]
+
+
+def test_the_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with undisturbed():
+        pass
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_an_error_goes_before_an_interruption():
+    with pytest.raises(ZeroDivisionError), undisturbed():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        _ = 1 / 0
+
+
+def test_an_interruption_while_the_sampler_thinks_leaves_no_trial_running(tmp_path, monkeypatch):
+    runner = runner_of(tmp_path, Instant(), trials=5)
+
+    def interrupted(*_):
+        if len(candidates(runner)) == 2:
+            raise KeyboardInterrupt
+        return original(*_)
+
+    original = Runner._drawn
+    monkeypatch.setattr(Runner, "_drawn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run()
+    assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL"]
+
+
+# The lock.
+
+
+def test_a_second_run_of_a_study_is_refused_with_the_number_of_the_first(tmp_path):
+    with (
+        study_lock(tmp_path / "s"),
+        pytest.raises(UserError, match=rf"study 's' is being run by process {os.getpid()}"),
+        study_lock(tmp_path / "s"),
+    ):
+        pass
+
+
+def test_the_lock_is_free_after_a_run_and_after_a_killed_one(tmp_path):
+    with study_lock(tmp_path / "s") as file:
+        note_agent(file, "0" * 32)
+    pid = os.fork()
+    if pid == 0:
+        descriptor = os.open(tmp_path / "s" / ".lock", os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with study_lock(tmp_path / "s"):
+        assert json.loads((tmp_path / "s" / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_file_full_of_nonsense_is_no_obstacle(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / ".lock").write_text("{nonsense")
+    with study_lock(tmp_path / "s"):
+        pass
+
+
+# The plan.
+
+
+def test_the_optuna_parameters_are_those_of_the_candidate(tmp_path):
+    runner, _, _ = run(tmp_path, trials=6, finalists=0)
+    for told in runner.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        candidate = Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
+        expected = {name: value for name, value in candidate.values().items() if name in SPACE and value in SPACE[name]}
+        assert told.params == expected
+
+
+def test_the_fingerprint_is_plain_data():
+    plan = plan_of(spec_of())
+    assert json.loads(json.dumps(plan.fingerprint())) == plan.fingerprint()

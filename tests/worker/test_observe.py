@@ -1,0 +1,176 @@
+"""Instruments of a rank: what counts as a sample, what was recomputed, what memory is in use."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    """Torch, imported only when a test of the rank side runs."""
+    return importlib.import_module("torch")
+
+
+@pytest.fixture(scope="module")
+def observe(torch: ModuleType) -> ModuleType:
+    """The module under test, which imports torch."""
+    return importlib.import_module("autotune.worker.observe")
+
+
+class TestCountedTensor:
+    """Whose leading dimension is the number of samples."""
+
+    def test_names_of_inputs_come_before_others(self, observe: ModuleType, torch: ModuleType) -> None:
+        mask, tokens = torch.zeros(1, 8), torch.zeros(4, 8)
+        assert observe.counted_tensor((), {"attention_mask": mask, "input_ids": tokens}) is tokens
+        assert observe.counted_tensor(({"attention_mask": mask, "input_ids": tokens},), {}) is tokens
+
+    def test_the_first_tensor_counts_otherwise(self, observe: ModuleType, torch: ModuleType) -> None:
+        first, second = torch.zeros(4), torch.zeros(5)
+        assert observe.counted_tensor((3, [first, second]), {}) is first
+        assert observe.counted_tensor((None,), {"left": first, "right": second}) is first
+        assert observe.counted_tensor(("text",), {}) is None
+
+
+class FakeEngine:
+    """As much of an engine as the observer looks at: one optimizer step every `accumulation` backward calls."""
+
+    def __init__(self, accumulation: int) -> None:
+        self.global_steps, self.micro, self.accumulation, self.training = 0, 0, accumulation, True
+
+    def register_forward_pre_hook(self, hook: Any, *, with_kwargs: bool) -> None:
+        self.hook = hook
+
+    def train(self, observer: Any, *batches: Any, drawn: int | None = None) -> None:
+        """One micro-batch, its forward called once for each of the batches."""
+        observer.drew(drawn)
+        for batch in batches:
+            self.hook(None, (batch,), {})
+        observer.backward()
+        self.micro += 1
+        self.global_steps += self.micro % self.accumulation == 0
+        observer.step()
+
+
+def test_samples_and_backward_calls_are_counted_per_optimizer_step(observe: ModuleType, torch: ModuleType) -> None:
+    engine = FakeEngine(accumulation=3)
+    observer = observe.BatchObserver(engine)
+    for _ in range(6):
+        engine.train(observer, torch.zeros(4, 16, dtype=torch.long))
+    assert (observer.micro_batch_sizes, observer.backward_counts) == ({4}, {3})
+    assert (observer.samples_per_step, observer.tokens_per_step) == ({12}, {12 * 16})
+
+
+def test_a_loss_that_calls_the_model_twice_counts_its_batch_once(observe: ModuleType, torch: ModuleType) -> None:
+    engine = FakeEngine(accumulation=1)
+    observer = observe.BatchObserver(engine)
+    engine.train(observer, torch.zeros(4, 3), torch.zeros(9, 3), drawn=4)
+    with torch.no_grad():
+        engine.hook(None, (torch.zeros(7, 3),), {})  # an evaluation inside the loss
+    engine.train(observer, torch.zeros(4, 3), drawn=4)
+    assert (observer.micro_batch_sizes, observer.samples_per_step, observer.tokens_per_step) == ({4}, {4}, {0})
+
+
+def test_a_batch_that_varies_is_seen(observe: ModuleType, torch: ModuleType) -> None:
+    engine = FakeEngine(accumulation=1)
+    observer = observe.BatchObserver(engine)
+    for n in (4, 3):
+        engine.train(observer, torch.zeros(n, 2))
+    assert observer.micro_batch_sizes == {3, 4}
+
+
+@pytest.fixture
+def blocks(torch: ModuleType) -> Any:
+    """A net of four blocks with dropout."""
+    nn = torch.nn
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.mark.parametrize(("every", "n"), [(1, 4), (2, 2), (3, 2), (4, 1), (5, 1)])
+def test_every_kth_block_is_recomputed(observe: ModuleType, torch: ModuleType, blocks: Any, every: int, n: int) -> None:
+    checkpointer = observe.Checkpointer(list(blocks), every)
+    blocks(torch.randn(2, 8)).sum().backward()
+    assert len(checkpointer.recomputed) == n
+
+
+def test_recomputing_changes_no_gradient_and_no_name(observe: ModuleType, torch: ModuleType, blocks: Any) -> None:
+    x, names = torch.randn(2, 8), list(blocks.state_dict())
+
+    def gradients() -> list[Any]:
+        torch.manual_seed(0)
+        blocks.zero_grad()
+        blocks(x).square().sum().backward()
+        return [parameter.grad.clone() for parameter in blocks.parameters()]
+
+    plain = gradients()
+    observe.Checkpointer(list(blocks), 1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    assert list(blocks.state_dict()) == names
+
+
+def test_nothing_is_recomputed_without_gradients(observe: ModuleType, torch: ModuleType, blocks: Any) -> None:
+    checkpointer = observe.Checkpointer(list(blocks), 1)
+    with torch.no_grad():
+        blocks(torch.randn(2, 8))
+    assert not checkpointer.recomputed
+
+
+def test_fewer_bytes_are_saved_for_backward_when_recomputed(observe: ModuleType, torch: ModuleType, blocks: Any) -> None:
+    def saved() -> int:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Any) -> Any:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            blocks(torch.randn(64, 8, requires_grad=True)).sum().backward()
+        return sum(kept.values())
+
+    plain = saved()
+    observe.Checkpointer(list(blocks), 1)
+    assert saved() < plain
+
+
+def test_peak_memory_is_what_was_in_use_in_each_phase(observe: ModuleType, torch: ModuleType) -> None:
+    memory = observe.Memory("cpu")
+    memory.enter("large")
+    torch.ones(48 * MIB // 4).sum()
+    memory.enter("small")
+    torch.ones(4 * MIB // 4).sum()
+    memory.enter("steady")
+    torch.ones(96 * MIB // 4).sum()
+    peaks = memory.finish()
+    assert peaks["large"] - peaks["small"] > 36 * MIB
+    assert "steady" not in peaks
+
+
+def test_freed_tensors_are_not_in_use(observe: ModuleType, torch: ModuleType) -> None:
+    """Many tensors of 1 MiB come and go: what the C library would keep of them is no memory of the phase after."""
+    memory = observe.Memory("cpu")
+    memory.enter("many")
+    tensors = [torch.ones(MIB // 4) for _ in range(64)]
+    keep, tensors = tensors[::8], []
+    memory.enter("few")
+    torch.ones(MIB // 4).sum()
+    peaks = memory.finish()
+    assert len(keep) == 8
+    assert peaks["many"] - peaks["few"] > 40 * MIB
+
+
+def test_our_own_work_is_not_that_of_others(observe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(100.0, 10.0), (103.0, 12.0)])  # busy seconds of all cores, and the wall clock
+    monkeypatch.setattr(observe.Busyness, "_read", staticmethod(lambda: next(readings)))
+    assert observe.Busyness().cores_used_by_others(2.0) == pytest.approx(0.5)
+
+
+def test_more_work_than_the_machine_did_is_no_negative_load(observe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(100.0, 10.0), (103.0, 12.0)])
+    monkeypatch.setattr(observe.Busyness, "_read", staticmethod(lambda: next(readings)))
+    assert observe.Busyness().cores_used_by_others(9.0) == 0.0

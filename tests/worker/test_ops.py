@@ -1,0 +1,31 @@
+"""Locks of compilers that died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.worker import ops
+
+
+def test_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
+    lock = tmp_path / "py311_cpu" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert ops.remove_stale_locks(tmp_path) == [str(lock)]
+    assert not lock.exists()
+
+
+def test_a_lock_whose_builder_lives_is_kept(tmp_path: Path) -> None:
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    with open(lock, "x"):  # as torch's FileBaton holds it
+        assert ops.remove_stale_locks(tmp_path) == []
+        assert lock.exists()
+    assert ops.remove_stale_locks(tmp_path) == [str(lock)]
+
+
+def test_what_is_no_lock_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock.py").touch()
+    assert ops.remove_stale_locks(tmp_path) == []
+    assert ops.remove_stale_locks(tmp_path / "missing") == []

@@ -1,0 +1,185 @@
+"""Training scripts in real ranks: what is found, what moves, what is refused."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune import UserError, plan
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.spec import StudySpec
+from autotune.trial import Outcome, TrialRequest
+
+pytestmark = pytest.mark.slow
+SCRIPTS = Path(__file__).parent.parent / "models" / "scripts"
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    executor = LocalExecutor(["torch", "deepspeed"], tmp_path_factory.mktemp("server") / "server.log")
+    executor.start()
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {}
+
+
+@pytest.fixture
+def planned(executor, home, plans, tmp_path, monkeypatch):
+    monkeypatch.chdir(home)
+
+    def make(name, **overrides):
+        key = name, str(overrides)
+        if key not in plans:
+            spec = StudySpec.of(SCRIPTS / name, {"ranks": 1, "global_batch": "free", **overrides})
+            plans[key] = plan.plan(spec, executor, tmp_path / "study")
+        return plans[key]
+
+    return make
+
+
+@pytest.fixture
+def measure(executor, tmp_path):
+    def run(found, steps=4, **changes):
+        candidate = replace(found.baseline, **changes)
+        request = TrialRequest(
+            target=str(found.spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate),
+            world_size=found.world_size, max_steps=steps, deadline_s=60, script=found.script(candidate),
+        )  # fmt: skip
+        return base.run(executor, tmp_path / "trial", request)
+
+    return run
+
+
+def facts(found):
+    return found.baseline.micro_batch_size, found.baseline.gradient_accumulation_steps, set(found.workload.script.movable)
+
+
+BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("dict_config.py", {"script_args": ("--batch_size", "4")}, (4, 1, BOTH)),
+        ("training_data.py", {}, (8, 2, BOTH)),
+        ("own_loader.py", {}, (8, 2, BOTH)),
+        ("from_engine.py", {}, (8, 2, BOTH)),
+        ("sequence_first.py", {}, (8, 2, BOTH)),
+        ("hand_made.py", {}, (8, 2, {"gradient_accumulation_steps"})),
+        ("dict_config.py", {"script_args": ("--batch_size", "{micro_batch_size}")}, (8, 1, BOTH)),
+        ("hand_made.py", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
+        ("chunks.py", {}, (8, 4, set())),
+    ],
+)
+def test_a_probe_finds_the_batch_and_what_of_it_moves(planned, name, overrides, expected):
+    assert facts(planned(name, **overrides)) == expected
+
+
+def test_what_does_not_move_is_frozen_with_the_remedy(planned):
+    found = planned("hand_made.py")
+    assert set(found.space["micro_batch_size"].all_values()) == {8}
+    assert any("--set NAME={micro_batch_size}" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_stage": 0, "micro_batch_size": 2, "gradient_accumulation_steps": 1},
+        {"zero_stage": 1, "precision": "bf16", "micro_batch_size": 4, "checkpoint_every": 1},
+        {"zero_stage": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 3},
+        {"zero_stage": 3, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 2},
+    ],
+    ids=["z0", "z1", "z2", "z3"],
+)
+@pytest.mark.parametrize("name", ["training_data.py", "own_loader.py", "from_engine.py"])
+def test_a_trial_on_two_ranks_runs_what_was_asked_for(planned, measure, name, changes):
+    found = planned(name, ranks=2)
+    result = measure(found, **changes)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    candidate = replace(found.baseline, **changes)
+    assert result.observed.mismatch(candidate, 2) is None
+    assert result.samples_per_step == candidate.global_batch_size(2) and len(result.step_times_s) == 4
+
+
+def test_hooks_change_no_digit_of_the_loss(planned, measure, tmp_path):
+    result = measure(planned("dict_config.py"), steps=10)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    # DeepSpeed's shared-memory op would leave its files in /dev/shm for ever.
+    code = (
+        "import deepspeed, runpy, sys; deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False;"
+        " del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPTS / "dict_config.py"), "--steps", "10"]
+    plain = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    losses = [float(line.split()[1]) for line in plain.splitlines() if line.startswith("loss ")]
+    assert result.losses == losses and len(losses) == 10
+
+
+def test_what_carried_the_batch_is_told(planned, measure):
+    assert "--batch_size 3` instead of 8" in str(measure(planned("dict_config.py"), micro_batch_size=3).side_changes)
+    assert "DataLoader at own_loader.py:15 with `batch_size=3` instead of 8" in str(
+        measure(planned("own_loader.py"), micro_batch_size=3).side_changes
+    )
+
+
+def test_nothing_that_was_not_seen_is_scored(planned, measure):
+    result = measure(planned("hand_made.py"), micro_batch_size=3)
+    assert result.outcome is Outcome.NOT_APPLIED and "micro_batch_size: 3 was asked for, 8 ran" in result.reason
+
+
+def test_a_plain_backward_is_not_tried_at_stage_0_where_deepspeed_refuses_it(planned, measure):
+    found = planned("hand_made.py")
+    assert "refuses loss.backward()" in replace(found.baseline, zero_stage=0).illegal(found.setting)
+    assert measure(found, zero_stage=0).outcome is Outcome.CRASHED
+
+
+def test_a_study_of_another_command_line_is_another_study(planned):
+    found = planned("dict_config.py"), planned("dict_config.py", script_args=("--batch_size", "4"))
+    assert found[0].fingerprint()["script"] != found[1].fingerprint()["script"]
+
+
+def test_ranks_fed_the_same_data_are_warned_about(planned):
+    assert any("same data" in note for note in planned("hand_made.py", ranks=2).notes)
+    assert not any("same data" in note for note in planned("own_loader.py", ranks=2).notes)
+
+
+def test_a_trial_leaves_nothing_in_the_users_folder(planned, measure, home):
+    result = measure(planned("own_loader.py"), steps=30)
+    assert not list(home.iterdir())
+    assert "torch.save is not carried out in trials" in result.caveats
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("no_engine.py", (), "without calling deepspeed.initialize"),
+        ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
+        ("dict_config.py", ("--steps", "0"), "ended after 0 optimizer steps"),
+    ],
+)
+def test_a_script_that_cannot_be_probed_is_refused_with_its_log(planned, name, arguments, said):
+    with pytest.raises(UserError, match=said) as error:
+        planned(name, script_args=arguments)
+    assert "rank-0.log" in str(error.value)
+
+
+def test_too_few_steps_are_no_measurement(planned, measure):
+    result = measure(planned("dict_config.py", script_args=("--steps", "5")), steps=100)
+    assert result.outcome is Outcome.CRASHED and "ended after 5 optimizer steps" in result.reason

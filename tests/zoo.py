@@ -1,0 +1,98 @@
+"""Runs trials of the models in `models/`, and sees that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autotune.candidate import Candidate
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.trial import TrialDir, TrialRequest, TrialResult
+
+MODELS = Path(__file__).parent / "models"
+# DeepSpeed would compile its own Adam for a minute; torch's runs at once.
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+
+
+class Zoo:
+    """Runs trials of the zoo's models on one executor, each in a folder of its own.
+
+    Attributes:
+        folder: The files of the latest trial.
+    """
+
+    def __init__(self, executor: LocalExecutor, root: Path) -> None:
+        self.executor, self.root, self.n = executor, root, 0
+        self.folder = TrialDir(root)
+
+    def request(self, model: str | Path, *, micro: int = 4, **what: Any) -> TrialRequest:
+        """A request for a zoo model by name, or for any file; fields of `TrialRequest` go there, other names are knobs."""
+        target = model if isinstance(model, Path) else MODELS / f"{model}.py"
+        own = {name: what.pop(name) for name in tuple(what) if name in TrialRequest.__dataclass_fields__}
+        config = {} if "def optimizer" in target.read_text() else ADAMW
+        candidate = Candidate.of({"micro_batch_size": micro, **what})
+        defaults = {"world_size": 2, "budget_s": 0.3, "deadline_s": 60.0}
+        return TrialRequest(
+            target=str(target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(config), **{**defaults, **own}
+        )
+
+    def run(self, model: str | Path, on_tick: Callable[[], None] = lambda: None, **what: Any) -> TrialResult:
+        """Runs a trial to its end."""
+        return base.run(self.executor, self.next_folder().path, self.request(model, **what), on_tick)
+
+    def next_folder(self) -> TrialDir:
+        """The folder of the next trial."""
+        self.n += 1
+        self.folder = TrialDir(self.root / f"{self.n:04d}")
+        return self.folder
+
+    def log(self, rank: int) -> str:
+        """What a rank of the latest trial printed."""
+        return self.folder.log(rank).read_text(errors="replace")
+
+    @property
+    def server(self) -> psutil.Process:
+        """The executor's warm server."""
+        assert self.executor._server is not None
+        return psutil.Process(self.executor._server.pid)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks now running, in the order of the ranks."""
+        return sorted(self.server.children(), key=lambda process: process.pid)
+
+    def entered(self, phase: str) -> bool:
+        """Whether all ranks of the latest trial have come as far as a phase."""
+        events = self.folder.events.read_text() if self.folder.events.exists() else ""
+        return events.count(f'"phase": "{phase}"') >= 2
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def build_locks() -> list[Path]:
+    """Locks of compilers on DeepSpeed's ops."""
+    return list(extensions_dir().glob("**/lock"))
+
+
+def assert_nothing_left(zoo: Zoo, shared_before: set[str]) -> None:
+    """No process below the server, no file in /dev/shm, no build lock."""
+    if zoo.executor._server is not None:
+        assert zoo.server.children(recursive=True) == []
+    assert wait_until(lambda: not shared_memory() - shared_before), f"left in /dev/shm: {shared_memory() - shared_before}"
+    assert build_locks() == []
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    """Whether a condition came true in time."""
+    until = time.monotonic() + timeout_s
+    while not (met := condition()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return met

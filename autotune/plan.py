@@ -178,7 +178,9 @@ def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: i
     is_script = inspect_target(spec.target).kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
-        deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+        deadline_s=spec.trial_deadline_s,
+        # Loading a model takes host memory; whether it fits a device is for the baseline to find out.
+        device_memory_bytes=spec.device_memory_bytes if is_script else None,
         script=script_request(spec, None, None) if is_script else None,
     )  # fmt: skip
     result = base.run(executor, path, request)

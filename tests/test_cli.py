@@ -242,7 +242,7 @@ def test_over_a_stated_memory_some_trials_end_and_the_study_goes_on(models, tmp_
 def test_a_model_that_does_not_fit_at_all_ends_with_status_1_and_one_sentence(models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "small.yaml").write_text(STUDY)
-    done = autotune("run", "small.yaml", "--ranks", "1", "--device-memory", "15MiB", cwd=tmp_path)
+    done = autotune("run", "small.yaml", "--ranks", "1", "--device-memory", "1KiB", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("autotune: no configuration completed")
     assert "Traceback" not in done.stderr + done.stdout

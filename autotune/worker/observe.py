@@ -161,11 +161,13 @@ class Memory:
 
     def __init__(self, accelerator: str) -> None:
         self.cuda = accelerator == "cuda"
-        self.start_bytes = resident_bytes()
         self.peaks: dict[str, int] = {}
         self._phase = "initialize"
         self._reserved = 0
         keep_freed_memory(False)
+        if not self.cuda:
+            hand_back_freed_memory()  # freed memory that is still resident would be used again, and not count as growth
+        self.start_bytes = resident_bytes()
         self._reset()
 
     def enter(self, phase: str) -> None:

@@ -164,6 +164,8 @@ class TrialRequest:
         deadline_s: Wall time after which the ranks are killed, counted from their start.
         device_memory_bytes: Stated memory limit of a device; None means what the device has.
         script: How to run the target, where it is a training script.
+        noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
+            configuration's own.
     """
 
     target: str
@@ -178,6 +180,7 @@ class TrialRequest:
     deadline_s: float = 300.0
     device_memory_bytes: int | None = None
     script: Script | None = None
+    noise: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +232,23 @@ class Observed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoiseTerms:
+    """What the gradient noise scale is estimated from, one entry an optimizer step.
+
+    Attributes:
+        micro_batch_size: Samples behind one micro-gradient.
+        n_micro: Micro-gradients of a step: accumulation steps times ranks.
+        micro_sq: Mean squared norm of the micro-gradients.
+        mean_sq: Squared norm of their mean.
+    """
+
+    micro_batch_size: int
+    n_micro: int
+    micro_sq: list[float]
+    mean_sq: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What one rank wrote before it left.
 
@@ -250,6 +270,7 @@ class RankReport:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
     """
 
     rank: int
@@ -269,6 +290,7 @@ class RankReport:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +341,7 @@ class TrialResult:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
     """
 
     outcome: Outcome
@@ -343,6 +366,7 @@ class TrialResult:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
 
 
 class TrialDir:
@@ -496,6 +520,7 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         alloc_retries=sum(retries) if retries else None,
         other_cores=lead.other_cores,
         observed=lead.observed,
+        noise=lead.noise,
     )
 
 

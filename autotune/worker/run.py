@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
-from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
+from autotune.trial import OOM_EXIT_CODE, Environment, NoiseTerms, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe
 from autotune.worker.meter import Diverged, Meter, NotApplied
+from autotune.worker.noise import NoiseMeter
 
 OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
 
@@ -103,6 +104,7 @@ class _Draft:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
 
 
 class Recorder:
@@ -284,11 +286,12 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     )
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
+    noise = NoiseMeter(model, request.world_size) if request.noise else None
     engine = _initialize(request, target, model)
     _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, *meter).train()
+    _Trainer(contract.make_loss(target, model), loader, noise, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -330,9 +333,9 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader = loss, loader
+        self.loss, self.loader, self.noise = loss, loader, noise
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
 
@@ -343,6 +346,8 @@ class _Trainer(Meter):
         self.begin()
         while not self.done():
             self._window(self.window_steps())
+        if self.noise:
+            self.report.noise = self.noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
         self.finish()
 
     def _window(self, n_steps: int) -> None:
@@ -363,9 +368,19 @@ class _Trainer(Meter):
             total += loss.detach().float()
             self.engine.backward(loss)
             self.batches.backward()
-            self.engine.step()
+            self._update()
             if self.batches.step():
                 return total / self.candidate.gradient_accumulation_steps
+
+    def _update(self) -> None:
+        if self.noise is None:
+            self.engine.step()
+            return
+        self.noise.backward()
+        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
+        self.engine.step()
+        if self.engine.global_steps > steps:
+            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
@@ -394,7 +409,7 @@ class _Trainer(Meter):
             self.batches.backward()
             self.memory.enter("step")
             clock.start()
-            self.engine.step()
+            self._update()
             clock.stop("step")
             done = self.batches.step()
         self.report.phase_times_s = phases

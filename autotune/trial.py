@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from autotune import stats
 from autotune.candidate import Candidate, DsConfig, Scalar
+from autotune.convergence import NoiseTerms
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
@@ -128,6 +129,7 @@ class Workload:
         block_share: Their share of the parameters.
         float_buffers: The model has buffers of floating-point numbers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
+        optimizer: Class of that optimizer, where it could be made without data.
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
@@ -142,6 +144,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
+    optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
 
@@ -166,6 +169,7 @@ class TrialRequest:
         script: How to run the target, where it is a training script.
         noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
             configuration's own.
+        learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
     """
 
     target: str
@@ -181,6 +185,7 @@ class TrialRequest:
     device_memory_bytes: int | None = None
     script: Script | None = None
     noise: bool = False
+    learning_rate_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,23 +234,6 @@ class Observed:
         if self.samples_per_step != candidate.global_batch_size(world_size):
             return f"global batch: {candidate.global_batch_size(world_size)} was asked for, {self.samples_per_step} ran"
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoiseTerms:
-    """What the gradient noise scale is estimated from, one entry an optimizer step.
-
-    Attributes:
-        micro_batch_size: Samples behind one micro-gradient.
-        n_micro: Micro-gradients of a step: accumulation steps times ranks.
-        micro_sq: Mean squared norm of the micro-gradients.
-        mean_sq: Squared norm of their mean.
-    """
-
-    micro_batch_size: int
-    n_micro: int
-    micro_sq: list[float]
-    mean_sq: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.predict.convergence import LEARNING_RATE_RULES, default_rule, efficiency, learning_rate_factor, noise_scale
+from autotune.convergence import LEARNING_RATE_RULES, LearningRate, default_rule, efficiency, learning_rate_factor, noise_scale
 
 POSITIVE = st.floats(0.01, 1e5)
 
@@ -88,4 +88,18 @@ def test_the_rules_are_those_of_their_papers() -> None:
     assert learning_rate_factor("surge", 64, 16) == pytest.approx(2)  # far below the noise scale: square root
     rates = [learning_rate_factor("surge", batch, 16, 256.0) for batch in (16, 64, 256, 1024)]
     assert rates[2] == max(rates)  # highest at the noise scale, then it falls
-    assert default_rule("SGD") == "linear" and default_rule("AdamW") == default_rule(None) == "sqrt"
+    assert default_rule("SGD") == "linear" and default_rule("AdamW") == default_rule("") == "sqrt"
+
+
+def test_every_learning_rate_of_a_configuration_follows_the_batch() -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 10}},
+    }
+    rate = LearningRate(rule="sqrt", baseline_batch=8)
+    assert rate.scaled(config, 8) == config
+    scaled = rate.scaled(config, 32)
+    assert scaled["optimizer"]["params"] == {"lr": 2e-3, "betas": [0.9, 0.95]}
+    assert scaled["scheduler"] == config["scheduler"]  # "auto" is filled in from the optimizer's, and 0 stays
+    assert config["optimizer"]["params"]["lr"] == 1e-3
+    assert rate.scaled({}, 32) == {}

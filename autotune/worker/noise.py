@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autotune.trial import NoiseTerms
+from autotune.convergence import NoiseTerms
 
 
 class NoiseMeter:
@@ -65,15 +65,13 @@ class NoiseMeter:
 
     def terms(self, micro_batch_size: int, accumulation: int) -> NoiseTerms:
         """What was seen, averaged over the ranks; all of them take part."""
-        device = self._steps[0][0].device if self._steps else None
-        micro = torch.stack([micro for micro, _ in self._steps]).double() if self._steps else torch.zeros(0, device=device)
-        if len(micro):
-            dist.all_reduce(micro)
+        table = torch.tensor([[float(micro), float(whole)] for micro, whole in self._steps], dtype=torch.float64)
+        if len(table):
+            table = table.to(self._steps[0][0].device)
+            dist.all_reduce(table)
+        columns = (table.reshape(-1, 2) / self.world_size).T.tolist()
         return NoiseTerms(
-            micro_batch_size=micro_batch_size,
-            n_micro=accumulation * self.world_size,
-            micro_sq=(micro / self.world_size).tolist(),
-            mean_sq=[float(whole) for _, whole in self._steps],
+            micro_batch_size=micro_batch_size, n_micro=accumulation * self.world_size, micro_sq=columns[0], mean_sq=columns[1]
         )
 
 

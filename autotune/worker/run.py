@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
-from autotune.trial import OOM_EXIT_CODE, Environment, NoiseTerms, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
+from autotune.convergence import NoiseTerms
+from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe
 from autotune.worker.meter import Diverged, Meter, NotApplied
 from autotune.worker.noise import NoiseMeter
@@ -195,7 +196,16 @@ def _inspect(request: TrialRequest) -> Workload:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise contract.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = contract.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
-    return workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    return replace(found, optimizer=_optimizer_class(target, model))
+
+
+def _optimizer_class(target: contract.Target, model: torch.nn.Module) -> str:
+    if target.optimizer is None:
+        return ""
+    with contextlib.suppress(Exception):  # one that looks at its values: the trials will make it from real weights
+        return type(target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])).__name__
+    return ""
 
 
 def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool) -> Workload:
@@ -324,7 +334,11 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
     deepspeed.init_distributed(dist_init_required=False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=target.optimizer(parameters), config=config)
+        optimizer = target.optimizer(parameters)
+        for group in optimizer.param_groups:
+            for key in {"lr", "initial_lr"} & group.keys():
+                group[key] *= request.learning_rate_factor
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     else:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     return engine
@@ -346,9 +360,14 @@ class _Trainer(Meter):
         self.begin()
         while not self.done():
             self._window(self.window_steps())
-        if self.noise:
-            self.report.noise = self.noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
         self.finish()
+
+    def enough(self) -> bool:
+        """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
+        if self.noise is None:
+            return super().enough()
+        self.report.noise = self.noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
+        return self.elapsed_s >= self.request.budget_s or self.report.noise.noise_scale().precise
 
     def _window(self, n_steps: int) -> None:
         """Trains a window of steps; the device is synchronised and the ranks compared at its end only."""

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 from zoo import MODELS, Zoo
 
-from autotune.predict.convergence import noise_scale
+from autotune.convergence import noise_scale
 from autotune.trial import Outcome
 
 MICRO, STEPS = 64, 40

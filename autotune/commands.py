@@ -147,7 +147,7 @@ def _print_script(script: Mapping[str, Any], console: Console) -> None:
     """Prints what a probe of a training script found."""
     backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
     batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
-    console.print(f"script     raw DeepSpeed, {backward}; {batch}")
+    console.print(f"script     {script['family']}, {backward}; {batch}")
     console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")
     for change in script["moved_by"]:
         console.print(f"           {change}")

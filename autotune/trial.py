@@ -102,6 +102,7 @@ class Probed:
         ds_config: The DeepSpeed configuration that it gave to `deepspeed.initialize`.
         micro_batch_size: Samples at the engine's forward; None if it varied.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        family: What kind of script it is, in words: the framework above DeepSpeed.
         plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
         movable: The candidate fields that a second run, with all of them changed, saw changed.
         moved_by: What carried the change, as that run noted it.
@@ -110,6 +111,7 @@ class Probed:
     ds_config: DsConfig
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
+    family: str = "raw DeepSpeed"
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,10 @@ import torch.distributed as dist
 from autotune import UserError, stats, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
 from autotune.trial import Probed, Script, TrialRequest, Workload
-from autotune.worker import contract, observe
+from autotune.worker import contract, frameworks, observe
 from autotune.worker import run as rank_run
 from autotune.worker.meter import Meter
+from autotune.worker.patching import patch
 
 PROBE_STEPS = 3
 # What scripts call these flags; the first one whose value is the one that ran is taken.
@@ -59,7 +60,7 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
     memory = rank_run.prepare_device(request)
     recorder.enter("build")
     rank_run.connect(request, rank, listener, cuda=memory.cuda)
-    hooks = _Hooks(recorder, request, memory)
+    hooks = Hooks(recorder, request, memory)
     hooks.install()
     try:
         _execute(Path(request.target), hooks.script)
@@ -91,14 +92,25 @@ def _literal(text: str) -> Any:
         return text
 
 
-class _Hooks:
-    """What is patched, and what it has seen. Without a candidate (a probe) it only looks."""
+class Hooks:
+    """What is patched, and what it has seen. Without a candidate (a probe) it only looks.
+
+    Adapters of frameworks use `candidate`, `request`, `script`, `recorder`, `scratch`, `value`, `changed`, `once`, `abort`, and
+    set `family`.
+
+    Attributes:
+        candidate: What is tried; None in a probe.
+        family: What a person calls such a script, as the framework that it uses says; empty for one that only uses DeepSpeed.
+        scratch: A folder of the trial's own, for what a framework writes whatever it is told.
+    """
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
         assert request.script is not None
         self.recorder, self.request, self.memory, self.script = recorder, request, memory, request.script
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
+        self.family = ""
+        self.scratch = recorder.folder.path / "scratch"
         self.meter: Meter | None = None
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
@@ -117,21 +129,21 @@ class _Hooks:
         for field in self.script.carried:
             was = getattr(self.script, field)
             if self.candidate is not None and getattr(self.candidate, field) != was:
-                self._changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
+                self.changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
         os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
-        _patch(deepspeed, "initialize", self._initialize)
-        _patch(deepspeed.zero.Init, "__init__", self._zero_init)
+        patch(deepspeed, "initialize", self._initialize)
+        patch(deepspeed.zero.Init, "__init__", self._zero_init)
         for name in SAVERS:
-            if hasattr(deepspeed.DeepSpeedEngine, name):
-                _patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
-        _patch(torch, "save", self._torch_save)
-        _patch(torch.Tensor, "backward", self._tensor_backward)
-        _patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
-        _patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
+            patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
+        patch(torch, "save", self._torch_save)
+        patch(torch.Tensor, "backward", self._tensor_backward)
+        patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
+        patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
         self._count_draws()
         # The ranks are joined already, over a socket that nobody can take.
-        _patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
-        _patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
+        patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        frameworks.install(self)
         sys.addaudithook(self._audit)
 
     def script_ended(self) -> None:
@@ -161,7 +173,7 @@ class _Hooks:
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
         if isinstance(given.get("model"), PipelineModule):
-            self._abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
+            self.abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
         first = self.meter is None
         checkpointer = self._before(given, own) if first else None
         config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
@@ -212,7 +224,7 @@ class _Hooks:
 
     # The batch
 
-    def _value(self, field: str) -> tuple[int, int] | None:
+    def value(self, field: str) -> tuple[int, int] | None:
         """What a field is in the untouched script and what it is to be; None if it stays, or the user carries it himself."""
         if self.candidate is None or field in self.script.carried:
             return None
@@ -225,27 +237,27 @@ class _Hooks:
         if isinstance(values.get("local_rank", ""), int | None):
             parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
         for field, names in DESTINATIONS.items():
-            change = self._value(field)
+            change = self.value(field)
             name = next((name for name in names if change and values.get(name) == change[0]), None)
             if change and name:
                 setattr(parsed, name, change[1])
-                self._changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
+                self.changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
         if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
             parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
         return parsed, rest
 
     def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change = _users_caller(), self._value("micro_batch_size")
+        place, change = users_caller(), self.value("micro_batch_size")
         if place and change:
             was, wanted = change
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
-                self._changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
+                self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
-                self._changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+                self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         original(*bound.args, **bound.kwargs)
 
     def _count_draws(self) -> None:
@@ -267,8 +279,8 @@ class _Hooks:
                 queue.popleft()
             return batch
 
-        _patch(_BaseDataLoaderIter, "_next_index", next_index)
-        _patch(_BaseDataLoaderIter, "__next__", next_batch)
+        patch(_BaseDataLoaderIter, "_next_index", next_index)
+        patch(_BaseDataLoaderIter, "__next__", next_batch)
 
     # The steps
 
@@ -289,7 +301,7 @@ class _Hooks:
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
             return None
-        self._changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
+        self.changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
         cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
         return cast
 
@@ -326,7 +338,7 @@ class _Hooks:
             try:
                 self._boundary(meter, overflowed=meter.engine.skipped_steps > skipped)
             except BaseException as error:  # the script must not catch it
-                self._abort(error)
+                self.abort(error)
         return result
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
@@ -379,6 +391,7 @@ class _Hooks:
                 ds_config=self.own_config,
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
+                family=self.family or "raw DeepSpeed",
                 plain_backward=self.plain_backward,
             )
             if self.report.rank == 0:
@@ -393,27 +406,30 @@ class _Hooks:
         if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
             self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
 
-    def _abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> NoReturn:
+        """Reports an error and ends the process, so that the script cannot catch it."""
         rank_run.abort(self.recorder, error)
 
-    def _changed(self, text: str) -> None:
+    def changed(self, text: str) -> None:
+        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks."""
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
 
     # No traces
 
     def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        self._once(f"{name} is not carried out in trials")
+        self.once(f"{name} is not carried out in trials")
         return True
 
     def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         target = args[1] if len(args) > 1 else kwargs.get("f")
         if isinstance(target, str | os.PathLike):
-            self._once("torch.save is not carried out in trials")
+            self.once("torch.save is not carried out in trials")
         else:
             original(*args, **kwargs)
 
-    def _once(self, caveat: str) -> None:
+    def once(self, caveat: str) -> None:
+        """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
 
@@ -424,22 +440,11 @@ class _Hooks:
             return
         path = os.path.abspath(arguments[0])
         ours = (str(self.recorder.folder.path.absolute()), "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
-        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and _users_caller():
+        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and users_caller():
             self._files.append(path)
 
 
-def _patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replaces a function by one that calls `hook(original, ...)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    setattr(owner, name, patched)
-
-
-def _users_caller() -> str | None:
+def users_caller() -> str | None:
     """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:

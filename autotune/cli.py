@@ -21,7 +21,9 @@ app = typer.Typer(
     help="Find the DeepSpeed configuration that trains your model best, by measuring it.",
 )
 
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py, a training script, or a study.yaml.")]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A model.py, a training script, a study.yaml, or a launch command in quotation marks.")
+]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The training script's own arguments.")]
 ScriptSet = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")

@@ -15,15 +15,16 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, spec, store
+from autotune import UserError, launch, spec, store
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
 from autotune.executors import base
+from autotune.invocation import check_templates
 from autotune.plan import Plan, executor_for, plan, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
-from autotune.spec import StudySpec, inspect_target
+from autotune.spec import StudySpec
 from autotune.study import Runner, note_agent, study_lock
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
@@ -31,15 +32,15 @@ STUDIES = Path("studies")
 INTERRUPTED = 130
 
 
-def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
+def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
-    wanted = StudySpec.of(target, overrides)
+    wanted, notes = _wanted(target, overrides)
     check_sampler(wanted.sampler)
-    studies = studies_folder(target)
+    studies = studies_folder(Path(target))
     folder = studies / wanted.name
     url = wanted.storage or store.default_url(studies)
     interrupted = False
@@ -47,15 +48,15 @@ def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: boo
     with ProgressView() as view, _terminable(), study_lock(folder) as lock, store.failing_in_words(url):
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
-            with executor_for(inspect_target(wanted.target), folder) as executor:
+            with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
                 if fresh:
                     _forget(wanted.name, url, folder)
                 runner = Runner(found, executor, folder, url, view)
                 runner.open()
-                _keep_spec(wanted, target, folder)
-                for note in found.notes:
+                _keep_spec(wanted, Path(target), folder)
+                for note in (*notes, *found.notes):
                     view.say(note)
                 runner.run()
         except KeyboardInterrupt:
@@ -76,18 +77,36 @@ def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: boo
     return 0
 
 
-def check(target: Path, overrides: Mapping[str, Any], *, as_json: bool) -> int:
+def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
+    """The study that a TARGET means, whether file or launch command, and what to say about it."""
+    stated = spec.stated_command(target, overrides)
+    if stated is None:
+        return StudySpec.of(Path(target), overrides), []
+    command, folder = stated
+    if overrides.get("script_args"):
+        command = f"{command} {shlex.join(overrides['script_args'])}"
+    check_templates([command], f"`{command}`")
+    with ProgressView() as view, _terminable():
+        view.doing("running your command up to its training script, once")
+        invocation, notes = launch.capture(command, folder, view.tick)
+    overrides = {**overrides, "script_args": None, "command": command}
+    path = Path(target)
+    return StudySpec.of_command(invocation, overrides, path if path.exists() else None), notes
+
+
+def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     """`autotune check`: loads the target, runs two real steps of the baseline, and says what would be tuned.
 
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
-    wanted = StudySpec.of(target, overrides)
+    wanted, notes = _wanted(target, overrides)
     folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
     with ProgressView() as view, _terminable():
         view.doing(f"loading {shown(wanted.target)}")
-        with executor_for(inspect_target(wanted.target), folder) as executor:
+        with executor_for(wanted, folder) as executor:
             found = plan(wanted, executor, folder)
+            found.notes[:0] = notes
             view.doing("running two steps of the baseline")
             request = TrialRequest(
                 target=str(wanted.target), candidate=found.baseline.values(), ds_config=found.ds_config(found.baseline),

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from autotune import UserError, objective, trial
 from autotune.analysis.recommend import Measured
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
@@ -173,6 +174,7 @@ class StudyRecord:
         objectives: What is optimised; what the baseline could not measure is left out.
         reference: What the baseline's loss curve gives.
         workload: What the target turned out to be.
+        invocation: How the script is started, where the target is one.
     """
 
     fingerprint: dict[str, Any]
@@ -183,6 +185,7 @@ class StudyRecord:
     objectives: list[Objective]
     reference: Reference | None
     workload: Workload
+    invocation: Invocation | None = None
 
 
 def record(study: Study) -> StudyRecord | None:
@@ -233,7 +236,7 @@ def told_trials(study: Study) -> list[FrozenTrial]:
 
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:
-    """What was kept with a told trial: outcome, reason, phase, wall_s, metrics, ci95, censored, feasible, caveats, side_changes."""
+    """What was kept with a told trial, as `study` wrote it: outcome, reason, phase, wall_s, metrics, ci95, caveats and the like."""
     data: dict[str, Any] = json.loads(told.user_attrs[MEASURED_ATTR])
     return data
 
@@ -271,6 +274,7 @@ def _as_measured(told: FrozenTrial, folder: Path, base_config: DsConfig) -> Meas
         feasible=data["feasible"],
         repeats=repeats,
         script_side_changes=data.get("side_changes", ()),
+        unreproducible=data.get("unreproducible", ()),
     )
 
 

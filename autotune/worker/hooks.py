@@ -7,7 +7,6 @@ and torch's `DataLoader`. They are patched before the script runs, so that it bi
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import contextlib
 import copy
@@ -18,7 +17,6 @@ import os
 import sys
 import sysconfig
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +27,14 @@ import torch.distributed as dist
 
 from autotune import UserError, stats, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
-from autotune.trial import Probed, Script, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe
+from autotune.trial import Probed, TrialRequest, Workload
+from autotune.worker import contract, frameworks, observe, script
 from autotune.worker import run as rank_run
+from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
 
 PROBE_STEPS = 3
-# What scripts call these flags; the first one whose value is the one that ran is taken.
-DESTINATIONS = {
-    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size micro_batch_size
-        per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
-    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
-        grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
-}
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MOST_FILES_NAMED = 5
 
@@ -63,33 +55,11 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
     hooks = Hooks(recorder, request, memory)
     hooks.install()
     try:
-        _execute(Path(request.target), hooks.script)
+        script.execute(Path(request.target), hooks.script)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise ScriptError(f"the script exited with status {end.code}") from None
     hooks.script_ended()
-
-
-def _execute(path: Path, script: Script) -> None:
-    """Runs the file as `__main__`, in its folder and with its arguments, as its user would."""
-    os.chdir(script.working_dir)
-    sys.argv = [str(path), *script.arguments]
-    sys.path.insert(0, str(path.parent))
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in script.assignments:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[node.targets[0].id])), node.value)
-    main = types.ModuleType("__main__")
-    main.__file__ = str(path)
-    sys.modules["__main__"] = main
-    exec(compile(tree, str(path), "exec", dont_inherit=True), main.__dict__)  # or it would get our own __future__
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 class Hooks:
@@ -106,10 +76,11 @@ class Hooks:
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
         assert request.script is not None
-        self.recorder, self.request, self.memory, self.script = recorder, request, memory, request.script
+        self.recorder, self.request, self.memory = recorder, request, memory
+        self.script = script.in_rank(request.script, recorder.folder.ds_config)
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
-        self.family = ""
+        self.family = self.config_source = ""
         self.scratch = recorder.folder.path / "scratch"
         self.meter: Meter | None = None
         self.workload: Workload | None = None
@@ -126,10 +97,8 @@ class Hooks:
         """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
         import deepspeed
 
-        for field in self.script.carried:
-            was = getattr(self.script, field)
-            if self.candidate is not None and getattr(self.candidate, field) != was:
-                self.changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
+        for text in self.script.side_changes:
+            self.changed(text)
         os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
         patch(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
@@ -137,7 +106,9 @@ class Hooks:
             patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
         patch(torch, "save", self._torch_save)
         patch(torch.Tensor, "backward", self._tensor_backward)
-        patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
+        trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
+        arguments = Arguments(self.value, trial_config, self.changed, self.report.flags)
+        patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
         patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
         self._count_draws()
         # The ranks are joined already, over a socket that nobody can take.
@@ -170,6 +141,8 @@ class Hooks:
         namespace = given.get("args")
         stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
         own = _read_config(stated)
+        if not isinstance(stated, dict):
+            self.config_source = str(stated)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
         if isinstance(given.get("model"), PipelineModule):
@@ -230,21 +203,6 @@ class Hooks:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
-
-    def _parse_known_args(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parsed, rest = original(*args, **kwargs)
-        values = vars(parsed)
-        if isinstance(values.get("local_rank", ""), int | None):
-            parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
-        for field, names in DESTINATIONS.items():
-            change = self.value(field)
-            name = next((name for name in names if change and values.get(name) == change[0]), None)
-            if change and name:
-                setattr(parsed, name, change[1])
-                self.changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
-        if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
-            parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
-        return parsed, rest
 
     def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -393,6 +351,8 @@ class Hooks:
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",
                 plain_backward=self.plain_backward,
+                flags=self.report.flags,
+                config_source=self.config_source,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
@@ -410,10 +370,17 @@ class Hooks:
         """Reports an error and ends the process, so that the script cannot catch it."""
         rank_run.abort(self.recorder, error)
 
-    def changed(self, text: str) -> None:
-        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks."""
+    def changed(self, text: str, *, reproducible: bool = True) -> None:
+        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks.
+
+        Args:
+            text: The sentence; `Command line:` before what a flag carries.
+            reproducible: The user can change it too, by a flag, a constant or a line of his own.
+        """
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
+            if not reproducible:
+                self.report.unreproducible.append(text)
 
     # No traces
 

@@ -240,6 +240,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
+        checkpoint_every=probed.checkpoint_every if probed else 0,
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
     )
@@ -326,7 +327,8 @@ def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size:
         if workload.n_samples is not None:
             micro = max(1, min(micro, workload.n_samples // world_size))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
-    return from_deepspeed(config, world_size)
+    own = workload.script.checkpoint_every if workload.script else 0
+    return replace(from_deepspeed(config, world_size), checkpoint_every=own)
 
 
 def _without_batch_bounds(setting: Setting) -> Setting:

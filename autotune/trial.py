@@ -85,6 +85,7 @@ class Script:
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
+        checkpoint_every: The same, as far as it recomputes activations itself.
         carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
         side_changes: What they carry, in words, where it is not what the untouched script does.
     """
@@ -96,6 +97,7 @@ class Script:
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
     side_changes: tuple[str, ...] = ()
 
@@ -109,6 +111,7 @@ class Probed:
         micro_batch_size: Samples at the engine's forward; None if it varied.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         family: What kind of script it is, in words: the framework above DeepSpeed.
+        checkpoint_every: Which blocks' activations it recomputes itself, as in a candidate.
         plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
         movable: The candidate fields that a second run, with all of them changed, saw changed.
         moved_by: What carried the change, as that run noted it.
@@ -120,6 +123,7 @@ class Probed:
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
     family: str = "raw DeepSpeed"
+    checkpoint_every: int = 0
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
@@ -233,6 +237,8 @@ class Observed:
             return "precision: torch_autocast was asked for, but it was off"
         if candidate.checkpoint_every > 0 and self.checkpointed_blocks == 0:
             return "checkpoint_every: no block was checkpointed"
+        if candidate.checkpoint_every == 0 and self.checkpointed_blocks > 0:
+            return f"checkpoint_every: none was asked for, {self.checkpointed_blocks} blocks were checkpointed"
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {self.micro_batch_size or 'a varying number'} ran"
         if self.samples_per_step != candidate.global_batch_size(world_size):

@@ -18,6 +18,8 @@ DESTINATIONS = {
 }
 # The path of DeepSpeed's JSON: DeepSpeed's own flag, transformers' flag, and what people write themselves.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
+# Those of transformers' TrainingArguments that a configuration needs besides, where a script parses them.
+TRAINING_ARGUMENTS = "deepspeed bf16 fp16 gradient_checkpointing activation_checkpointing activation_checkpointing_kwargs".split()
 
 
 class Arguments:
@@ -58,6 +60,8 @@ class Arguments:
                 self._flags["ds_config"] = _options(parser, name)
                 if self._ds_config is not None and name != "deepspeed":  # transformers' flag, which its adapter sees to
                     setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
+        if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
+            self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(parser, name))})
         return parsed, rest
 
     def _moved(self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:

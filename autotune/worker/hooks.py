@@ -17,16 +17,17 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
-from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
+from autotune.candidate import OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig
 from autotune.trial import Probed, TrialRequest, Workload
 from autotune.worker import contract, frameworks, observe, script
 from autotune.worker import run as rank_run
@@ -37,6 +38,8 @@ from autotune.worker.patching import patch
 PROBE_STEPS = 3
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MOST_FILES_NAMED = 5
+# What torch's checkpoint takes for itself.
+CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 class ScriptError(UserError):
@@ -72,6 +75,9 @@ class Hooks:
         candidate: What is tried; None in a probe.
         family: What a person calls such a script, as the framework that it uses says; empty for one that only uses DeepSpeed.
         scratch: A folder of the trial's own, for what a framework writes whatever it is told.
+        recomputers: Frameworks' own ways to recompute every k-th block of a model (none for 0); each tells whether it could.
+        casts_inputs: Floating-point inputs are given the type of 16-bit weights, which a framework may do itself.
+        batch_factor: Micro-batches in the batch of a loader, where a framework splits it between the ranks.
     """
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
@@ -86,7 +92,11 @@ class Hooks:
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
         self.plain_backward = False
-        self._begun = self._inside_backward = self._overflowed = self._ragged = False
+        self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
+        self.batch_factor = 1
+        self.casts_inputs = True
+        self._script_recomputes = True
+        self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
         self._n_backward = 0
@@ -103,8 +113,9 @@ class Hooks:
         patch(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
         for name in SAVERS:
-            patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
+            patch(deepspeed.DeepSpeedEngine, name, self.saver(f"engine.{name}"))
         patch(torch, "save", self._torch_save)
+        patch(checkpointing, "checkpoint", self._checkpoint)
         patch(torch.Tensor, "backward", self._tensor_backward)
         trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
         arguments = Arguments(self.value, trial_config, self.changed, self.report.flags)
@@ -148,7 +159,7 @@ class Hooks:
         if isinstance(given.get("model"), PipelineModule):
             self.abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
         first = self.meter is None
-        checkpointer = self._before(given, own) if first else None
+        watch = self._before(given, own) if first else None
         config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = 10**9
         if isinstance(stated, dict):  # the script may look into it later
@@ -159,30 +170,62 @@ class Hooks:
         given.pop("config_params", None)
         with _without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
-        if first:
-            self._attach(result[0], checkpointer)
+        if watch is not None:
+            self._attach(result[0], watch)
         return result
 
     def _config(self, own: DsConfig, *, first: bool) -> DsConfig:
         if self.candidate is None:
             return own
         # A second trained model (a critic) keeps its own settings, but for what is tuned.
-        return copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config.setdefault("zero_optimization", {"stage": 0})  # a framework may look there
+        return config
 
-    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Checkpointer | None:
+    def early_config(self, own: DsConfig) -> DsConfig:
+        """The trial's configuration for a framework that reads it before `deepspeed.initialize`, what it fills in left "auto".
+
+        Args:
+            own: The script's configuration before anything was filled in.
+        """
+        if self.candidate is None:
+            return own
+        config = self._config(own, first=True)
+        _keep_auto(config, own, OWNED_PATHS)
+        # Counted from the batch, and refused by transformers where the two differ.
+        for name in ("total_num_steps", "warmup_num_steps"):
+            if name in config.get("scheduler", {}).get("params", {}):
+                config["scheduler"]["params"][name] = "auto"
+        return config
+
+    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Recomputations:
         """Looks at the model before DeepSpeed changes it."""
         self.recorder.enter("initialize")
-        self.own_config = copy.deepcopy(own)
+        # Frameworks write infinity here, which is no JSON.
+        self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         model = given["model"]
         blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
-        if self.candidate is None or not self.candidate.checkpoint_every:
-            return None
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False  # a recomputed block would append to the cache twice
-        return observe.Checkpointer(blocks, self.candidate.checkpoint_every)
+        if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
+            self._recompute(model, blocks, self.candidate.checkpoint_every)
+        return observe.Recomputations(blocks)
+
+    def _recompute(self, model: torch.nn.Module, blocks: list[torch.nn.Module], every: int) -> None:
+        """Has every k-th block recomputed, and nothing else, whatever the script does."""
+        if any(recomputer(model, every) for recomputer in self.recomputers):
+            return
+        self._script_recomputes = False
+        if every:
+            config: Any = getattr(model, "config", None)
+            if getattr(config, "use_cache", None):
+                config.use_cache = False  # a recomputed block would append to the cache twice
+            observe.Checkpointer(blocks, every)
+
+    def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._script_recomputes:
+            return original(function, *args, **kwargs)
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -208,7 +251,7 @@ class Hooks:
         bound = inspect.signature(original).bind(*args, **kwargs)
         place, change = users_caller(), self.value("micro_batch_size")
         if place and change:
-            was, wanted = change
+            was, wanted = (self.batch_factor * size for size in change)
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
@@ -242,11 +285,12 @@ class Hooks:
 
     # The steps
 
-    def _attach(self, engine: Any, checkpointer: observe.Checkpointer | None) -> None:
-        if self.candidate is not None:
+    def _attach(self, engine: Any, watch: observe.Recomputations) -> None:
+        if self.candidate is not None and self.casts_inputs:
             engine.register_forward_pre_hook(self._cast, with_kwargs=True)
         batches = observe.BatchObserver(engine, forgiving=True)
-        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
+        self._watch = watch
+        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
         engine.backward = functools.partial(self._engine_backward, engine.backward)
         engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
@@ -264,6 +308,8 @@ class Hooks:
         return cast
 
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
+        self._summed = kwargs.get("scale_wrt_gas") is False
         self._went_backward(loss)
         self._inside_backward = True
         try:
@@ -301,7 +347,7 @@ class Hooks:
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
-        self._losses.append(total.to(meter.device) / max(1, self._n_backward))
+        self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
         self._overflowed |= overflowed
         self._ragged |= meter.batches.ragged
@@ -317,6 +363,7 @@ class Hooks:
         else:
             if not self._begun and n >= min(2, self.request.max_steps):
                 meter.begin()
+                self._watch.stop()
                 self._begun = True
             if self._begun and meter.done():
                 self._end()
@@ -350,6 +397,7 @@ class Hooks:
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",
+                checkpoint_every=self._watch.every,
                 plain_backward=self.plain_backward,
                 flags=self.report.flags,
                 config_source=self.config_source,
@@ -384,9 +432,14 @@ class Hooks:
 
     # No traces
 
-    def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        self.once(f"{name} is not carried out in trials")
-        return True
+    def saver(self, name: str) -> Callable[..., Any]:
+        """A hook for a function that would save or upload: it only notes that it was called."""
+
+        def not_saved(*_args: Any, **_kwargs: Any) -> bool:
+            self.once(f"{name} is not carried out in trials")
+            return True
+
+        return not_saved
 
     def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         target = args[1] if len(args) > 1 else kwargs.get("f")
@@ -425,6 +478,16 @@ def users_caller() -> str | None:
 
 
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
+    """Sets to "auto" what is so in `own` and there in `config`, but for the paths that are fixed."""
+    for key, value in own.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _keep_auto(config[key], value, fixed, f"{path}.")
+        elif value == "auto" and key in config and path not in fixed:
+            config[key] = "auto"
 
 
 def _config_flag(namespace: Any) -> Any:

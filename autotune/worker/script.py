@@ -15,7 +15,7 @@ from autotune.trial import Script
 
 
 def in_rank(script: Script, ds_config: Path) -> Script:
-    """The script with what only its rank knows filled in."""
+    """The script with what only its rank knows filled in; its variables are set."""
     values = {"{ds_config}": str(ds_config.absolute()), "{local_rank}": os.environ["LOCAL_RANK"]}
 
     def filled(text: str) -> str:
@@ -23,10 +23,10 @@ def in_rank(script: Script, ds_config: Path) -> Script:
             text = text.replace(template, value)
         return text
 
+    os.environ.update({name: filled(value) for name, value in script.environment.items()})
     return replace(
         script,
         arguments=tuple(map(filled, script.arguments)),
-        environment={name: filled(value) for name, value in script.environment.items()},
         assignments={name: filled(value) for name, value in script.assignments.items()},
     )
 
@@ -34,7 +34,6 @@ def in_rank(script: Script, ds_config: Path) -> Script:
 def execute(path: Path, script: Script) -> None:
     """Runs the file as `python FILE` would, or as `python -m NAME` where the script is a module."""
     os.chdir(script.working_dir)
-    os.environ.update(script.environment)
     sys.argv = [str(path), *script.arguments]
     sys.path.insert(0, script.working_dir if script.module else str(path.parent))
     tree = ast.parse(path.read_bytes(), filename=str(path))

@@ -179,7 +179,7 @@ def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
     trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate or hf-args.")] = "deepspeed",  # noqa: A002
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")] = "deepspeed",  # noqa: A002
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
     storage: Storage = None,
 ) -> None:

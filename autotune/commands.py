@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -90,8 +91,7 @@ def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[
         view.doing("running your command up to its training script, once")
         invocation, notes = launch.capture(command, folder, view.tick)
     overrides = {**overrides, "script_args": None, "command": command}
-    path = Path(target)
-    return StudySpec.of_command(invocation, overrides, path if path.exists() else None), notes
+    return StudySpec.of_command(invocation, overrides, Path(target) if os.path.exists(target) else None), notes
 
 
 def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
@@ -131,6 +131,7 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
     trainable = "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
     console.print(f"model      {workload['n_parameters']:,} parameters{trainable}")
     if workload["script"]:
+        _print_start(data["invocation"], console)
         _print_script(workload["script"], console)
     samples = f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "no fixed size"
     console.print(f"data       {samples}")
@@ -162,6 +163,17 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
         console.print(f"\nNote: {note}")
 
 
+def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
+    """Prints what a launch command starts."""
+    if not invocation["command"]:
+        return
+    what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
+    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}", markup=False)
+    names = ", ".join(invocation["environment"])
+    ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
+    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""), markup=False)
+
+
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
     """Prints what a probe of a training script found."""
     backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
@@ -188,6 +200,7 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         "target": str(shown(found.spec.target)),
         "ranks": found.world_size,
         "workload": asdict(found.workload),
+        "invocation": asdict(found.spec.how()) if found.workload.script else None,
         "baseline": {
             "candidate": found.baseline.values(),
             "description": found.baseline.describe(),
@@ -303,7 +316,7 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     report = summary.load(study, url, folder)
     chosen = summary.pick_or_trial(report, pick, number)
     base_config: DsConfig = report.study["base_config"]
-    text = exports.export(chosen, base_config, form, report.world_size)
+    text = exports.export(chosen, base_config, form, report.world_size, summary.started(report))
     if output is None:
         print(text, end="" if text.endswith("\n") else "\n")
     else:
@@ -313,7 +326,8 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
         except OSError as error:
             raise UserError(f"export: {output}: {error.strerror}") from None
         print(f"wrote {output}", file=sys.stderr)
-    for line in [*exports.notes(chosen, base_config, form), *chosen.get("script_side_changes", [])]:
+    changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
+    for line in [*exports.notes(chosen, base_config, form), *changes]:
         print(f"note: {line}", file=sys.stderr)
 
 

@@ -124,6 +124,17 @@ def with_flag(arguments: Sequence[str], names: Sequence[str], value: str | None)
     return (*found, names[0], *([value] if value is not None else []))
 
 
+def without_flag(arguments: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """A command line without a flag that takes no value, or `true` or `false`."""
+    found: list[str] = []
+    skip = False
+    for argument in arguments:
+        skip = (skip and argument.lower() in ("true", "false")) or argument.partition("=")[0] in names
+        if not skip:
+            found.append(argument)
+    return tuple(found)
+
+
 def has_flag(arguments: Sequence[str], names: Sequence[str]) -> bool:
     """Whether a command line gives a flag, by any of its names."""
     return any(argument.partition("=")[0] in names for argument in arguments)
@@ -143,7 +154,9 @@ def start_of(invocation: Invocation) -> tuple[str, ...] | None:
     return tuple(start) if start and (Path(start[-1]).name in named or start[-1] == invocation.module) else None
 
 
-def pasted(invocation: Invocation, arguments: Sequence[str], values: Mapping[str, Scalar], world_size: int) -> tuple[list[str], str]:
+def pasted(
+    invocation: Invocation, arguments: Sequence[str], values: Mapping[str, Scalar], world_size: int, launcher: Sequence[str] = ()
+) -> tuple[list[str], str]:
     """The command line that starts the script with other arguments.
 
     The user's own launcher where its command can be taken apart and starts as many ranks, else torchrun.
@@ -153,21 +166,22 @@ def pasted(invocation: Invocation, arguments: Sequence[str], values: Mapping[str
         arguments: What its command line is to be, with templates.
         values: What fills the templates.
         world_size: Ranks.
+        launcher: What to start it with instead.
 
     Returns:
         Comments, and the command.
     """
     start = start_of(invocation) if invocation.command else None
-    arguments = [a for a in arguments if "{local_rank}" not in a]
-    if start is not None and world_size == (invocation.world_size or 1):
+    arguments = [argument for argument in arguments if "{local_rank}" not in argument]
+    if start is not None and world_size == (invocation.world_size or 1) and not launcher:
         return [], shlex.join(fill(word, values) for word in (*start, *arguments))
     comments = []
-    if invocation.command:
+    if invocation.command and (start is None or not launcher):
         why = "starts another number of ranks" if start is not None else "is for a shell to take apart"
-        comments.append(f"the same as a command of its own, since this one {why}: {' '.join(invocation.command.split())}")
+        comments.append(f"As a command of its own, since yours {why}: {' '.join(invocation.command.split())}")
     script = os.path.relpath(invocation.script, invocation.working_dir)
     what = ["-m", invocation.module] if invocation.module else [script]
-    # PYTHONPATH reads as the launcher left it, which adds the folder that it was started in.
-    environment = [f"{name}={fill(value, values)}" for name, value in invocation.environment.items() if name not in ("PYTHONPATH", "PWD")]
-    launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
+    left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
+    environment = [f"{n}={fill(v, values)}" for n, v in invocation.environment.items() if n.isidentifier() and not n.startswith(left_out)]
+    launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     return comments, shlex.join([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])

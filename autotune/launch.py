@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.executors.local import MARK, sweep
-from autotune.invocation import ALIASES, Invocation, InvocationError, masked, templates_in, unmasked
+from autotune.invocation import ALIASES, Invocation, InvocationError, masked, start_of, templates_in, unmasked
 from autotune.spec import SpecError, inspect_target
 
 DEADLINE_S = 180.0
@@ -47,6 +47,7 @@ class _Record:
     working_dir: str
     environment: Mapping[str, str]
     python: str
+    trains: bool
 
 
 def capture(
@@ -70,6 +71,7 @@ def capture(
     with tempfile.TemporaryDirectory(prefix="autotune-launch-") as name, _running(masked_command, folder, Path(name)) as run:
         until = time.monotonic() + deadline_s
         while (code := run.process.poll()) is None and time.monotonic() < until and not _complete(run.records()):
+            run.let_go()
             on_tick()
             time.sleep(0.05)
         records, log = run.records(), run.last_line()
@@ -85,6 +87,8 @@ def capture(
         )
     chosen, notes = _chosen(records, shown)
     found = _invocation(chosen, records, numbers, run.given, command)
+    if start_of(found) is None:
+        notes = [*notes, f"{Path(found.script).name} is the first training that your command starts, and the one that is tuned"]
     missing = [name for name in numbers if name not in _names(found)]
     if missing:
         raise InvocationError(
@@ -102,6 +106,7 @@ class _Running:
         for path in (self.folder, scratch / "tmp"):
             path.mkdir()
         self.mark = uuid.uuid4().hex
+        self._read: dict[Path, _Record] = {}
         own = {name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}
         paths = [str(HOOK), *([os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else [])]
         self.given = own | {
@@ -120,13 +125,19 @@ class _Running:
 
     def records(self) -> list[_Record]:
         """The processes seen so far, in their order; a launcher's refusal is raised."""
-        found = []
         for path in sorted(self.folder.glob("*.json")):
-            data = json.loads(path.read_text())
-            if "refused" in data:
-                raise InvocationError(f"the launch command cannot be tuned here: {data['refused']}")
-            found.append(_record(data))
-        return found
+            if path not in self._read:
+                data = json.loads(path.read_text())
+                if "refused" in data:
+                    raise InvocationError(f"the launch command cannot be tuned here: {data['refused']}")
+                self._read[path] = _record(data)
+        return [self._read[path] for path in sorted(self._read)]
+
+    def let_go(self) -> None:
+        """Lets the command go on after scripts that are not the training: nothing comes from them but an end without an error."""
+        for path in self._read:
+            if not self._read[path].trains:
+                path.with_name(f"{path.name}.go").touch()
 
     def last_line(self) -> str:
         """The last line that the command printed."""
@@ -155,14 +166,15 @@ def _record(data: Mapping[str, Any]) -> _Record:
     return _Record(
         rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, script=data["script"] or "",
         module=data["module"] or "", arguments=tuple(data["arguments"]), working_dir=data["working_dir"],
-        environment=data["environment"], python=data["python"],
+        environment=data["environment"], python=data["python"], trains=_trains(data["script"] or ""),
     )  # fmt: skip
 
 
 def _complete(records: Sequence[_Record]) -> bool:
-    """Whether a launcher has started all its ranks; what the command would do after that is not for us."""
-    ranks = [record for record in records if record.rank is not None]
-    return bool(ranks) and len({record.rank for record in ranks}) >= ranks[0].local_world_size
+    """Whether all ranks of a training are there; what the command would do after that is not for us."""
+    training = [record for record in records if record.trains]
+    ranks = {record.rank for record in training}
+    return bool(training) and len(ranks) >= training[0].local_world_size
 
 
 def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]:
@@ -172,9 +184,8 @@ def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]
         InvocationError: It cannot be told which one it is, or it cannot run here.
     """
     ranks = sorted((record for record in records if record.rank is not None), key=lambda record: record.rank or 0)
-    scripts = {record.script: record for record in reversed(ranks or records)}
-    if len(scripts) > 1:
-        scripts = {path: record for path, record in scripts.items() if _trains(path)} or scripts
+    training = [record for record in ranks or records if record.trains]
+    scripts = {record.script: record for record in reversed(training or ranks or records)}
     if len(scripts) > 1:
         names = ", ".join(sorted(os.path.relpath(path) for path in scripts))
         raise InvocationError(f"{shown} starts several scripts ({names}); name the one to tune: autotune run train.py -- --its --args")

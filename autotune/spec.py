@@ -346,7 +346,7 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
         SpecError: It is neither, and nearly one of them.
     """
     path = Path(target)
-    if path.exists():
+    if os.path.exists(target):
         if not _is_yaml(path) or path.is_dir() or not isinstance(data := read_yaml(path), dict) or data.get("command") is None:
             return None
         if not isinstance(data["command"], str):
@@ -358,7 +358,7 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
     if not words:
         return None
     first = Path(words[0])
-    if first.suffix in (".py", *YAML) and len(words) > 1 and first.exists() and not os.access(first, os.X_OK):
+    if first.suffix in (".py", *YAML) and len(words) > 1 and os.path.exists(first) and not os.access(first, os.X_OK):
         raise SpecError(f"{target}: to run a script with arguments: autotune run {words[0]} -- {' '.join(words[1:])}")
     if len(words) == 1 and (not (overrides or {}).get("script_args") or first.suffix in (".py", *YAML)):
         return (target, Path.cwd()) if target != words[0] or (shutil.which(target) and not first.suffix) else None

@@ -1,7 +1,8 @@
 """Python imports this at its start, where a launch command is run to see what it starts: a rank is written down instead of run.
 
 A rank is a Python process that a launcher gave a rank number, or one that runs a user's script without a launcher; launchers,
-tools and `python -c` run as ever. Imports nothing heavy, and hands on to the sitecustomize that the user has.
+tools and `python -c` run as ever. It waits until it is ended, so that nothing comes after a training that never ran.
+Imports nothing heavy, and hands on to the sitecustomize that the user has.
 """
 
 from __future__ import annotations
@@ -116,12 +117,19 @@ def lines(path: str) -> list[str]:
         return []
 
 
-def write(**what: object) -> None:
-    """Leaves a record for whoever ran the command."""
+def write(**what: object) -> str:
+    """Leaves a record for whoever ran the command, and returns its path."""
     path = os.path.join(FOLDER, f"{time.time_ns():020d}-{os.getpid()}.json")
     with open(path + ".draft", "w") as file:
         json.dump(what, file)
     os.rename(path + ".draft", path)
+    return path
+
+
+def wait(path: str) -> None:
+    """Waits until the command may go on without this process; where it may not, whoever ran it ends all of it."""
+    while os.path.exists(path) and not os.path.exists(path + ".go"):
+        time.sleep(0.02)
 
 
 def capture() -> None:
@@ -137,7 +145,7 @@ def capture() -> None:
             os._exit(1)
         if own is None or module or is_launcher(script):
             return
-    write(
+    path = write(
         rank=own,
         script=script or module_file(module or ""),
         module=module,
@@ -146,6 +154,7 @@ def capture() -> None:
         environment=dict(os.environ),
         python=sys.prefix,
     )
+    wait(path)
     os._exit(0)
 
 

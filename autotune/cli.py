@@ -21,7 +21,9 @@ app = typer.Typer(
     help="Find the DeepSpeed configuration that trains your model best, by measuring it.",
 )
 
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py, a training script, or a study.yaml.")]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A model.py, a training script, a study.yaml, or a launch command in quotation marks.")
+]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The training script's own arguments.")]
 ScriptSet = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
@@ -181,7 +183,7 @@ def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
     trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate or hf-args.")] = "deepspeed",  # noqa: A002
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")] = "deepspeed",  # noqa: A002
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
     storage: Storage = None,
 ) -> None:

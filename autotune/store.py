@@ -22,6 +22,7 @@ from autotune import UserError, objective, trial
 from autotune.analysis.recommend import Measured
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
 from autotune.convergence import LearningRate
+from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
@@ -175,6 +176,7 @@ class StudyRecord:
         reference: What the baseline's loss curve gives.
         workload: What the target turned out to be.
         learning_rate: How the trials followed the batch.
+        invocation: How the script is started, where the target is one.
     """
 
     fingerprint: dict[str, Any]
@@ -186,6 +188,7 @@ class StudyRecord:
     reference: Reference | None
     workload: Workload
     learning_rate: LearningRate = field(default_factory=LearningRate)
+    invocation: Invocation | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration that a candidate's trial ran."""
@@ -240,7 +243,7 @@ def told_trials(study: Study) -> list[FrozenTrial]:
 
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:
-    """What was kept with a told trial: outcome, reason, phase, wall_s, metrics, ci95, censored, feasible, caveats, side_changes."""
+    """What was kept with a told trial, as `study` wrote it: outcome, reason, phase, wall_s, metrics, ci95, caveats and the like."""
     data: dict[str, Any] = json.loads(told.user_attrs[MEASURED_ATTR])
     return data
 
@@ -280,6 +283,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         feasible=data["feasible"],
         repeats=repeats,
         script_side_changes=data.get("side_changes", ()),
+        unreproducible=data.get("unreproducible", ()),
     )
 
 

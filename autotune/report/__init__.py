@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 from autotune import UserError
 from autotune.candidate import Candidate
+from autotune.invocation import Invocation
 from autotune.objective import METRICS
 
 Data: TypeAlias = Mapping[str, Any]
 
-TITLES = {"drop_in": "drop-in"}
+TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 PICK_NOTES = {
     "recommended": "the best compromise of the objectives",
     "drop_in": "keeps the baseline's global batch",
@@ -21,6 +22,7 @@ PICK_NOTES = {
     "highest_throughput": "the most samples per second",
     "fastest_convergence": "the soonest at the baseline's final loss",
     "lowest_memory": "the least memory at its peak",
+    "out_of_reach": "the best of what only a trial can run",
 }
 
 
@@ -36,6 +38,7 @@ class StudyReport:
             known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`.
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
+        invocation: How the script is started, where a script was tuned.
     """
 
     study: Data
@@ -44,6 +47,7 @@ class StudyReport:
     trials: Sequence[Data]
     environment: Data = field(default_factory=dict)
     workload: Data = field(default_factory=dict)
+    invocation: Invocation | None = None
 
     @property
     def name(self) -> str:

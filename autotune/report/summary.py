@@ -14,7 +14,7 @@ from autotune.analysis.recommend import Measured, Recommendation
 from autotune.candidate import Candidate
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
-from autotune.report.export import deepspeed_config, learning_rate_changes, script_side_changes
+from autotune.report.export import Started, deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
 from autotune.trial import Outcome
 
@@ -48,9 +48,11 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
+            "baseline": Candidate.from_key(kept.baseline).values(),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
+        invocation=kept.invocation,
         recommended=_recommended(found),
         front=[recommend.point(m) for m in found.front],
         trials=trials,
@@ -133,13 +135,23 @@ def write(report: StudyReport, folder: Path) -> list[Path]:
     return written
 
 
+def started(report: StudyReport) -> Started | None:
+    """How the study's script is started; None where a model.py was tuned."""
+    script = report.workload.get("script")
+    if report.invocation is None or not script:
+        return None
+    return Started(
+        invocation=report.invocation, flags=script["flags"], config_source=script["config_source"], baseline=report.study["baseline"]
+    )
+
+
 def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     """How far a study is, for programs."""
     outcomes: dict[str, int] = {}
     for row in report.trials:
         outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
-    study = {name: value for name, value in report.study.items() if name != "base_config"}
+    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline")}
     return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
 
 

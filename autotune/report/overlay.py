@@ -12,11 +12,10 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
 import optuna
@@ -40,6 +39,7 @@ REFRESH_S, REFRESH_SHARE = 10.0, 20.0
 ARTIFACT_PREFIX = "artifacts:"
 # What a reader may change: notes, which live in the study's system attributes.
 EDITABLE = "dashboard:"
+NOTE_VERSION = "dashboard:note_ver"
 
 
 class ReadOnlyError(UserError):
@@ -67,35 +67,47 @@ class Shown:
 
     Attributes:
         report: The study.
-        system_attrs: Notes, graphs and files, under the keys that optuna-dashboard reads them from.
+        note: Its note, under the keys that optuna-dashboard reads it from.
+        system_attrs: Its graphs and files, in the same way.
         trial_attrs: By trial number: what stands beside the trial.
+        trial_notes: By trial number.
         files: Everything to download by id.
         trial_files: The ids of each trial's files.
         until: When it has to be made again, on the monotonic clock.
     """
 
     report: StudyReport
+    note: Mapping[str, Any]
     system_attrs: Mapping[str, Any]
     trial_attrs: Mapping[int, Mapping[str, Any]]
+    trial_notes: Mapping[int, str]
     files: Mapping[str, File] = field(default_factory=dict)
     trial_files: Mapping[int, Sequence[str]] = field(default_factory=dict)
     until: float = 0.0
 
 
-class _Study(FrozenStudy):
-    """A study whose notes and graphs are made when they are looked at; the list of studies needs none of them."""
+class _Attrs(Mapping[str, Any]):
+    """A study's attributes; what is laid over is made when it is looked at, which the list of studies does not."""
 
-    def __init__(self, found: FrozenStudy, user_attrs: dict[str, Any], system_attrs: Callable[[], dict[str, Any]]) -> None:
-        self._later = system_attrs
-        super().__init__(found.study_name, None, user_attrs, {}, found._study_id, directions=found.directions)
+    def __init__(self, own: Mapping[str, Any], whole: Callable[[], Mapping[str, Any]]) -> None:
+        self._own, self._make = own, whole
 
-    @property
-    def system_attrs(self) -> dict[str, Any]:
-        return self._later()
+    @cached_property
+    def _whole(self) -> Mapping[str, Any]:
+        return self._make()
 
-    @system_attrs.setter
-    def system_attrs(self, _: dict[str, Any]) -> None:
-        pass
+    def __getitem__(self, key: str) -> Any:
+        return (self._whole if key.startswith((EDITABLE, ARTIFACT_PREFIX)) else self._own)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Asked for once for each trial, so without a detour."""
+        return self._whole.items()
 
 
 class Overlay(BaseStorage):
@@ -127,8 +139,7 @@ class Overlay(BaseStorage):
                 report = summary.read(study, self._folder_of(name), series=False)
             except UserError:
                 return None
-            ids = {trial.number: trial._trial_id for trial in store.told_trials(study)}
-            made = show(report, study_id, ids, self._folder_of(name), self._namespace)
+            made = show(report, study_id, self._folder_of(name), self._namespace)
             now = time.monotonic()
             self._shown[study_id, name] = found = replace(made, until=now + max(REFRESH_S, REFRESH_SHARE * (now - start)))
             return found
@@ -137,10 +148,12 @@ class Overlay(BaseStorage):
 
     def get_all_studies(self) -> list[FrozenStudy]:
         """Every study, ours without what is for programs."""
-        return [
-            _Study(found, _readable(found.user_attrs), partial(self._attrs, found._study_id, found.system_attrs))
-            for found in sorted(self._base.get_all_studies(), key=lambda found: found._study_id)
-        ]
+        every = sorted(self._base.get_all_studies(), key=lambda found: found._study_id)
+        for found in every:
+            found.user_attrs = _readable(found.user_attrs)
+            own = found.system_attrs
+            found.system_attrs = _Attrs(own, partial(self._attrs, found._study_id, own))  # type: ignore[assignment]
+        return every
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
         """The study's attributes with our notes, graphs and files, where the user has not put their own."""
@@ -150,12 +163,9 @@ class Overlay(BaseStorage):
         shown = self.shown(study_id)
         if shown is None:
             return dict(own)
-        # A note is several keys (`...note_ver`, `...note_str:0`); whoever edited one replaced it whole.
-        edited = {key.removesuffix("note_ver") for key in own if key.startswith(EDITABLE) and key.endswith("note_ver")}
-        ours = shown.system_attrs
-        if edited:
-            ours = {key: value for key, value in ours.items() if key.rpartition("note_")[0] not in edited}
-        return {**own, **ours}
+        # Whoever edited the note replaced it whole.
+        note = {} if NOTE_VERSION in own else shown.note
+        return {**own, **shown.system_attrs, **note}
 
     def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
         """The study's attributes, without what is for programs."""
@@ -237,13 +247,12 @@ def _readable(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attrs.items() if name not in OWN_ATTRS}
 
 
-def show(report: StudyReport, study_id: int, trial_ids: Mapping[int, int], folder: Path, namespace: uuid.UUID) -> Shown:
+def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID) -> Shown:
     """What is laid over a study.
 
     Args:
         report: The study.
         study_id: Its number in the database.
-        trial_ids: The database's number of each trial.
         folder: Its folder.
         namespace: What file ids are derived from.
     """
@@ -261,13 +270,15 @@ def show(report: StudyReport, study_id: int, trial_ids: Mapping[int, int], folde
         kept = [File(name="ds_config.json", mimetype="application/json", read=partial(config_json, report, row))]
         kept += [_log(path) for path in sorted(store.trial_path(folder, number).glob("rank-*.log"))]
         trial_files[number] = [keep(str(number), file) for file in kept]
-    attrs = {
-        **_notes(report, study_id, trial_ids),
-        **_graphs(report),
-        **_artifact_attrs({artifact: files[artifact] for artifact in picks.values()}),
-    }
-    beside = {row["trial"]: _beside(report, row, report.points().get(row["trial"], row)) for row in report.trials}
-    return Shown(report=report, system_attrs=attrs, trial_attrs=beside, files=files, trial_files=trial_files)
+    return Shown(
+        report=report,
+        note=_note(report, study_id),
+        system_attrs={**_graphs(report), **_artifact_attrs({artifact: files[artifact] for artifact in picks.values()})},
+        trial_attrs={row["trial"]: _beside(report, row, report.points().get(row["trial"], row)) for row in report.trials},
+        trial_notes={row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials},
+        files=files,
+        trial_files=trial_files,
+    )
 
 
 def pick_file(report: StudyReport, name: str, pick: Data) -> File:
@@ -317,19 +328,13 @@ def _scratch() -> optuna.Study:
     return optuna.create_study(storage=optuna.storages.InMemoryStorage())
 
 
-def _notes(report: StudyReport, study_id: int, trial_ids: Mapping[int, int]) -> dict[str, Any]:
+def _note(report: StudyReport, study_id: int) -> dict[str, Any]:
     from optuna_dashboard import save_note
 
     scratch = _scratch()
     save_note(scratch, readme.study_note(report, lambda name: pick_link(study_id, name)))
-    found = dict(scratch._storage.get_study_system_attrs(scratch._study_id))
-    for row in report.trials:
-        if row["trial"] in trial_ids:
-            kept = _Kept()  # one for each trial: `save_note` looks through all that is there
-            owner = SimpleNamespace(storage=kept, study=scratch, _trial_id=trial_ids[row["trial"]])
-            save_note(owner, readme.trial_note(report, row, trial_link(study_id, row["trial"])))
-            found |= kept.attrs
-    return found
+    found: dict[str, Any] = scratch._storage.get_study_system_attrs(scratch._study_id)
+    return {key: value for key, value in found.items() if key.startswith(EDITABLE)}
 
 
 def _graphs(report: StudyReport) -> dict[str, Any]:

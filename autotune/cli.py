@@ -194,6 +194,20 @@ def export(
 
 
 @app.command()
+def dashboard(
+    storage: Storage = None,
+    port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen there; any but this machine's own loopback asks for a token.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the Optuna dashboard: the recommendation and why, the front, every trial with its files."""
+    from autotune import commands
+
+    commands.dashboard(storage, host, port)
+
+
+@app.command()
 def doctor(
     build: Annotated[bool, typer.Option(help="Compile DeepSpeed's ops once.")] = True,
     as_json: AsJson = False,

@@ -31,6 +31,7 @@ from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")
 INTERRUPTED = 130
+TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
 def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
@@ -329,6 +330,23 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     for line in [*exports.notes(chosen, base_config, form), *changes]:
         print(f"note: {line}", file=sys.stderr)
+
+
+def dashboard(storage: str | None, host: str, port: int) -> None:
+    """`autotune dashboard`: serves until Ctrl-C."""
+    from autotune.report import dashboard as server
+
+    token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
+    with server.make_server(storage or store.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
+        print(f"dashboard at {server.address(served, host, token)}", flush=True)
+        print("Ctrl-C ends it.", file=sys.stderr)
+        if not server.is_loopback(host):
+            print(f"Whoever has this address can read every study. {TOKEN_VARIABLE} sets the token.", file=sys.stderr)
+            print(
+                "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use ssh -L.", file=sys.stderr
+            )
+        with _terminable(), contextlib.suppress(KeyboardInterrupt):
+            served.serve_forever()
 
 
 def doctor(*, build: bool, as_json: bool) -> int:

@@ -24,7 +24,7 @@ from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
-MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR = "measured", "role", "autotune"
+MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotune", "ended"
 HEARTBEAT_S = 10
 GRACE_S = 60
 SQLITE = "sqlite:///"
@@ -203,6 +203,12 @@ def record(study: Study) -> StudyRecord | None:
 def keep(study: Study, kept: StudyRecord) -> None:
     """Keeps the record with the study."""
     study.set_user_attr(RECORD_ATTR, TypeAdapter(StudyRecord).dump_json(kept).decode())
+
+
+def note_end(study: Study, why: str) -> None:
+    """Keeps why a study ended before its budget of trials; an empty text where it did not."""
+    if study.user_attrs.get(ENDED_ATTR, "") != why:
+        study.set_user_attr(ENDED_ATTR, why)
 
 
 @contextlib.contextmanager

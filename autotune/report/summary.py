@@ -48,6 +48,7 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
+            "ended": study.user_attrs.get(store.ENDED_ATTR, ""),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),

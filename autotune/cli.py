@@ -179,6 +179,20 @@ def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -
 
 
 @app.command()
+def explain(
+    study: StudyName,
+    why_not: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")] = None,
+    what_if: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why STUDY recommends what it does: what was measured, what is predicted, what a change would cost or gain."""
+    from autotune import commands
+
+    commands.explain(study, why_not, what_if, storage, as_json=as_json)
+
+
+@app.command()
 def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 import sqlalchemy
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autotune import UserError, objective, trial
 from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
@@ -161,6 +161,25 @@ def running(study: Study) -> list[FrozenTrial]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchRecord:
+    """What the search of a study went by, so that its beliefs can be asked for later.
+
+    Attributes:
+        space: The knobs that were tuned, as `SearchSpace.parse` reads them.
+        samples_per_rank: Set where the global batch was kept.
+        setting: What legality depended on.
+        memory_limit_bytes: What a rank could use; None if that is not known.
+        bounds: What a solution had to keep: metric, which end, amount.
+    """
+
+    space: dict[str, Any]
+    samples_per_rank: int | None
+    setting: Setting
+    memory_limit_bytes: float | None
+    bounds: list[tuple[str, Literal["min", "max"], float]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyRecord:
     """What is kept with a study, so that it can be resumed, reported and exported without its target.
 
@@ -173,6 +192,7 @@ class StudyRecord:
         objectives: What is optimised; what the baseline could not measure is left out.
         reference: What the baseline's loss curve gives.
         workload: What the target turned out to be.
+        search: What the search went by; None in studies of earlier versions.
     """
 
     fingerprint: dict[str, Any]
@@ -183,6 +203,7 @@ class StudyRecord:
     objectives: list[Objective]
     reference: Reference | None
     workload: Workload
+    search: SearchRecord | None = None
 
 
 def record(study: Study) -> StudyRecord | None:

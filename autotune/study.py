@@ -33,7 +33,7 @@ from autotune.plan import Plan, shown
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
-from autotune.store import StudyRecord
+from autotune.store import SearchRecord, StudyRecord
 from autotune.trial import Outcome, Rival, TrialDir, TrialRequest, TrialResult
 
 COMPLETED = "completed"
@@ -230,7 +230,12 @@ class Runner:
             objectives=self.objectives,
             reference=self.reference,
             workload=plan.workload,
-        )
+            search=SearchRecord(
+                space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
+                memory_limit_bytes=plan.memory_limit_bytes,
+                bounds=list(objective.bounds(self.objectives, plan.spec.constraints).values()),
+            ),
+        )  # fmt: skip
 
     def _sampler(self) -> LegalSampler:
         seed = self.spec.seed + (len(self.study.get_trials(deepcopy=False)) if self.study else 0)

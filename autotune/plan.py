@@ -38,6 +38,14 @@ REMEDY = {
     f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
 }
+# The same for what a trial asked for and did not see, by the first word of its reason.
+UNSEEN_REMEDIES = {
+    **REMEDY,
+    "global batch": REMEDY["micro_batch_size"],
+    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
+    " command line), or leave `checkpointing` out of the space",
+}
 # What a template stands for in the untouched script.
 UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
 
@@ -107,6 +115,12 @@ class Plan:
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
+
+
+def remedy(reason: str) -> str:
+    """What the user can do about something that a trial of a script asked for and did not see; empty where nothing is known."""
+    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
+    return "" if not found or found in reason else f". {found}"
 
 
 def studies_folder(spec_path: Path) -> Path:

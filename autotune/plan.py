@@ -128,7 +128,8 @@ class Plan:
             "args": list(how.arguments),
             "set": self.spec.script_set,
             "working_dir": how.working_dir,
-            **({"command": self.spec.command, "environment": how.environment} if self.spec.command else {}),
+            # Not its variables: a launcher may draw a port or name a folder for the day.
+            **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }

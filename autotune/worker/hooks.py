@@ -96,6 +96,7 @@ class Hooks:
         self.batch_factor = 1
         self.casts_inputs = True
         self._script_recomputes = True
+        self._skipped = ""  # where recomputation was asked for and not carried out
         self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
@@ -225,6 +226,12 @@ class Hooks:
     def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._script_recomputes:
             return original(function, *args, **kwargs)
+        if not self._skipped:
+            self._skipped = users_caller() or "a library"
+            if self._skipped == "a library":
+                self.changed(
+                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.", reproducible=False
+                )
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

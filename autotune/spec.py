@@ -19,6 +19,7 @@ from autotune import UserError
 from autotune.candidate import DsConfig, check_config, nearest, read_config, without_auto
 from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
 from autotune.space import SearchSpace, parse_parameters
+from autotune.trial import module_constants
 
 M = TypeVar("M", bound=BaseModel)
 Kind = Literal["search_spaces", "objectives"]
@@ -552,7 +553,6 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
     ("transformers' Trainer", ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer"), {"transformers", "trl"}),
     ("Accelerate", ("Accelerator",), None),
     ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
-    ("deepspeed.PipelineModule", ("PipelineModule",), None),
 )
 
 
@@ -566,7 +566,7 @@ class Target:
         batch_source: The function that batches come from.
         defines: Which of the optional `optimizer`, `loss`, `collate`, `blocks` it has.
         imports: Modules that it imports at the top, without those that lie beside it.
-        constants: Names that it gives a constant value at the top.
+        constants: Names that it assigns a value to at the top.
     """
 
     path: Path
@@ -699,11 +699,7 @@ def _inspect_script(path: Path, tree: ast.Module) -> Target:
             f"{path}: looks like a training script, but does not import deepspeed; only one that calls deepspeed.initialize can be tuned,"
             " or a model.py (`autotune init` shows how)"
         )
-    constants = [
-        node.targets[0].id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name)
-    ]
+    constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
     return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
 
 

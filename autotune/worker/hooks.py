@@ -29,11 +29,12 @@ import torch.distributed as dist
 
 from autotune import UserError, stats, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
-from autotune.trial import Probed, Script, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe
+from autotune.trial import Probed, Script, TrialRequest, Workload, module_constants
+from autotune.worker import contract, frameworks, observe, pipeline
 from autotune.worker import run as rank_run
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
+from autotune.worker.traces import Traces
 
 PROBE_STEPS = 3
 # What scripts call these flags; the first one whose value is the one that ran is taken.
@@ -43,8 +44,6 @@ DESTINATIONS = {
     "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
         grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
 }
-SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-MOST_FILES_NAMED = 5
 
 
 class ScriptError(UserError):
@@ -76,9 +75,9 @@ def _execute(path: Path, script: Script) -> None:
     sys.argv = [str(path), *script.arguments]
     sys.path.insert(0, str(path.parent))
     tree = ast.parse(path.read_bytes(), filename=str(path))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in script.assignments:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[node.targets[0].id])), node.value)
+    for name, node in module_constants(tree.body):
+        if name in script.assignments and node.value is not None:
+            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[name])), node.value)
     main = types.ModuleType("__main__")
     main.__file__ = str(path)
     sys.modules["__main__"] = main
@@ -110,17 +109,18 @@ class Hooks:
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
         self.family = ""
-        self.scratch = recorder.folder.path / "scratch"
+        self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
         self.plain_backward = False
         self._begun = self._inside_backward = self._overflowed = self._ragged = False
+        self._skipped = 0
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
         self._n_backward = 0
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._files: list[str] = []
+        self._traces = Traces(self, users_caller)
 
     def install(self) -> None:
         """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
@@ -130,12 +130,9 @@ class Hooks:
             was = getattr(self.script, field)
             if self.candidate is not None and getattr(self.candidate, field) != was:
                 self.changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
-        os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
         patch(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
-        for name in SAVERS:
-            patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
-        patch(torch, "save", self._torch_save)
+        patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
         patch(torch.Tensor, "backward", self._tensor_backward)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
         patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
@@ -144,7 +141,7 @@ class Hooks:
         patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
         patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
         frameworks.install(self)
-        sys.addaudithook(self._audit)
+        self._traces.install()
 
     def script_ended(self) -> None:
         """The script came to its end by itself.
@@ -163,20 +160,22 @@ class Hooks:
     # The configuration
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from deepspeed.runtime.pipe.module import PipelineModule
-
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
-        namespace = given.get("args")
+        namespace: Any = given.get("args")
+        if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
+            namespace.device_rank = int(os.environ["LOCAL_RANK"])
         stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
-        own = _read_config(stated)
+        try:
+            own = _read_config(stated)
+        except ScriptError as error:  # the script must not catch it
+            self.abort(error)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
-        if isinstance(given.get("model"), PipelineModule):
-            self.abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
         first = self.meter is None
         checkpointer = self._before(given, own) if first else None
-        config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
+        config = self._config(own, first=first)
+        config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = 10**9
         if isinstance(stated, dict):  # the script may look into it later
             stated.clear()
@@ -196,14 +195,20 @@ class Hooks:
         # A second trained model (a critic) keeps its own settings, but for what is tuned.
         return copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
 
-    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Checkpointer | None:
+    def _before(self, given: dict[str, Any], own: DsConfig) -> Any:
         """Looks at the model before DeepSpeed changes it."""
+        from deepspeed.runtime.pipe.module import PipelineModule
+
         self.recorder.enter("initialize")
         self.own_config = copy.deepcopy(own)
         model = given["model"]
         blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
+        if isinstance(model, PipelineModule):
+            self.family = self.family or "DeepSpeed PipelineModule"
+            self.workload = pipeline.whole(self.workload, model)
+            return pipeline.recompute(self, model, own)
         if self.candidate is None or not self.candidate.checkpoint_every:
             return None
         config: Any = getattr(model, "config", None)
@@ -238,9 +243,9 @@ class Hooks:
             parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
         for field, names in DESTINATIONS.items():
             change = self.value(field)
-            name = next((name for name in names if change and values.get(name) == change[0]), None)
+            name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
-                setattr(parsed, name, change[1])
+                setattr(parsed, name, type(values[name])(change[1]))
                 self.changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
         if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
             parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
@@ -284,19 +289,27 @@ class Hooks:
 
     # The steps
 
-    def _attach(self, engine: Any, checkpointer: observe.Checkpointer | None) -> None:
-        if self.candidate is not None:
-            engine.register_forward_pre_hook(self._cast, with_kwargs=True)
+    def _attach(self, engine: Any, checkpointer: Any) -> None:
         batches = observe.BatchObserver(engine, forgiving=True)
-        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
-        engine.backward = functools.partial(self._engine_backward, engine.backward)
-        engine.step = functools.partial(self._engine_step, engine.step)
+        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
+        if hasattr(engine, "train_batch"):
+            pipeline.attach(self, meter, engine)
+        else:
+            engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
+            engine.backward = functools.partial(self._engine_backward, engine.backward)
+            engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
         self._restart_clock()
 
-    def _cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if self.meter is not None and torch.is_grad_enabled() and engine.training:
+            self.meter.enter("forward")
+        return self.cast(engine, args, kwargs)
+
+    def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Gives 16-bit weights 16-bit inputs, which a script written for another precision does not."""
-        assert self.candidate is not None
+        if self.candidate is None or self.candidate.precision == self.script.precision:
+            return None  # the script knows what its own precision needs
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(self.candidate.precision)
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
@@ -305,41 +318,65 @@ class Hooks:
         cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
         return cast
 
-    def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-        self._went_backward(loss)
-        self._inside_backward = True
+    @contextlib.contextmanager
+    def inside_backward(self) -> Iterator[None]:
+        """What is called meanwhile is a part of an engine's backward pass, and no pass of the script's own."""
+        before, self._inside_backward = self._inside_backward, True
         try:
-            return original(loss, *args, **kwargs)
+            yield
         finally:
-            self._inside_backward = False
+            self._inside_backward = before
+
+    def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.inside_backward():  # of any engine: a critic's passes are none of ours
+            return original(*args, **kwargs)
+
+    def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._backward(original, loss, *args, **kwargs)
 
     def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = self.meter is not None and not self._inside_backward and self.meter.batches.went_forward
-        if ours:
-            self.plain_backward = True
-            self._went_backward(tensor)
-        return original(tensor, *args, **kwargs)
+        if self.meter is None or self._inside_backward or not self.meter.batches.went_forward:
+            return original(tensor, *args, **kwargs)
+        self.plain_backward = True
+        return self._backward(original, tensor, *args, **kwargs)
 
-    def _went_backward(self, loss: Any) -> None:
-        if self.meter is None:
-            return
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.meter is not None
         self.meter.batches.backward()
+        self._note_loss(loss)
+        self.meter.enter("backward")
+        with self.inside_backward():
+            result = original(loss, *args, **kwargs)
+        self.meter.enter("step")
+        return result
+
+    def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             value = loss.detach().float().reshape(())
             self._total = value if self._total is None else self._total + value
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.meter is not None
+        self.meter.enter("step")
+        result = original(*args, **kwargs)
+        self.stepped()
+        self.meter.enter("data")
+        return result
+
+    def stepped(self, loss: Any = None) -> None:
+        """Notes that the engine may have taken an optimizer step, with its loss where that is not known from backward passes."""
         meter = self.meter
         assert meter is not None
-        skipped = meter.engine.skipped_steps
-        result = original(*args, **kwargs)
-        if meter.batches.step():
-            try:
-                self._boundary(meter, overflowed=meter.engine.skipped_steps > skipped)
-            except BaseException as error:  # the script must not catch it
-                self.abort(error)
-        return result
+        if loss is not None:
+            self._note_loss(loss)
+        if not meter.batches.step():
+            return
+        overflowed, self._skipped = meter.engine.skipped_steps > self._skipped, meter.engine.skipped_steps
+        try:
+            self._boundary(meter, overflowed=overflowed)
+        except BaseException as error:  # the script must not catch it
+            self.abort(error)
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
@@ -349,6 +386,7 @@ class Hooks:
         self._ragged |= meter.batches.ragged
         if len(self._losses) < meter.window_steps():
             return
+        meter.enter("")
         meter.synchronize()
         wall, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         meter.gather(wall, cpu, self._losses, overflowed=self._overflowed, ragged=self._ragged)
@@ -367,6 +405,8 @@ class Hooks:
     def _restart_clock(self) -> None:
         self._losses, self._overflowed, self._ragged = [], False, False
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        if self.meter is not None and self.candidate is not None and len(self.report.step_times_s) == 1:
+            self.meter.take_apart()
 
     def _end(self, caveat: str = "") -> None:
         """Writes what was seen and ends the process; all ranks come here at the same step."""
@@ -375,8 +415,7 @@ class Hooks:
         if caveat:
             self.report.caveats.append(caveat)
         self._compare_data(meter)
-        for path in self._files[:MOST_FILES_NAMED]:
-            self.report.caveats.append(f"the script itself writes {path}, in every trial")
+        self._traces.close()
         if self.candidate is not None:
             meter.finish()
         else:
@@ -393,6 +432,10 @@ class Hooks:
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",
                 plain_backward=self.plain_backward,
+                configured_accumulation=meter.engine.gradient_accumulation_steps(),
+                model_parallel_size=self.request.world_size // meter.data_parallel,
+                pipeline_stages=getattr(meter.engine, "num_stages", 0),
+                checkpoint_every=meter.checkpointer.every if meter.checkpointer is not None else 0,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
@@ -400,9 +443,12 @@ class Hooks:
         rank_run.complete(self.recorder)
 
     def _compare_data(self, meter: Meter) -> None:
-        own = torch.tensor((meter.batches.checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
+        # Of a pipeline only the first stages take data in.
+        checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
+        own = torch.tensor((checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
         rows = [torch.empty_like(own, device=meter.device) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own.to(meter.device))
+        rows = [row for row in rows if row.any()]
         if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
             self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
 
@@ -415,33 +461,10 @@ class Hooks:
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
 
-    # No traces
-
-    def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        self.once(f"{name} is not carried out in trials")
-        return True
-
-    def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        target = args[1] if len(args) > 1 else kwargs.get("f")
-        if isinstance(target, str | os.PathLike):
-            self.once("torch.save is not carried out in trials")
-        else:
-            original(*args, **kwargs)
-
     def once(self, caveat: str) -> None:
         """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
-            return
-        if not arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            return
-        path = os.path.abspath(arguments[0])
-        ours = (str(self.recorder.folder.path.absolute()), "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
-        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and users_caller():
-            self._files.append(path)
 
 
 def users_caller() -> str | None:

@@ -59,6 +59,10 @@ class BatchObserver:
     def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._fresh or not torch.is_grad_enabled() or not self._engine.training:
             return  # a loss may call the model more than once for one micro-batch
+        self.micro_batch(args, kwargs)
+
+    def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a micro-batch that goes forward."""
         self._fresh = False
         self._draws.append(self._drawn)
         self._drawn = None

@@ -220,6 +220,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
+        checkpoint_every=probed.checkpoint_every if probed else 0,
         carried=tuple(name for name in SCRIPT_BATCH if any(f"{{{name}}}" in text for text in texts)),
     )
 

@@ -548,10 +548,10 @@ SIGNATURES = {"model": (0, "model()"), "data": (0, "data()"), "batch": (1, "batc
 # What only a training script calls.
 SCRIPT_CALLS = ("initialize", "backward", "Trainer", "Accelerator", "PipelineModule", "fit", "parse_args")
 
+# What a script imports that has a Trainer (or subclasses of one) from transformers.
+TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
 # Families of scripts that are not hooked yet: what they call, and what they import where the name alone says too little.
 FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
-    ("transformers' Trainer", ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer"), {"transformers", "trl"}),
-    ("Accelerate", ("Accelerator",), None),
     ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
 )
 
@@ -565,7 +565,8 @@ class Target:
         kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
         batch_source: The function that batches come from.
         defines: Which of the optional `optimizer`, `loss`, `collate`, `blocks` it has.
-        imports: Modules that it imports at the top, without those that lie beside it.
+        imports: Modules that it imports at the top, without those that lie beside it; `module:name,name` where it takes names
+            out of one, which may load more.
         constants: Names that it assigns a value to at the top.
     """
 
@@ -667,12 +668,18 @@ def _takes(arguments: ast.arguments, count: int) -> bool:
 
 
 def _trains(tree: ast.Module) -> bool:
-    return any(name in SCRIPT_CALLS for name, _ in _calls(tree))
+    return any(name in SCRIPT_CALLS or name.endswith("Trainer") for name, _ in _calls(tree))
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Last name and line of everything that is called, in the order of the text."""
-    found = [(ast.unparse(node.func).rsplit(".", 1)[-1], node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    """Last name and line of everything that is called or inherited from, in the order of the text."""
+    used: list[tuple[ast.expr, int]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            used.append((node.func, node.lineno))
+        elif isinstance(node, ast.ClassDef):
+            used += [(base, node.lineno) for base in node.bases]
+    found = [(ast.unparse(expression).rsplit(".", 1)[-1], line) for expression, line in used]
     yield from sorted(found, key=lambda call: call[1])
 
 
@@ -692,12 +699,13 @@ def _inspect_script(path: Path, tree: ast.Module) -> Target:
                 " deepspeed.initialize itself can,"
                 " or a model.py (`autotune init` shows how)"
             )
+    trainer = any(name.endswith("Trainer") for name in calls) and bool(modules & TRAINER_MODULES)
     for beside in sorted(modules):
         modules |= _modules_of(path.with_name(f"{beside}.py"))
-    if "deepspeed" not in modules:
+    if "deepspeed" not in modules and not trainer and "accelerate" not in modules:
         raise SpecError(
-            f"{path}: looks like a training script, but does not import deepspeed; only one that calls deepspeed.initialize can be tuned,"
-            " or a model.py (`autotune init` shows how)"
+            f"{path}: looks like a training script, but does not import deepspeed; only one that trains with deepspeed.initialize,"
+            " transformers' Trainer or Accelerate can be tuned, or a model.py (`autotune init` shows how)"
         )
     constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
     return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
@@ -744,6 +752,6 @@ def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
             case ast.Import():
                 found |= dict.fromkeys(alias.name for alias in node.names)
             case ast.ImportFrom(module=str(module), level=0) if module != "__future__":
-                found[module] = None
+                found[f"{module}:{','.join(alias.name for alias in node.names if alias.name != '*')}".rstrip(":")] = None
     beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
-    return [name for name in found if name.partition(".")[0] not in beside]
+    return [name for name in found if re.split("[.:]", name)[0] not in beside]

@@ -95,6 +95,7 @@ class Script:
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
         precision: The same.
+        checkpoint_every: The same, as far as it recomputes activations itself.
         carried: The candidate fields that the user's own templates carry, so that nothing else is to.
     """
 
@@ -104,6 +105,7 @@ class Script:
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
     precision: str = ""
+    checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
 
 
@@ -116,26 +118,26 @@ class Probed:
         micro_batch_size: Samples at the engine's forward; None if it varied.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         family: What kind of script it is, in words: the framework above DeepSpeed.
+        checkpoint_every: Which blocks' activations it recomputes itself, as in a candidate.
         plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
         movable: The candidate fields that a second run, with all of them changed, saw changed.
         moved_by: What carried the change, as that run noted it.
         configured_accumulation: The engine's own number of micro-batches; None if it was not read.
         model_parallel_size: Ranks that train one copy of the model together; the others have data of their own.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
-        checkpoint_every: Which blocks' activations it recomputes itself, as in a candidate.
     """
 
     ds_config: DsConfig
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
     family: str = "raw DeepSpeed"
+    checkpoint_every: int = 0
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
     configured_accumulation: int | None = None
     model_parallel_size: int = 1
     pipeline_stages: int = 0
-    checkpoint_every: int = 0
 
     def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
         """A candidate's DeepSpeed configuration as this script needs it."""
@@ -264,6 +266,8 @@ class Observed:
             return "precision: torch_autocast was asked for, but it was off"
         if candidate.checkpoint_every > 0 and self.checkpointed_blocks == 0:
             return "checkpoint_every: no block was checkpointed"
+        if candidate.checkpoint_every == 0 and self.checkpointed_blocks > 0:
+            return f"checkpoint_every: none was asked for, {self.checkpointed_blocks} blocks were checkpointed"
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {self.micro_batch_size or 'a varying number'} ran"
         if self.samples_per_step != candidate.global_batch_size(world_size):

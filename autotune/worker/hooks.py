@@ -19,16 +19,17 @@ import sys
 import sysconfig
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
-from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
+from autotune.candidate import OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig
 from autotune.trial import Probed, Script, TrialRequest, Workload, module_constants
 from autotune.worker import contract, frameworks, observe, pipeline
 from autotune.worker import run as rank_run
@@ -44,6 +45,8 @@ DESTINATIONS = {
     "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
         grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
 }
+# What torch's checkpoint takes for itself.
+CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 class ScriptError(UserError):
@@ -101,6 +104,9 @@ class Hooks:
         candidate: What is tried; None in a probe.
         family: What a person calls such a script, as the framework that it uses says; empty for one that only uses DeepSpeed.
         scratch: A folder of the trial's own, for what a framework writes whatever it is told.
+        recomputers: Frameworks' own ways to recompute every k-th block of a model (none for 0); each tells whether it could.
+        casts_inputs: Floating-point inputs are given the type of 16-bit weights, which a framework may do itself.
+        batch_factor: Micro-batches in the batch of a loader, where a framework splits it between the ranks.
     """
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
@@ -114,7 +120,11 @@ class Hooks:
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
         self.plain_backward = False
-        self._begun = self._inside_backward = self._overflowed = self._ragged = False
+        self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
+        self.batch_factor = 1
+        self.casts_inputs = True
+        self._script_recomputes = True
+        self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._skipped = 0
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
@@ -133,6 +143,7 @@ class Hooks:
         patch(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
         patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
+        patch(checkpointing, "checkpoint", self._checkpoint)
         patch(torch.Tensor, "backward", self._tensor_backward)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
         patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
@@ -173,9 +184,8 @@ class Hooks:
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
         first = self.meter is None
-        checkpointer = self._before(given, own) if first else None
-        config = self._config(own, first=first)
-        config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
+        watch = self._before(given, own) if first else None
+        config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = 10**9
         if isinstance(stated, dict):  # the script may look into it later
             stated.clear()
@@ -185,22 +195,41 @@ class Hooks:
         given.pop("config_params", None)
         with _without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
-        if first:
-            self._attach(result[0], checkpointer)
+        if watch is not None:
+            self._attach(result[0], watch)
         return result
 
     def _config(self, own: DsConfig, *, first: bool) -> DsConfig:
         if self.candidate is None:
             return own
         # A second trained model (a critic) keeps its own settings, but for what is tuned.
-        return copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config.setdefault("zero_optimization", {"stage": 0})  # a framework may look there
+        return config
 
-    def _before(self, given: dict[str, Any], own: DsConfig) -> Any:
+    def early_config(self, own: DsConfig) -> DsConfig:
+        """The trial's configuration for a framework that reads it before `deepspeed.initialize`, what it fills in left "auto".
+
+        Args:
+            own: The script's configuration before anything was filled in.
+        """
+        if self.candidate is None:
+            return own
+        config = self._config(own, first=True)
+        _keep_auto(config, own, OWNED_PATHS)
+        # Counted from the batch, and refused by transformers where the two differ.
+        for name in ("total_num_steps", "warmup_num_steps"):
+            if name in config.get("scheduler", {}).get("params", {}):
+                config["scheduler"]["params"][name] = "auto"
+        return config
+
+    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Recomputations | pipeline.Recomputed:
         """Looks at the model before DeepSpeed changes it."""
         from deepspeed.runtime.pipe.module import PipelineModule
 
         self.recorder.enter("initialize")
-        self.own_config = copy.deepcopy(own)
+        # Frameworks write infinity here, which is no JSON.
+        self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         model = given["model"]
         blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
@@ -209,12 +238,25 @@ class Hooks:
             self.family = self.family or "DeepSpeed PipelineModule"
             self.workload = pipeline.whole(self.workload, model)
             return pipeline.recompute(self, model, own)
-        if self.candidate is None or not self.candidate.checkpoint_every:
-            return None
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False  # a recomputed block would append to the cache twice
-        return observe.Checkpointer(blocks, self.candidate.checkpoint_every)
+        if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
+            self._recompute(model, blocks, self.candidate.checkpoint_every)
+        return observe.Recomputations(blocks)
+
+    def _recompute(self, model: torch.nn.Module, blocks: list[torch.nn.Module], every: int) -> None:
+        """Has every k-th block recomputed, and nothing else, whatever the script does."""
+        if any(recomputer(model, every) for recomputer in self.recomputers):
+            return
+        self._script_recomputes = False
+        if every:
+            config: Any = getattr(model, "config", None)
+            if getattr(config, "use_cache", None):
+                config.use_cache = False  # a recomputed block would append to the cache twice
+            observe.Checkpointer(blocks, every)
+
+    def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._script_recomputes:
+            return original(function, *args, **kwargs)
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -255,7 +297,7 @@ class Hooks:
         bound = inspect.signature(original).bind(*args, **kwargs)
         place, change = users_caller(), self.value("micro_batch_size")
         if place and change:
-            was, wanted = change
+            was, wanted = (self.batch_factor * size for size in change)
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
@@ -289,9 +331,10 @@ class Hooks:
 
     # The steps
 
-    def _attach(self, engine: Any, checkpointer: Any) -> None:
+    def _attach(self, engine: Any, watch: observe.Recomputations | pipeline.Recomputed) -> None:
         batches = observe.BatchObserver(engine, forgiving=True)
-        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
+        self._watch = watch
+        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
         if hasattr(engine, "train_batch"):
             pipeline.attach(self, meter, engine)
         else:
@@ -308,7 +351,7 @@ class Hooks:
 
     def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Gives 16-bit weights 16-bit inputs, which a script written for another precision does not."""
-        if self.candidate is None or self.candidate.precision == self.script.precision:
+        if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
             return None  # the script knows what its own precision needs
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(self.candidate.precision)
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
@@ -332,6 +375,8 @@ class Hooks:
             return original(*args, **kwargs)
 
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
+        self._summed = kwargs.get("scale_wrt_gas") is False
         return self._backward(original, loss, *args, **kwargs)
 
     def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -380,7 +425,7 @@ class Hooks:
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
-        self._losses.append(total.to(meter.device) / max(1, self._n_backward))
+        self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
         self._overflowed |= overflowed
         self._ragged |= meter.batches.ragged
@@ -397,6 +442,7 @@ class Hooks:
         else:
             if not self._begun and n >= min(2, self.request.max_steps):
                 meter.begin()
+                self._watch.stop()
                 self._begun = True
             if self._begun and meter.done():
                 self._end()
@@ -431,11 +477,11 @@ class Hooks:
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",
+                checkpoint_every=self._watch.every,
                 plain_backward=self.plain_backward,
                 configured_accumulation=meter.engine.gradient_accumulation_steps(),
                 model_parallel_size=self.request.world_size // meter.data_parallel,
                 pipeline_stages=getattr(meter.engine, "num_stages", 0),
-                checkpoint_every=meter.checkpointer.every if meter.checkpointer is not None else 0,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
@@ -461,6 +507,15 @@ class Hooks:
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
 
+    def saver(self, name: str) -> Callable[..., Any]:
+        """A hook for a function that would save or upload: it only notes that it was called."""
+
+        def not_saved(*_args: Any, **_kwargs: Any) -> bool:
+            self.once(f"{name} is not carried out in trials")
+            return True
+
+        return not_saved
+
     def once(self, caveat: str) -> None:
         """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
@@ -481,6 +536,16 @@ def users_caller() -> str | None:
 
 
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
+    """Sets to "auto" what is so in `own` and there in `config`, but for the paths that are fixed."""
+    for key, value in own.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _keep_auto(config[key], value, fixed, f"{path}.")
+        elif value == "auto" and key in config and path not in fixed:
+            config[key] = "auto"
 
 
 def _config_flag(namespace: Any) -> Any:

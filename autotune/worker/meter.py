@@ -45,7 +45,7 @@ class Meter:
         engine: The DeepSpeed engine.
         batches: What watches its batches.
         memory: What watches its memory.
-        checkpointer: What recomputes its blocks, if anything does.
+        checkpointer: What recomputes its blocks, or sees who does, if anything does.
     """
 
     def __init__(

@@ -27,7 +27,19 @@ def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     def patched(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
+    patched.original = original  # type: ignore[attr-defined]
     setattr(owner, name, patched)
+
+
+def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) -> None:
+    """Patches a module's function, also under that name in all modules that have imported it."""
+    original = getattr(module, name, None)
+    if original is None:
+        return
+    patch(module, name, hook)
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) == original:
+            setattr(other, name, getattr(module, name))
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:

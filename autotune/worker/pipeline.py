@@ -115,6 +115,8 @@ def _watched(hooks: Hooks, meter: Meter, name: str, original: Callable[..., None
         if phase and training:
             meter.enter(phase)
         inputs = engine.pipe_buffers["inputs"]
+        if name == "LoadMicroBatch":
+            meter.batches.forget_draws()  # an evaluation's
         if name == "ForwardPass" and training:
             meter.batches.micro_batch((inputs[kwargs["buffer_id"]],), {})
         if name == "BackwardPass":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import sys
@@ -46,7 +45,7 @@ class Traces:
 
         os.environ |= {name: value or f"file://{self._hooks.scratch.absolute()}" for name, value in TRACKERS_OFF.items()}
         for name in SAVERS:
-            patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
+            patch(deepspeed.DeepSpeedEngine, name, self._hooks.saver(f"engine.{name}"))
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)
         for name in ("rename", "replace"):
@@ -65,10 +64,6 @@ class Traces:
             self._hooks.once(f"the script itself writes {path}, in every trial")
         if len(self._files) > MOST_FILES_NAMED:
             self._hooks.once(f"the script itself writes {len(self._files) - MOST_FILES_NAMED} more files, in every trial")
-
-    def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        self._hooks.once(f"{name} is not carried out in trials")
-        return True
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Writes into the scratch folder, where `_load` finds it; but for weights, which cost time and space and nobody reads."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune.worker.frameworks import huggingface
+from autotune.worker.frameworks import accelerate, huggingface
 
 if TYPE_CHECKING:
     from autotune.worker.hooks import Hooks
 
-ADAPTERS = (huggingface,)
+ADAPTERS = (accelerate, huggingface)
 
 
 def install(hooks: Hooks) -> None:

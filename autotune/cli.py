@@ -78,6 +78,9 @@ def run(
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="See `autotune ls samplers`.")] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
+    learning_rate_rule: Annotated[
+        str | None, typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge.")
+    ] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
@@ -100,6 +103,7 @@ def run(
         "sampler": sampler,
         "storage": storage,
         "seed": seed,
+        "learning_rate_rule": learning_rate_rule,
     }
     raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json))
 

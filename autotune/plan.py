@@ -24,6 +24,7 @@ from autotune.candidate import (
     set_path,
     without_auto,
 )
+from autotune.convergence import LearningRate, default_rule
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.space import SearchSpace
@@ -73,6 +74,21 @@ class Plan:
         config = candidate.to_deepspeed(self.base_config)
         return self.workload.script.completed(config, candidate) if self.workload.script else config
 
+    def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
+        """How the learning rate follows the batch in this study's trials.
+
+        Raises:
+            UserError: The rule cannot be followed here.
+        """
+        rule: str = self.spec.learning_rate_rule
+        if self.workload.script is not None:
+            if rule not in ("auto", "none"):
+                raise UserError(f"--learning-rate-rule {rule}: a script sets its learning rate itself; only `none` is possible")
+            rule = "none"
+        elif rule == "auto":
+            rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.world_size), noise_samples=noise_samples)
+
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
         return script_request(self.spec, self.workload.script, candidate) if self.workload.script else None
@@ -90,6 +106,7 @@ class Plan:
             "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
             "device_memory_bytes": spec.device_memory_bytes,
             "seed": spec.seed,
+            "learning_rate_rule": spec.learning_rate_rule,
             "accelerator": self.workload.environment.accelerator,
             **({"script": self._script_fingerprint()} if self.workload.script else {}),
         }

@@ -82,6 +82,8 @@ class StudySpec(BaseModel):
         device_memory_bytes: Stated memory limit of a device; None for what it has.
         sampler: What proposes the next candidate; see `autotune ls samplers`.
         storage: Optuna storage URL; None for SQLite in `studies/autotune.db`.
+        learning_rate_rule: How the learning rate follows the global batch: `linear`, `sqrt`, `adascale`, `surge`, `none`, or
+            `auto`: linear for SGD, sqrt for others. A script keeps its own.
         seed: Seed of weights, data order and search.
         trial_budget_s: Training time of one trial, warm-up included.
         trial_deadline_s: Wall time after which a trial's processes are killed.
@@ -108,6 +110,7 @@ class StudySpec(BaseModel):
     device_memory_bytes: Bytes | None = None
     sampler: str = "tpe"
     storage: str | None = None
+    learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
     seed: Natural = 0
     trial_budget_s: Seconds = 10.0
     trial_deadline_s: Seconds = 300.0

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from autotune import stats
 from autotune.candidate import Candidate, DsConfig, Scalar
+from autotune.convergence import NoiseTerms
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
@@ -169,6 +170,7 @@ class Workload:
         block_share: Their share of the parameters.
         float_buffers: The model has buffers of floating-point numbers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
+        optimizer: Class of that optimizer, where it could be made without data.
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
@@ -183,6 +185,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
+    optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
 
@@ -209,6 +212,9 @@ class TrialRequest:
         deadline_s: Wall time after which the ranks are killed, counted from their start.
         device_memory_bytes: Stated memory limit of a device; None means what the device has.
         script: How to run the target, where it is a training script.
+        noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
+            configuration's own.
+        learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
     """
 
     target: str
@@ -223,6 +229,8 @@ class TrialRequest:
     deadline_s: float = 300.0
     device_memory_bytes: int | None = None
     script: Script | None = None
+    noise: bool = False
+    learning_rate_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +305,7 @@ class RankReport:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
     """
 
     rank: int
@@ -316,6 +325,7 @@ class RankReport:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +376,7 @@ class TrialResult:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
     """
 
     outcome: Outcome
@@ -390,6 +401,7 @@ class TrialResult:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
 
 
 class TrialDir:
@@ -547,6 +559,7 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         alloc_retries=sum(retries) if retries else None,
         other_cores=lead.other_cores,
         observed=lead.observed,
+        noise=lead.noise,
     )
 
 

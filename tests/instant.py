@@ -68,15 +68,19 @@ class Instant:
     Attributes:
         behaviour: What the ranks report.
         ran: The candidates that were run, in order.
+        requests: What was asked for, in order.
         lost: How many of the next trials end without a word from whoever watched them.
         stop_at: Raise KeyboardInterrupt in the trial with this number, counted from 0.
     """
 
     def __init__(self, behaviour: Behaviour = report) -> None:
         self.behaviour, self.ran, self.lost, self.stop_at = behaviour, list[Candidate](), 0, -1
+        self.requests: list[TrialRequest] = []
 
     def submit(self, folder: TrialDir) -> Instant:
-        candidate = Candidate.of(trial.read(folder.request, TrialRequest).candidate)
+        request = trial.read(folder.request, TrialRequest)
+        candidate = Candidate.of(request.candidate)
+        self.requests.append(request)
         self.ran.append(candidate)
         if len(self.ran) - 1 == self.stop_at:
             raise KeyboardInterrupt

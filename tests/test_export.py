@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from autotune.candidate import Candidate, check_config, from_deepspeed
-from autotune.report.export import FORMATS, ExportError, deepspeed_config, export, notes, script_side_changes
+from autotune.convergence import LearningRate
+from autotune.report.export import FORMATS, ExportError, deepspeed_config, export, learning_rate_changes, notes, script_side_changes
 
 BASE = {
     "train_batch_size": "auto",
@@ -207,7 +208,15 @@ def test_what_changes_nothing_in_the_script_says_nothing():
 
 def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_pointed_out():
     said = changes({"micro_batch_size": 4})
-    assert "`DataLoader(..., batch_size=4)`" in said and "0.5 times" in said
+    assert "`DataLoader(..., batch_size=4)`" in said
+    before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
+    (kept,) = learning_rate_changes(after, before, LearningRate(), in_json=True)
+    assert "0.5 times" in kept and "kept your learning rate" in kept
+    rate = LearningRate(rule="sqrt", baseline_batch=16)
+    (stated,) = learning_rate_changes(after, before, rate, in_json=True)
+    (own,) = learning_rate_changes(after, before, rate, in_json=False)
+    assert "the JSON states 0.707 times your learning rate" in stated and "multiply your learning rate by 0.707" in own
+    assert learning_rate_changes(after, after, rate, in_json=True) == []
 
 
 def test_a_batch_split_otherwise_keeps_the_learning_rate():
@@ -253,4 +262,4 @@ def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice
     before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
     assert any("data loader" in text for text in script_side_changes(after, before, "Block"))
     told = script_side_changes(after, before, "Block", is_script=True)
-    assert len(told) == 1 and "Learning rate" in told[0]
+    assert told == []

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune import UserError
 from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, nearest, without_auto
+from autotune.convergence import LEARNING_RATE_RULES, LearningRate
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -192,12 +193,28 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
             f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of {baseline.gradient_accumulation_steps}; call"
             f" `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps {steps}`)."
         )
-    ratio = micro * steps / (baseline.micro_batch_size * baseline.gradient_accumulation_steps)
-    if ratio != 1:
-        found.append(
-            f"Learning rate: the global batch is {ratio:.3g} times the baseline's, and the trials kept your learning rate and schedule."
-        )
     return found
+
+
+def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool) -> list[str]:
+    """What another global batch means for the learning rate, in a sentence.
+
+    Args:
+        candidate: What is to be used.
+        baseline: What the user's script does now.
+        rate: How the trials followed the batch.
+        in_json: The DeepSpeed JSON makes the optimizer, and so states the learning rate.
+    """
+    ratio = candidate.global_batch_size(1) / baseline.global_batch_size(1)
+    if ratio == 1:
+        return []
+    more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"
+    if rate.rule == "none":
+        return [f"{more}, and the trials kept your learning rate and schedule."]
+    factor, rule = rate.factor(round(rate.baseline_batch * ratio)), f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}"
+    if in_json:
+        return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); a schedule of your own should follow."]
+    return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
 
 
 def _checkpointing(every: int, block_class: str) -> str:

@@ -14,7 +14,7 @@ from autotune.analysis.recommend import Measured, Recommendation
 from autotune.candidate import Candidate
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
-from autotune.report.export import deepspeed_config, script_side_changes
+from autotune.report.export import deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
 from autotune.trial import Outcome
 
@@ -34,7 +34,7 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     kept = store.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
-    measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept.base_config)]
+    measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept)]
     baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
     found = recommend.recommend(measured, baseline, kept.objectives, kept.world_size)
     trials = _trials(study, measured, folder)
@@ -74,6 +74,7 @@ def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
         script_side_changes=[
             *measured.script_side_changes,
             *script_side_changes(measured.candidate, baseline, kept.workload.block_class, is_script=kept.workload.script is not None),
+            *learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json="optimizer" in measured.ds_config),
         ],
     )
 

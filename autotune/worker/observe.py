@@ -219,10 +219,8 @@ class Memory:
         self._phase = "initialize"
         self._reserved = 0
         keep_freed_memory(False)
-        if not self.cuda:
-            hand_back_freed_memory()  # freed memory that is still resident would be used again, and not count as growth
-        self.start_bytes = resident_bytes()
         self._reset()
+        self.start_bytes = resident_bytes()
 
     def enter(self, phase: str) -> None:
         """Closes the phase under way and starts another one."""
@@ -261,6 +259,8 @@ class Memory:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             return
+        # Freed memory that is still resident would count as in use, and when used again not as growth.
+        hand_back_freed_memory()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM of this process; ru_maxrss cannot be reset
 

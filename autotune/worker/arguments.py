@@ -51,9 +51,9 @@ class Arguments:
         typed = own is None or list(own) == sys.argv[1:]
         for field, names in DESTINATIONS.items():
             change = self._value(field)
-            name = next((name for name in names if change and values.get(name) == change[0]), None)
+            name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
-                setattr(parsed, name, change[1])
+                setattr(parsed, name, type(values[name])(change[1]))
                 self._moved(parser, field, name, *change, typed=typed)
         for name in CONFIG_DESTINATIONS:
             given = isinstance(values.get(name), str) and values[name].endswith(".json")

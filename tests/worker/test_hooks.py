@@ -15,7 +15,7 @@ CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_re
 def skipping():
     """Hooks that skip what a script recomputes, and the function that it calls for that."""
     report = SimpleNamespace(side_changes=[], unreproducible=[])
-    fake = SimpleNamespace(_script_recomputes=False, _skipped="", report=report)
+    fake = SimpleNamespace(_script_recomputes=False, _unrecomputed="", report=report)
     fake.changed = lambda text, **how: hooks.Hooks.changed(fake, text, **how)
     module = SimpleNamespace(checkpoint=lambda function, *args, **kwargs: "recomputed")
     patching.patch(module, "checkpoint", functools.partial(hooks.Hooks._checkpoint, fake))

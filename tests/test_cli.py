@@ -279,6 +279,19 @@ def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, tmp_pat
     shutil.rmtree(log.parents[2])
 
 
+def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "autotune.cli", "run", "echo begun > begun; sleep 300 & sleep 301"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    _, said = driver.communicate(timeout=60)
+    assert driver.returncode == 130 and "nothing to keep" in said and processes_of(tmp_path) == []
+
+
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedProcess[str]]:
     """A folder with a study of a launch command that ran to its end."""

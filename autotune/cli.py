@@ -73,7 +73,7 @@ def run(
     objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
     trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
     time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: one per GPU).")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")] = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,

@@ -40,7 +40,11 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
-    wanted, notes = _wanted(target, overrides)
+    try:
+        wanted, notes = _wanted(target, overrides)
+    except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
+        print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
+        return INTERRUPTED
     check_sampler(wanted.sampler)
     studies = studies_folder(Path(target))
     folder = studies / wanted.name

@@ -21,6 +21,7 @@ from autotune.candidate import DsConfig, check_config, nearest, read_config, wit
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, Invocation, check_templates, templates_in
 from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
 from autotune.space import SearchSpace, parse_parameters
+from autotune.trial import module_constants
 
 M = TypeVar("M", bound=BaseModel)
 Kind = Literal["search_spaces", "objectives"]
@@ -677,7 +678,6 @@ TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
 # Families of scripts that are not hooked yet: what they call, and what they import where the name alone says too little.
 FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
     ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
-    ("deepspeed.PipelineModule", ("PipelineModule",), None),
 )
 
 
@@ -692,7 +692,7 @@ class Target:
         defines: Which of the optional `optimizer`, `loss`, `collate`, `blocks` it has.
         imports: Modules that it imports at the top, without those that lie beside it; `module:name,name` where it takes names
             out of one, which may load more.
-        constants: Names that it gives a constant value at the top.
+        constants: Names that it assigns a value to at the top.
     """
 
     path: Path
@@ -828,11 +828,7 @@ def _inspect_script(path: Path, tree: ast.Module) -> Target:
             f"{path}: looks like a training script, but does not import deepspeed; only one that trains with deepspeed.initialize,"
             " transformers' Trainer or Accelerate can be tuned, or a model.py (`autotune init` shows how)"
         )
-    constants = [
-        node.targets[0].id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name)
-    ]
+    constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
     return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
 
 

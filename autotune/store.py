@@ -213,7 +213,10 @@ class StudyRecord:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration that a candidate's trial ran."""
-        return self.learning_rate.scaled(candidate.to_deepspeed(self.base_config), candidate.global_batch_size(self.world_size))
+        config = candidate.to_deepspeed(self.base_config)
+        if self.workload.script is not None:
+            config = self.workload.script.completed(config, candidate)
+        return self.learning_rate.scaled(config, candidate.global_batch_size(self.world_size))
 
 
 def record(study: Study) -> StudyRecord | None:

@@ -30,7 +30,7 @@ from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
 from autotune.objective import GOODPUT, Reference, Score
-from autotune.plan import Plan, shown
+from autotune.plan import Plan, remedy, shown
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
@@ -375,7 +375,9 @@ class Runner:
         return True
 
     def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
-        """The result; where 16-bit weights met another type, with what becomes of that."""
+        """The result; where 16-bit weights met another type, with what becomes of that, and what can be done about the unseen."""
+        if result.outcome is Outcome.NOT_APPLIED and self.plan.target.kind == "script":
+            return replace(result, reason=result.reason + remedy(result.reason))
         if not trial.is_dtype_mismatch(result):
             return result
         found = self._under_autocast(candidate)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -74,6 +75,16 @@ def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None)
     return max(1, n_cores // world_size)
 
 
+def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    """The names to which a script's text assigns a value at its top level, as `--set` may replace it, and where."""
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                yield name, node
+            case ast.If() | ast.With() | ast.Try():
+                yield from module_constants([*node.body, *getattr(node, "orelse", [])])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """How a training script is run.
@@ -86,6 +97,7 @@ class Script:
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
+        precision: The same.
         checkpoint_every: The same, as far as it recomputes activations itself.
         carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
         side_changes: What they carry, in words, where it is not what the untouched script does.
@@ -98,6 +110,7 @@ class Script:
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    precision: str = ""
     checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
     side_changes: tuple[str, ...] = ()
@@ -118,6 +131,9 @@ class Probed:
         moved_by: What carried the change, as that run noted it.
         flags: The flag that carries a candidate field (or `ds_config`), by all its names.
         config_source: Where the configuration comes from: the path of a file, or empty for a dict in the code.
+        configured_accumulation: The engine's own number of micro-batches; None if it was not read.
+        model_parallel_size: Ranks that train one copy of the model together; the others have data of their own.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
     """
 
     ds_config: DsConfig
@@ -128,8 +144,27 @@ class Probed:
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
+    configured_accumulation: int | None = None
+    model_parallel_size: int = 1
+    pipeline_stages: int = 0
     flags: dict[str, list[str]] = field(default_factory=dict)
     config_source: str = ""
+
+    def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
+        """A candidate's DeepSpeed configuration as this script needs it."""
+        config = dict(config)
+        if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
+            # The script counts micro-batches itself; told of them, DeepSpeed would count them once more.
+            config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.pipeline_stages:
+            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+            if candidate.checkpoint_every and not self.checkpoint_every:
+                # Reentrant, DeepSpeed's default, gives no gradient to a first layer that is fed tokens.
+                section["use_reentrant"] = False
+            config["pipeline"] = section
+            if section == {"activation_checkpoint_interval": 0}:
+                del config["pipeline"]
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +198,10 @@ class Workload:
     optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
+
+    def data_parallel(self, world_size: int) -> int:
+        """How many of the ranks have data of their own."""
+        return world_size // (self.script.model_parallel_size if self.script else 1)
 
 
 # From so many timed steps on a trial may be stopped for what it is seen to be.
@@ -427,7 +466,10 @@ class TrialResult:
 
 
 class TrialDir:
-    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`."""
+    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`.
+
+    `scratch` takes what a training script writes; it is removed when the trial has ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -437,6 +479,7 @@ class TrialDir:
         self.result = path / "result.json"
         self.workload = path / "workload.json"
         self.events = path / "events.jsonl"
+        self.scratch = path / "scratch"
 
     def report(self, rank: int) -> Path:
         """Where rank `rank` writes its report."""

@@ -418,46 +418,23 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "step": 0.0}
         total = torch.zeros((), device=self.device)
         skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
+        self.take_apart()
         done = False
         while not done:
-            clock = _PhaseClock(phases, self.synchronize)
+            self.enter("data")
             batch = self._draw()
-            clock.stop("data")
-            self.memory.enter("forward")
-            clock.start()
+            self.enter("forward")
             loss = self.loss(self.engine, batch)
-            clock.stop("forward")
             total += loss.detach().float()
-            self.memory.enter("backward")
-            clock.start()
+            self.enter("backward")
             self.engine.backward(loss)
-            clock.stop("backward")
             self.batches.backward()
-            self.memory.enter("step")
-            clock.start()
+            self.enter("step")
             self._update()
-            clock.stop("step")
             done = self.batches.step()
-        self.report.phase_times_s = phases
+        self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
         self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
-
-
-class _PhaseClock:
-    """Adds synchronised wall time to named phases."""
-
-    def __init__(self, phases: dict[str, float], synchronize: Any) -> None:
-        self._phases, self.synchronize = phases, synchronize
-        self.start()
-
-    def start(self) -> None:
-        self.synchronize()
-        self._at = time.perf_counter()
-
-    def stop(self, phase: str) -> None:
-        self.synchronize()
-        self._phases[phase] += time.perf_counter() - self._at

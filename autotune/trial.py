@@ -248,7 +248,8 @@ class TrialRequest:
     Attributes:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
-            for a few steps and does the same.
+            for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
+            the machine and writes a `Machine` (both in `predict.profile`).
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.
@@ -478,6 +479,9 @@ class TrialDir:
         self.exit = path / "exit.json"
         self.result = path / "result.json"
         self.workload = path / "workload.json"
+        self.profile = path / "profile.json"
+        self.machine = path / "machine.json"
+        self.forecast = path / "forecast.json"
         self.events = path / "events.jsonl"
         self.scratch = path / "scratch"
 

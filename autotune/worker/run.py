@@ -47,6 +47,16 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         _watch_memory(recorder, request)
         if request.mode == "inspect":
             trial.write(recorder.folder.workload, _inspect(request))
+        elif request.mode == "profile":
+            from deepspeed.accelerator import get_accelerator
+
+            from autotune.worker.profile import profile
+
+            trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
+        elif request.mode == "rates":
+            from autotune.worker.rates import measure_machine
+
+            measure_machine(recorder, request, rank, listener)
         elif request.script is not None:
             from autotune.worker.hooks import run_script
 

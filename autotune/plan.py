@@ -22,8 +22,10 @@ from autotune.candidate import (
     inherited_settings,
     set_path,
 )
+from autotune.convergence import LearningRate, default_rule
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
+from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec, Target, inspect_target
 from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, Workload
@@ -33,9 +35,12 @@ DEFAULT_LEARNING_RATE = 1e-3
 SCRIPT_BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 # What the user can do where the tuner finds no way.
 REMEDY = {
-    name: f"To tune it, say what carries it: a flag (-- --flag {{{name}}}) or a constant of the script (--set NAME={{{name}}})"
+    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
 }
+# What a template stands for in the untouched script.
+UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +82,24 @@ class Plan:
         """The complete DeepSpeed configuration of a candidate of this study."""
         return candidate.to_deepspeed(self.base_config)
 
+    def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
+        """How the learning rate follows the batch in this study's trials.
+
+        Raises:
+            UserError: The rule cannot be followed here.
+        """
+        rule: str = self.spec.learning_rate_rule
+        if self.workload.script is not None:
+            if rule not in ("auto", "none"):
+                raise UserError(f"--learning-rate-rule {rule}: a script sets its learning rate itself; only `none` is possible")
+            rule = "none"
+        elif rule == "auto":
+            rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.world_size), noise_samples=noise_samples)
+
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
-        return script_request(self.spec, self.workload.script, candidate) if self.workload.script else None
+        return script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for two runs to belong to one study."""
@@ -94,6 +114,7 @@ class Plan:
             "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
             "device_memory_bytes": spec.device_memory_bytes,
             "seed": spec.seed,
+            "learning_rate_rule": spec.learning_rate_rule,
             "accelerator": self.workload.environment.accelerator,
             **({"script": self._script_fingerprint()} if self.workload.script else {}),
         }
@@ -101,10 +122,13 @@ class Plan:
     def _script_fingerprint(self) -> dict[str, Any]:
         """The command line, and what it made of the configuration, which may lie in other files."""
         assert self.workload.script is not None
+        how = self.spec.how()
         return {
-            "args": list(self.spec.script_args),
+            "args": list(how.arguments),
             "set": self.spec.script_set,
-            "working_dir": str(self.spec.working_dir or self.spec.target.parent),
+            "working_dir": how.working_dir,
+            **({"command": self.spec.command, "environment": how.environment} if self.spec.command else {}),
+            **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
 
@@ -116,9 +140,11 @@ def studies_folder(spec_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def executor_for(target: Target, folder: Path) -> Iterator[LocalExecutor]:
-    """The local engine, started for a target and ended whatever happens."""
-    executor = LocalExecutor(target.imports, folder / "trials" / "server.log")
+def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
+    """The local engine, started for a study's target and ended whatever happens."""
+    target = inspect_target(spec.target)
+    environment = spec.how().fixed_environment if target.kind == "script" else {}
+    executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     try:
         executor.start()
         yield executor
@@ -139,7 +165,8 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     if target.kind == "script" and world_size > 1 and not spec.ranks:
         workload = _inspect(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
     if environment.accelerator == "cuda" and world_size > environment.n_devices:
-        raise UserError(f"--ranks {world_size}: this machine has {environment.n_devices} devices")
+        whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
+        raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
     base_config = _completed(spec, target, workload)
     setting = Setting(
         accelerator=environment.accelerator,
@@ -188,7 +215,8 @@ def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: i
         deadline_s=spec.trial_deadline_s,
         # Loading a model takes host memory; whether it fits a device is for the baseline to find out.
         device_memory_bytes=spec.device_memory_bytes if is_script else None,
-        script=script_request(spec, None, None) if is_script else None,
+        script=script_request(spec, None, None, None) if is_script else None,
+        ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
     result = base.run(executor, path, request)
     if result.outcome is not Outcome.COMPLETE:
@@ -202,27 +230,55 @@ def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: i
     return workload
 
 
-def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate | None) -> Script:
+def _untouched_config(spec: StudySpec) -> DsConfig:
+    """What `{ds_config}` stands for before anything is tuned."""
+    if DS_CONFIG not in spec.templated():
+        return {}
+    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1} | (spec.base_config or {})
+
+
+def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None) -> Script:
     """How the script is run for a candidate; for None as the user would, templates filled with the usual batch."""
-    values = {"micro_batch_size": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1}
-    if candidate is not None:
-        values = {name: getattr(candidate, name) for name in SCRIPT_BATCH}
-    texts = [*spec.script_args, *spec.script_set.values()]
-
-    def filled(text: str) -> str:
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", str(value))
-        return text
-
+    how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
+    before = baseline.values() if baseline is not None else UNTOUCHED
+    values = candidate.values() if candidate is not None else UNTOUCHED
+    fillers = template_values(values)
+    arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
+    moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
+    shown = templates_in([*how.arguments, *how.environment.values()])
+    changes += [f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown]
+    for name, flag in mappings.items():
+        if name in moved:
+            arguments = with_flag(arguments, (flag,), str(moved[name]))
+            changes.append(f"Command line: `{flag} {moved[name]}` instead of {before[name]}.")
+    for name, text in spec.script_set.items():
+        if set(templates_in([text])) & set(moved):
+            was, now = (fill(text, some) for some in (template_values(before), fillers))
+            changes.append(f"Constant: `{name} = {now}` in {spec.target.name} instead of {was}.")
     return Script(
-        arguments=tuple(map(filled, spec.script_args)),
-        working_dir=str(spec.working_dir or spec.target.parent),
+        arguments=arguments,
+        working_dir=how.working_dir,
+        module=how.module,
+        environment={name: fill(value, fillers) for name, value in how.environment.items()},
         # A probe leaves a constant that carries the batch as it is, and so learns its value.
-        assignments={k: filled(v) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
+        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
-        carried=tuple(name for name in SCRIPT_BATCH if any(f"{{{name}}}" in text for text in texts)),
+        checkpoint_every=probed.checkpoint_every if probed else 0,
+        carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
+        side_changes=tuple(changes),
     )
+
+
+def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
+    """The flag that carries a field, as the study says, else as the script's DeepSpeed JSON says for DeepSpeed's own tuner.
+
+    A template goes before both.
+    """
+    section = (probed.ds_config.get("autotuning") or {}).get("arg_mappings") if probed is not None else None
+    own = {key: flag for key, flag in (section or {}).items() if key in MAPPED_KEYS and isinstance(flag, str)}
+    templated = spec.templated()
+    return {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated}
 
 
 def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
@@ -233,7 +289,7 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
     request = TrialRequest(
         target=str(spec.target), candidate=wanted.values(), ds_config=wanted.to_deepspeed(workload.script.ds_config), world_size=world_size,
         seed=spec.seed, max_steps=2, budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
-        script=script_request(spec, workload.script, wanted),
+        script=script_request(spec, workload.script, wanted, baseline),
     )  # fmt: skip
     result = base.run(executor, path, request)
     seen = result.observed
@@ -249,7 +305,8 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
             movable.append("gradient_accumulation_steps")
         else:
             caveats.append(f"the accumulation stays {steps}: the script counts it itself. {REMEDY['gradient_accumulation_steps']}")
-    probed = replace(workload.script, movable=tuple(movable), moved_by=tuple(result.side_changes))
+    flags = result.flags | {name: [flag] for name, flag in mapped_flags(spec, workload.script).items()}
+    probed = replace(workload.script, movable=tuple(movable), moved_by=tuple(result.side_changes), flags=workload.script.flags | flags)
     return replace(workload, script=probed, caveats=caveats)
 
 
@@ -294,7 +351,8 @@ def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size:
         if workload.n_samples is not None:
             micro = max(1, min(micro, workload.n_samples // world_size))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
-    return from_deepspeed(config, world_size)
+    own = workload.script.checkpoint_every if workload.script else 0
+    return replace(from_deepspeed(config, world_size), checkpoint_every=own)
 
 
 def _without_batch_bounds(setting: Setting) -> Setting:

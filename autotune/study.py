@@ -25,10 +25,11 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
-from autotune.objective import Reference, Score
+from autotune.objective import GOODPUT, Reference, Score
 from autotune.plan import Plan, shown
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
@@ -41,6 +42,10 @@ COMPLETED = "completed"
 HOPELESS_TRIALS = 4
 ENDLESS_SAMPLES = 10**15
 BUSY_TRIES = 3
+# Micro-gradients of a step that the noise probe takes at least.
+NOISE_MICROS = 4
+# So many trials of a precision end with a dtype mismatch, and none otherwise, before it is no longer proposed.
+MISMATCHES = 2
 # Where the rounds of re-measurement differ by more than this (standard deviation of the log ratios), more rounds follow.
 WANTED_SPREAD = 0.03
 
@@ -112,6 +117,7 @@ class Runner:
         self.study: Study | None = None
         self.reference: Reference | None = None
         self.objectives = list(plan.spec.objectives)
+        self.learning_rate = plan.learning_rate()
         self._built: set[str] = set()
         self._n_tries = BUSY_TRIES
         self._started = time.monotonic()
@@ -137,6 +143,10 @@ class Runner:
                 self._trial(role="search")
         while self._n_spent() < self.spec.trials:
             self._stop_if_hopeless()
+            sampler = self._without_unsafe(sampler)
+            again = self._owed()
+            if again is not None:
+                sampler.force(again)
             if why := self._over():
                 self.observer.say(why)
                 store.note_end(self.study, why)
@@ -149,7 +159,7 @@ class Runner:
         assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
         if self._out_of_time():
             return f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_spent()} trials"
-        if self.spec.sampler == "physics":
+        if self.spec.sampler == "physics" and self.study.sampler.forced is None:
             with undisturbed():
                 if why := self._advisor.settled(self.study, self.spec.stop_below):
                     return f"stopped after {self._n_spent()} of {self.spec.trials} trials: {why}"
@@ -178,7 +188,7 @@ class Runner:
             return
         self._check_same(kept)
         self.study = study
-        self.reference, self.objectives = kept.reference, kept.objectives
+        self.reference, self.objectives, self.learning_rate = kept.reference, kept.objectives, kept.learning_rate
         self._spent_before_s = sum(store.told_data(told)["wall_s"] for told in self._told())
         if n := self._n_spent():
             self.observer.say(f"resuming: {n} of {self.spec.trials} trials are already there")
@@ -196,6 +206,7 @@ class Runner:
         complete = result.outcome is Outcome.COMPLETE
         self.reference = Reference.of(result) if complete else None
         if complete:
+            self._measure_noise()
             found = objective.score(result, self.objectives, self.spec.constraints, self.reference)
             dropped = [o for o in self.objectives if o.metric in found.missing]
             left = [o for o in self.objectives if o not in dropped]
@@ -217,7 +228,38 @@ class Runner:
             self.study.sampler = sampler
             asked = self._ask("baseline")
             self._drawn(asked, self.plan.baseline)
-            self._tell(asked, self.plan.baseline, "baseline", result)
+            self._tell(asked, self.plan.baseline, "baseline", self._judged(self.plan.baseline, result))
+
+    def _measure_noise(self) -> None:
+        """Measures the gradient noise scale once, where an objective or the rule for the learning rate needs it."""
+        assert self.reference is not None
+        wanted = next((o.name for o in self.objectives if o.metric == GOODPUT), None)
+        needs_rate = self.learning_rate.rule in NOISE_RULES
+        if self.spec.global_batch == "keep" or not (wanted or needs_rate):
+            return
+        if self.plan.workload.script is not None:
+            problem = "the gradient noise scale is measured on a model.py only"
+        else:
+            world, base = self.plan.world_size, self.plan.baseline
+            steps = max(base.gradient_accumulation_steps, math.ceil(NOISE_MICROS / world))
+            micro = max(1, base.global_batch_size(world) // (steps * world))
+            candidate = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
+            self.observer.say("measuring the gradient noise scale, for what other global batches are worth")
+            result = self._execute(candidate, self.folder / "trials" / "noise", role="noise")
+            noise = result.noise.noise_scale() if result.noise is not None else None
+            problem = str(noise) if noise is not None else f"its probe ended with {result.outcome}: {result.reason}"
+            if noise is not None and noise.resolved:
+                self.observer.say(problem)
+                self.reference = replace(self.reference, noise=noise)
+                self.learning_rate = self.plan.learning_rate(noise.samples)
+                return
+        self.reference = replace(self.reference, noise_problem=problem)
+        if needs_rate:
+            raise UserError(f"--learning-rate-rule {self.learning_rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`")
+        self.objectives = [o for o in self.objectives if o.name != wanted]
+        self.observer.say(f"objective {wanted!r} is left out: {problem}; raise trial_budget_s, or keep the global batch")
+        if not self.objectives:
+            raise UserError(f"objective {wanted!r} is the only one, and it cannot be measured: {problem}")
 
     def _record(self) -> StudyRecord:
         plan = self.plan
@@ -230,6 +272,8 @@ class Runner:
             objectives=self.objectives,
             reference=self.reference,
             workload=plan.workload,
+            learning_rate=self.learning_rate,
+            invocation=plan.spec.how() if plan.workload.script else None,
             search=SearchRecord(
                 space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
                 memory_limit_bytes=plan.memory_limit_bytes,
@@ -327,8 +371,58 @@ class Runner:
                     self._tell(asked, candidate, role, TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
             raise
         with undisturbed():
-            self._tell(asked, candidate, role, result)
+            self._tell(asked, candidate, role, self._judged(candidate, result))
         return True
+
+    def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
+        """The result; where 16-bit weights met another type, with what becomes of that."""
+        if not trial.is_dtype_mismatch(result):
+            return result
+        found = self._under_autocast(candidate)
+        what = found if isinstance(found, str) else f"the same is tried under {found.precision}"
+        return replace(result, reason=f"{result.reason}; {what}")
+
+    def _owed(self) -> Candidate | None:
+        """What is still to be tried under autocast, since its 16-bit weights met another type; each at most once."""
+        for told in self._told():
+            if _met_mismatch(told) and isinstance(found := self._under_autocast(store.told_candidate(told)), Candidate):
+                return found
+        return None
+
+    def _under_autocast(self, candidate: Candidate) -> Candidate | str:
+        """The same configuration with fp32 weights and 16-bit arithmetic, or why it is not tried."""
+        plan, wanted = self.plan, AUTOCAST[candidate.precision]
+        if "precision" not in plan.space or not plan.space["precision"].contains(wanted):
+            wanted = "torch_autocast"
+        if "precision" not in plan.space or not plan.space["precision"].contains(wanted):
+            return (
+                f"{wanted} computes in 16 bits over fp32 weights and would take it: add it to `precision` in the study's space,"
+                " or have the model use one type"
+            )
+        other = plan.space.candidate({**plan.space.values_of(candidate), "precision": wanted}, plan.baseline)
+        reason = other.illegal(plan.setting)
+        if reason is not None:
+            return f"the same under {wanted} cannot run here: {reason}"
+        if other.key in {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}:
+            return f"the same under {wanted} was measured already"
+        return other
+
+    def _without_unsafe(self, sampler: LegalSampler) -> LegalSampler:
+        """The sampler; another one where trials have shown that the model cannot train in a precision."""
+        ends: dict[str, list[bool]] = {}
+        for told in self._told():
+            ends.setdefault(store.told_candidate(told).precision, []).append(_met_mismatch(told))
+        unsafe = tuple(name for name, mismatches in ends.items() if all(mismatches) and len(mismatches) >= MISMATCHES)
+        if unsafe == self.plan.setting.unsafe_precisions:
+            return sampler
+        self.observer.say(
+            f"{' and '.join(unsafe)} is no longer proposed: the model mixes types of numbers, {MISMATCHES} trials ended at that"
+        )
+        self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=unsafe))
+        assert self.study is not None
+        self.__dict__.pop("_advisor", None)  # it holds the candidates that were legal before
+        self.study.sampler = sampler = self._sampler()
+        return sampler
 
     def _tell(self, asked: Trial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
         assert self.study is not None
@@ -354,7 +448,8 @@ class Runner:
             self._progress(asked.number, role, candidate, result, score.metrics)
 
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        ds_config = self.plan.ds_config(candidate)
+        batch = candidate.global_batch_size(self.plan.world_size)
+        ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
         n_baseline = self._baseline_samples()
@@ -368,14 +463,16 @@ class Runner:
             ds_config=ds_config,
             world_size=self.plan.world_size,
             seed=self.spec.seed,
-            budget_s=self.spec.trial_budget_s,
+            budget_s=self.spec.trial_budget_s * (2 if role == "noise" else 1),
+            noise=role == "noise",
             min_samples=min_samples,
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=self.spec.device_memory_bytes,
             script=self.plan.script(candidate),
+            learning_rate_factor=self.learning_rate.factor(batch),
             rivals=self._rivals(candidate) if role == "search" else (),
         )
-        number = int(path.name) if path.name.isdigit() else int(path.parent.name)
+        number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         # Everything is compared with these, so they are worth another try where something else had the machine.
         n_left, lost = self._n_tries if role in ("baseline", "repeat") else 1, False
         while True:
@@ -462,7 +559,7 @@ class Runner:
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis sees it."""
-        return store.measured(self.study, self.folder, self.plan.base_config) if self.study is not None else []
+        return store.measured(self.study, self.folder, self._record()) if self.study is not None else []
 
     def _told(self) -> list[FrozenTrial]:
         return store.told_trials(self.study) if self.study is not None else []
@@ -527,6 +624,12 @@ class Runner:
         )  # fmt: skip
 
 
+def _met_mismatch(told: FrozenTrial) -> bool:
+    data = store.told_data(told)
+    values = store.told_candidate(told).values()
+    return trial.is_dtype_mismatch(TrialResult(outcome=Outcome(data["outcome"]), reason=data["reason"], candidate=values))
+
+
 def _baseline(measured: list[Measured]) -> Measured | None:
     return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
 
@@ -549,6 +652,7 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "censored": list(score.censored), "feasible": score.feasible, "caveats": result.caveats,
         "phase_times_s": result.phase_times_s, "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
+        "unreproducible": result.unreproducible,
     }  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from autotune import stats
-from autotune.candidate import Candidate, DsConfig, Scalar
+from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
+from autotune.convergence import NoiseTerms
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
@@ -78,20 +79,28 @@ class Script:
     """How a training script is run.
 
     Attributes:
-        arguments: Its command line, templates filled in.
+        arguments: Its command line, templates filled in, but for `{ds_config}` (this trial's file) and `{local_rank}`.
         working_dir: Folder that it runs in.
+        module: Its name, where it is started as `python -m NAME`.
+        environment: Variables that it is given, with the same templates.
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
-        carried: The candidate fields that the user's own templates carry, so that nothing else is to.
+        checkpoint_every: The same, as far as it recomputes activations itself.
+        carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
+        side_changes: What they carry, in words, where it is not what the untouched script does.
     """
 
     arguments: tuple[str, ...] = ()
     working_dir: str = "."
+    module: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
+    side_changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +111,25 @@ class Probed:
         ds_config: The DeepSpeed configuration that it gave to `deepspeed.initialize`.
         micro_batch_size: Samples at the engine's forward; None if it varied.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        family: What kind of script it is, in words: the framework above DeepSpeed.
+        checkpoint_every: Which blocks' activations it recomputes itself, as in a candidate.
         plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
         movable: The candidate fields that a second run, with all of them changed, saw changed.
         moved_by: What carried the change, as that run noted it.
+        flags: The flag that carries a candidate field (or `ds_config`), by all its names.
+        config_source: Where the configuration comes from: the path of a file, or empty for a dict in the code.
     """
 
     ds_config: DsConfig
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
+    family: str = "raw DeepSpeed"
+    checkpoint_every: int = 0
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    config_source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +145,7 @@ class Workload:
         block_share: Their share of the parameters.
         float_buffers: The model has buffers of floating-point numbers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
+        optimizer: Class of that optimizer, where it could be made without data.
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
@@ -142,6 +160,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
+    optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
 
@@ -201,6 +220,9 @@ class TrialRequest:
         deadline_s: Wall time after which the ranks are killed, counted from their start.
         device_memory_bytes: Stated memory limit of a device; None means what the device has.
         script: How to run the target, where it is a training script.
+        noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
+            configuration's own.
+        learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
         rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
     """
 
@@ -216,6 +238,8 @@ class TrialRequest:
     deadline_s: float = 300.0
     device_memory_bytes: int | None = None
     script: Script | None = None
+    noise: bool = False
+    learning_rate_factor: float = 1.0
     rivals: tuple[Rival, ...] = ()
 
 
@@ -260,6 +284,8 @@ class Observed:
             return "precision: torch_autocast was asked for, but it was off"
         if candidate.checkpoint_every > 0 and self.checkpointed_blocks == 0:
             return "checkpoint_every: no block was checkpointed"
+        if candidate.checkpoint_every == 0 and self.checkpointed_blocks > 0:
+            return f"checkpoint_every: none was asked for, {self.checkpointed_blocks} blocks were checkpointed"
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {self.micro_batch_size or 'a varying number'} ran"
         if self.samples_per_step != candidate.global_batch_size(world_size):
@@ -290,6 +316,9 @@ class RankReport:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
+        unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
+        flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
 
     rank: int
@@ -310,6 +339,9 @@ class RankReport:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +393,9 @@ class TrialResult:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
+        unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
+        flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
 
     outcome: Outcome
@@ -386,6 +421,9 @@ class TrialResult:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class TrialDir:
@@ -488,6 +526,26 @@ ECHOES = (
 )
 
 
+# What torch says where 16-bit weights meet numbers of another type, or an operation that has no 16-bit version.
+DTYPE_MISMATCHES = (
+    "expected scalar type",
+    "expected both tensors to have",
+    "same dtype",
+    "same data type",
+    "and bias type",
+    "and weight type",
+    "not implemented for 'bfloat16'",
+    "not implemented for 'half'",
+    "low precision dtypes not supported",
+)
+
+
+def is_dtype_mismatch(result: TrialResult) -> bool:
+    """Whether a trial with 16-bit weights ended because something in the model is of another type."""
+    mixed = any(words in result.reason.lower() for words in DTYPE_MISMATCHES)
+    return mixed and result.outcome is Outcome.CRASHED and result.candidate.get("precision") in AUTOCAST
+
+
 def phases(trial_dir: TrialDir) -> dict[int, str]:
     """The last phase that each rank entered, from the event stream: a killed rank leaves no report."""
     last: dict[int, str] = {}
@@ -530,6 +588,8 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         memory_by_phase_bytes=by_phase,
         caveats=sorted({caveat for report in found.values() for caveat in report.caveats}),
         side_changes=sorted({change for report in found.values() for change in report.side_changes}),
+        unreproducible=sorted({change for report in found.values() for change in report.unreproducible}),
+        flags={name: names for report in found.values() for name, names in report.flags.items()},
     )
     lead = found.get(0)
     if lead is None or lead.observed is None:
@@ -550,6 +610,7 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         alloc_retries=sum(retries) if retries else None,
         other_cores=lead.other_cores,
         observed=lead.observed,
+        noise=lead.noise,
     )
 
 

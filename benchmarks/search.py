@@ -60,7 +60,8 @@ class Truth:
     """
 
     def __init__(self, rows: Sequence[Row], metrics: Sequence[str], limit: float | None) -> None:
-        self.metrics = list(metrics)
+        noted = {name for row in rows for name in row.values} | {"samples_per_s"}
+        self.metrics = [metric for metric in metrics if metric in noted]  # the baseline's loss may not have fallen
         grouped: dict[Candidate, list[Row]] = {}
         for row in rows:
             grouped.setdefault(row.candidate, []).append(row)

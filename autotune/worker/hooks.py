@@ -7,7 +7,6 @@ and torch's `DataLoader`. They are patched before the script runs, so that it bi
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import contextlib
 import copy
@@ -18,32 +17,29 @@ import os
 import sys
 import sysconfig
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
-from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
-from autotune.trial import Probed, Script, TrialRequest, Workload
-from autotune.worker import contract, observe
+from autotune.candidate import OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig
+from autotune.trial import Probed, TrialRequest, Workload
+from autotune.worker import contract, frameworks, observe, script
 from autotune.worker import run as rank_run
+from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
+from autotune.worker.patching import patch
 
 PROBE_STEPS = 3
-# What scripts call these flags; the first one whose value is the one that ran is taken.
-DESTINATIONS = {
-    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size micro_batch_size
-        per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
-    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
-        grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
-}
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MOST_FILES_NAMED = 5
+# What torch's checkpoint takes for itself.
+CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 class ScriptError(UserError):
@@ -59,51 +55,48 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
     memory = rank_run.prepare_device(request)
     recorder.enter("build")
     rank_run.connect(request, rank, listener, cuda=memory.cuda)
-    hooks = _Hooks(recorder, request, memory)
+    hooks = Hooks(recorder, request, memory)
     hooks.install()
     try:
-        _execute(Path(request.target), hooks.script)
+        script.execute(Path(request.target), hooks.script)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise ScriptError(f"the script exited with status {end.code}") from None
     hooks.script_ended()
 
 
-def _execute(path: Path, script: Script) -> None:
-    """Runs the file as `__main__`, in its folder and with its arguments, as its user would."""
-    os.chdir(script.working_dir)
-    sys.argv = [str(path), *script.arguments]
-    sys.path.insert(0, str(path.parent))
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in script.assignments:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[node.targets[0].id])), node.value)
-    main = types.ModuleType("__main__")
-    main.__file__ = str(path)
-    sys.modules["__main__"] = main
-    exec(compile(tree, str(path), "exec", dont_inherit=True), main.__dict__)  # or it would get our own __future__
+class Hooks:
+    """What is patched, and what it has seen. Without a candidate (a probe) it only looks.
 
+    Adapters of frameworks use `candidate`, `request`, `script`, `recorder`, `scratch`, `value`, `changed`, `once`, `abort`, and
+    set `family`.
 
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-class _Hooks:
-    """What is patched, and what it has seen. Without a candidate (a probe) it only looks."""
+    Attributes:
+        candidate: What is tried; None in a probe.
+        family: What a person calls such a script, as the framework that it uses says; empty for one that only uses DeepSpeed.
+        scratch: A folder of the trial's own, for what a framework writes whatever it is told.
+        recomputers: Frameworks' own ways to recompute every k-th block of a model (none for 0); each tells whether it could.
+        casts_inputs: Floating-point inputs are given the type of 16-bit weights, which a framework may do itself.
+        batch_factor: Micro-batches in the batch of a loader, where a framework splits it between the ranks.
+    """
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
         assert request.script is not None
-        self.recorder, self.request, self.memory, self.script = recorder, request, memory, request.script
+        self.recorder, self.request, self.memory = recorder, request, memory
+        self.script = script.in_rank(request.script, recorder.folder.ds_config)
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
+        self.family = self.config_source = ""
+        self.scratch = recorder.folder.path / "scratch"
         self.meter: Meter | None = None
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
         self.plain_backward = False
-        self._begun = self._inside_backward = self._overflowed = self._ragged = False
+        self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
+        self.batch_factor = 1
+        self.casts_inputs = True
+        self._script_recomputes = True
+        self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
         self._n_backward = 0
@@ -114,24 +107,25 @@ class _Hooks:
         """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
         import deepspeed
 
-        for field in self.script.carried:
-            was = getattr(self.script, field)
-            if self.candidate is not None and getattr(self.candidate, field) != was:
-                self._changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
+        for text in self.script.side_changes:
+            self.changed(text)
         os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
-        _patch(deepspeed, "initialize", self._initialize)
-        _patch(deepspeed.zero.Init, "__init__", self._zero_init)
+        patch(deepspeed, "initialize", self._initialize)
+        patch(deepspeed.zero.Init, "__init__", self._zero_init)
         for name in SAVERS:
-            if hasattr(deepspeed.DeepSpeedEngine, name):
-                _patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
-        _patch(torch, "save", self._torch_save)
-        _patch(torch.Tensor, "backward", self._tensor_backward)
-        _patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
-        _patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
+            patch(deepspeed.DeepSpeedEngine, name, self.saver(f"engine.{name}"))
+        patch(torch, "save", self._torch_save)
+        patch(checkpointing, "checkpoint", self._checkpoint)
+        patch(torch.Tensor, "backward", self._tensor_backward)
+        trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
+        arguments = Arguments(self.value, trial_config, self.changed, self.report.flags)
+        patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
+        patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
         self._count_draws()
         # The ranks are joined already, over a socket that nobody can take.
-        _patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
-        _patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
+        patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        frameworks.install(self)
         sys.addaudithook(self._audit)
 
     def script_ended(self) -> None:
@@ -158,12 +152,14 @@ class _Hooks:
         namespace = given.get("args")
         stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
         own = _read_config(stated)
+        if not isinstance(stated, dict):
+            self.config_source = str(stated)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
         if isinstance(given.get("model"), PipelineModule):
-            self._abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
+            self.abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
         first = self.meter is None
-        checkpointer = self._before(given, own) if first else None
+        watch = self._before(given, own) if first else None
         config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = 10**9
         if isinstance(stated, dict):  # the script may look into it later
@@ -174,30 +170,62 @@ class _Hooks:
         given.pop("config_params", None)
         with _without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
-        if first:
-            self._attach(result[0], checkpointer)
+        if watch is not None:
+            self._attach(result[0], watch)
         return result
 
     def _config(self, own: DsConfig, *, first: bool) -> DsConfig:
         if self.candidate is None:
             return own
         # A second trained model (a critic) keeps its own settings, but for what is tuned.
-        return copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config.setdefault("zero_optimization", {"stage": 0})  # a framework may look there
+        return config
 
-    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Checkpointer | None:
+    def early_config(self, own: DsConfig) -> DsConfig:
+        """The trial's configuration for a framework that reads it before `deepspeed.initialize`, what it fills in left "auto".
+
+        Args:
+            own: The script's configuration before anything was filled in.
+        """
+        if self.candidate is None:
+            return own
+        config = self._config(own, first=True)
+        _keep_auto(config, own, OWNED_PATHS)
+        # Counted from the batch, and refused by transformers where the two differ.
+        for name in ("total_num_steps", "warmup_num_steps"):
+            if name in config.get("scheduler", {}).get("params", {}):
+                config["scheduler"]["params"][name] = "auto"
+        return config
+
+    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Recomputations:
         """Looks at the model before DeepSpeed changes it."""
         self.recorder.enter("initialize")
-        self.own_config = copy.deepcopy(own)
+        # Frameworks write infinity here, which is no JSON.
+        self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         model = given["model"]
         blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
-        if self.candidate is None or not self.candidate.checkpoint_every:
-            return None
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False  # a recomputed block would append to the cache twice
-        return observe.Checkpointer(blocks, self.candidate.checkpoint_every)
+        if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
+            self._recompute(model, blocks, self.candidate.checkpoint_every)
+        return observe.Recomputations(blocks)
+
+    def _recompute(self, model: torch.nn.Module, blocks: list[torch.nn.Module], every: int) -> None:
+        """Has every k-th block recomputed, and nothing else, whatever the script does."""
+        if any(recomputer(model, every) for recomputer in self.recomputers):
+            return
+        self._script_recomputes = False
+        if every:
+            config: Any = getattr(model, "config", None)
+            if getattr(config, "use_cache", None):
+                config.use_cache = False  # a recomputed block would append to the cache twice
+            observe.Checkpointer(blocks, every)
+
+    def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._script_recomputes:
+            return original(function, *args, **kwargs)
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -212,40 +240,25 @@ class _Hooks:
 
     # The batch
 
-    def _value(self, field: str) -> tuple[int, int] | None:
+    def value(self, field: str) -> tuple[int, int] | None:
         """What a field is in the untouched script and what it is to be; None if it stays, or the user carries it himself."""
         if self.candidate is None or field in self.script.carried:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
 
-    def _parse_known_args(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parsed, rest = original(*args, **kwargs)
-        values = vars(parsed)
-        if isinstance(values.get("local_rank", ""), int | None):
-            parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
-        for field, names in DESTINATIONS.items():
-            change = self._value(field)
-            name = next((name for name in names if change and values.get(name) == change[0]), None)
-            if change and name:
-                setattr(parsed, name, change[1])
-                self._changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
-        if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
-            parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
-        return parsed, rest
-
     def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change = _users_caller(), self._value("micro_batch_size")
+        place, change = users_caller(), self.value("micro_batch_size")
         if place and change:
-            was, wanted = change
+            was, wanted = (self.batch_factor * size for size in change)
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
-                self._changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
+                self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
-                self._changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+                self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         original(*bound.args, **bound.kwargs)
 
     def _count_draws(self) -> None:
@@ -267,16 +280,17 @@ class _Hooks:
                 queue.popleft()
             return batch
 
-        _patch(_BaseDataLoaderIter, "_next_index", next_index)
-        _patch(_BaseDataLoaderIter, "__next__", next_batch)
+        patch(_BaseDataLoaderIter, "_next_index", next_index)
+        patch(_BaseDataLoaderIter, "__next__", next_batch)
 
     # The steps
 
-    def _attach(self, engine: Any, checkpointer: observe.Checkpointer | None) -> None:
-        if self.candidate is not None:
+    def _attach(self, engine: Any, watch: observe.Recomputations) -> None:
+        if self.candidate is not None and self.casts_inputs:
             engine.register_forward_pre_hook(self._cast, with_kwargs=True)
         batches = observe.BatchObserver(engine, forgiving=True)
-        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
+        self._watch = watch
+        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
         engine.backward = functools.partial(self._engine_backward, engine.backward)
         engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
@@ -289,11 +303,13 @@ class _Hooks:
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
             return None
-        self._changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
+        self.changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
         cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
         return cast
 
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
+        self._summed = kwargs.get("scale_wrt_gas") is False
         self._went_backward(loss)
         self._inside_backward = True
         try:
@@ -326,12 +342,12 @@ class _Hooks:
             try:
                 self._boundary(meter, overflowed=meter.engine.skipped_steps > skipped)
             except BaseException as error:  # the script must not catch it
-                self._abort(error)
+                self.abort(error)
         return result
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
-        self._losses.append(total.to(meter.device) / max(1, self._n_backward))
+        self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
         self._overflowed |= overflowed
         self._ragged |= meter.batches.ragged
@@ -347,6 +363,7 @@ class _Hooks:
         else:
             if not self._begun and n >= min(2, self.request.max_steps):
                 meter.begin()
+                self._watch.stop()
                 self._begun = True
             if self._begun and meter.done():
                 self._end()
@@ -379,7 +396,11 @@ class _Hooks:
                 ds_config=self.own_config,
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
+                family=self.family or "raw DeepSpeed",
+                checkpoint_every=self._watch.every,
                 plain_backward=self.plain_backward,
+                flags=self.report.flags,
+                config_source=self.config_source,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
@@ -393,27 +414,42 @@ class _Hooks:
         if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
             self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
 
-    def _abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> NoReturn:
+        """Reports an error and ends the process, so that the script cannot catch it."""
         rank_run.abort(self.recorder, error)
 
-    def _changed(self, text: str) -> None:
+    def changed(self, text: str, *, reproducible: bool = True) -> None:
+        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks.
+
+        Args:
+            text: The sentence; `Command line:` before what a flag carries.
+            reproducible: The user can change it too, by a flag, a constant or a line of his own.
+        """
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
+            if not reproducible:
+                self.report.unreproducible.append(text)
 
     # No traces
 
-    def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        self._once(f"{name} is not carried out in trials")
-        return True
+    def saver(self, name: str) -> Callable[..., Any]:
+        """A hook for a function that would save or upload: it only notes that it was called."""
+
+        def not_saved(*_args: Any, **_kwargs: Any) -> bool:
+            self.once(f"{name} is not carried out in trials")
+            return True
+
+        return not_saved
 
     def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         target = args[1] if len(args) > 1 else kwargs.get("f")
         if isinstance(target, str | os.PathLike):
-            self._once("torch.save is not carried out in trials")
+            self.once("torch.save is not carried out in trials")
         else:
             original(*args, **kwargs)
 
-    def _once(self, caveat: str) -> None:
+    def once(self, caveat: str) -> None:
+        """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
 
@@ -424,22 +460,11 @@ class _Hooks:
             return
         path = os.path.abspath(arguments[0])
         ours = (str(self.recorder.folder.path.absolute()), "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
-        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and _users_caller():
+        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and users_caller():
             self._files.append(path)
 
 
-def _patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replaces a function by one that calls `hook(original, ...)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    setattr(owner, name, patched)
-
-
-def _users_caller() -> str | None:
+def users_caller() -> str | None:
     """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:
@@ -453,6 +478,16 @@ def _users_caller() -> str | None:
 
 
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
+    """Sets to "auto" what is so in `own` and there in `config`, but for the paths that are fixed."""
+    for key, value in own.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _keep_auto(config[key], value, fixed, f"{path}.")
+        elif value == "auto" and key in config and path not in fixed:
+            config[key] = "auto"
 
 
 def _config_flag(namespace: Any) -> Any:

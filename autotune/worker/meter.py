@@ -42,7 +42,7 @@ class Meter:
         engine: The DeepSpeed engine.
         batches: What watches its batches.
         memory: What watches its memory.
-        checkpointer: What recomputes its blocks, if anything does.
+        checkpointer: What recomputes its blocks, or sees who does, if anything does.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Meter:
         engine: Any,
         batches: observe.BatchObserver,
         memory: observe.Memory,
-        checkpointer: observe.Checkpointer | None,
+        checkpointer: observe.Checkpointer | observe.Recomputations | None,
     ) -> None:
         self.recorder, self.request, self.engine = recorder, request, engine
         self.batches, self.memory, self.checkpointer = batches, memory, checkpointer

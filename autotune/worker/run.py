@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
+from autotune.convergence import NoiseTerms
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
+from autotune.worker.noise import NoiseMeter
 
 OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
 
@@ -105,6 +107,9 @@ class _Draft:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -195,7 +200,16 @@ def _inspect(request: TrialRequest) -> Workload:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise contract.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = contract.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
-    return workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    return replace(found, optimizer=_optimizer_class(target, model))
+
+
+def _optimizer_class(target: contract.Target, model: torch.nn.Module) -> str:
+    if target.optimizer is None:
+        return ""
+    with contextlib.suppress(Exception):  # one that looks at its values: the trials will make it from real weights
+        return type(target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])).__name__
+    return ""
 
 
 def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool) -> Workload:
@@ -286,11 +300,12 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     )
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
+    noise = NoiseMeter(model, request.world_size) if request.noise else None
     engine = _initialize(request, target, model)
     _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, *meter).train()
+    _Trainer(contract.make_loss(target, model), loader, noise, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -323,7 +338,11 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
     deepspeed.init_distributed(dist_init_required=False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=target.optimizer(parameters), config=config)
+        optimizer = target.optimizer(parameters)
+        for group in optimizer.param_groups:
+            for key in {"lr", "initial_lr"} & group.keys():
+                group[key] *= request.learning_rate_factor
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     else:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     return engine
@@ -332,9 +351,9 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader = loss, loader
+        self.loss, self.loader, self.noise = loss, loader, noise
         self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
@@ -349,6 +368,13 @@ class _Trainer(Meter):
             self._window(self.window_steps())
         self.report.micro_step_s = self.micro_clock.medians_s()
         self.finish()
+
+    def enough(self) -> bool:
+        """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
+        if self.noise is None:
+            return super().enough()
+        self.report.noise = self.noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
+        return self.elapsed_s >= self.request.budget_s or self.report.noise.noise_scale().precise
 
     def _window(self, n_steps: int) -> None:
         """Trains a window of steps; the device is synchronised and the ranks compared at its end only."""
@@ -369,11 +395,21 @@ class _Trainer(Meter):
             total += loss.detach().float()
             self.engine.backward(loss)
             self.batches.backward()
-            self.engine.step()
+            self._update()
             boundary = self.batches.step()
             self.micro_clock.lap("boundary" if boundary else "inner")
             if boundary:
                 return total / self.candidate.gradient_accumulation_steps
+
+    def _update(self) -> None:
+        if self.noise is None:
+            self.engine.step()
+            return
+        self.noise.backward()
+        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
+        self.engine.step()
+        if self.engine.global_steps > steps:
+            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
@@ -402,7 +438,7 @@ class _Trainer(Meter):
             self.batches.backward()
             self.memory.enter("step")
             clock.start()
-            self.engine.step()
+            self._update()
             clock.stop("step")
             done = self.batches.step()
         self.report.phase_times_s = phases

@@ -164,8 +164,17 @@ def test_memory_that_was_freed_before_counts_when_it_is_used_again(observe: Modu
     assert peaks["again"] > 48 * MIB
 
 
-def test_freed_tensors_are_not_in_use(observe: ModuleType, torch: ModuleType) -> None:
-    """Many tensors of 1 MiB come and go: what the C library would keep of them is no memory of the phase after."""
+@pytest.mark.parametrize("holes", [False, True])
+def test_freed_tensors_are_not_in_use(observe: ModuleType, torch: ModuleType, holes: bool) -> None:
+    """Many tensors of 1 MiB come and go: what the C library would keep of them is no memory of the phase after.
+
+    Nor is it where they lay in holes that earlier tensors had left.
+    """
+    earlier = []
+    if holes:
+        observe.keep_freed_memory(True)
+        earlier = [torch.ones(MIB // 4) for _ in range(256)]
+        earlier = [tensor for i, tensor in enumerate(earlier) if i % 4 == 0]
     memory = observe.Memory("cpu")
     memory.enter("many")
     tensors = [torch.ones(MIB // 4) for _ in range(64)]
@@ -173,7 +182,7 @@ def test_freed_tensors_are_not_in_use(observe: ModuleType, torch: ModuleType) ->
     memory.enter("few")
     torch.ones(MIB // 4).sum()
     peaks = memory.finish()
-    assert len(keep) == 8
+    assert len(keep) == 8 and (not holes or earlier)
     assert peaks["many"] - peaks["few"] > 40 * MIB
 
 

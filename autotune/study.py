@@ -422,6 +422,7 @@ class Runner:
         )
         self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=unsafe))
         assert self.study is not None
+        self.__dict__.pop("_advisor", None)  # it holds the candidates that were legal before
         self.study.sampler = sampler = self._sampler()
         return sampler
 
@@ -532,17 +533,26 @@ class Runner:
         found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
         if not found:
             return
-        turn = [*found, *([baseline] if baseline else [])]
-        # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
-        rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
-        n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
-        while n_done < self.spec.repeats or (n_done < 2 * self.spec.repeats and self._unsettled()):
+        while True:
+            left = recommend.in_race(found, self.measured(), baseline and self._again(baseline), self.objectives, self.plan.world_size)
+            if beaten := [f"trial {m.trial}" for m in found if m not in left]:
+                self.observer.say(f"{', '.join(beaten)}: clearly beaten, so not measured again")
+            found = left
+            # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
+            turn = [*found, *([baseline] if baseline else [])]
+            rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
+            n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
+            if n_done >= self.spec.repeats and not (n_done < 2 * self.spec.repeats and self._unsettled()):
+                return
             if n_done == 0:
                 self.observer.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
-            n_done, last = n_done + 1, last + 1
             for m in turn:
-                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last), role="repeat")
+                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last + 1), role="repeat")
                 self._progress(m.trial, "repeat", m.candidate, result, {k: e.value for k, e in objective.measure(result, None).items()})
+
+    def _again(self, measured: Measured) -> Measured:
+        """The same trial with what was measured since."""
+        return next(m for m in self.measured() if m.trial == measured.trial)
 
     def _unsettled(self) -> bool:
         """Whether the rounds so far differ so much that more are worth their time."""

@@ -195,3 +195,32 @@ def test_physics_is_the_default_and_the_share_is_read_as_people_write_it():
     for wrong in ("soon", "-1%", "150%"):
         with pytest.raises(SpecError, match="--stop-below"):
             spec_of(stop_below=wrong)
+
+
+# Racing.
+
+
+def test_a_finalist_that_is_clearly_beaten_is_not_measured_again(tmp_path):
+    """One candidate was lucky in its trial: it reads half its time there, and its real time ever after."""
+    executor = Instant()
+    lucky = Candidate(micro_batch_size=16, gradient_accumulation_steps=2, checkpoint_every=1)
+
+    def behaviour(candidate):
+        whole = report(candidate)
+        first = executor.ran.count(candidate) == 1
+        return replace(whole, step_times_s=[0.3 * s for s in whole.step_times_s]) if candidate == lucky and first else whole
+
+    executor.behaviour, watcher = behaviour, Watcher()
+    given = {"sampler": "grid", "trials": 33, "finalists": 3, "repeats": 3, "objectives": ["latency", "throughput"], "stop_trials": False}
+    runner = runner_of(tmp_path, executor, watcher=watcher, **given)
+    runner.run()
+    again = executor.ran[len(runner.measured()) :]
+    assert again.count(lucky) == 1
+    assert again.count(Candidate(micro_batch_size=8)) >= 3
+    number = next(m.trial for m in runner.measured() if m.candidate == lucky)
+    assert any(f"trial {number}" in text and "clearly beaten" in text for text in watcher.said)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert found.picks["recommended"].measured.trial != number
+    before = len(executor.ran)
+    runner_of(tmp_path, executor, **given).run()
+    assert len(executor.ran) == before

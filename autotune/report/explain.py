@@ -15,7 +15,7 @@ from optuna.study import Study
 from autotune import UserError, store
 from autotune.analysis.recommend import PICKS
 from autotune.candidate import FIELDS, Candidate, Scalar, check_knob, check_value, nearest
-from autotune.objective import METRICS
+from autotune.objective import GOODPUT, METRICS
 from autotune.report import StudyReport, units
 from autotune.search.advice import size
 from autotune.search.guide import chance_needed
@@ -260,6 +260,8 @@ class Evidence:
         logs = {"step_time_s": (time, time_sd), "samples_per_s": (batch - time, time_sd), "peak_memory_bytes": said.log_memory}
         if any(o.metric == "time_to_loss_s" for o in self.kept.objectives):
             logs["time_to_loss_s"] = time + samples - batch, np.hypot(time_sd, samples_sd)
+        if any(o.metric == GOODPUT for o in self.kept.objectives):
+            logs[GOODPUT] = batch - time - said.log_useful[0], np.hypot(time_sd, said.log_useful[1])
         return logs
 
     def _predicted(self, candidate: Candidate) -> dict[str, dict[str, float]]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autotune.analysis.recommend import Measured
 from autotune.candidate import Candidate
-from autotune.objective import METRICS
+from autotune.objective import GOODPUT, METRICS
 from autotune.search.guide import Guide, Left, Outlook, chance_needed
 from autotune.search.learned import Told
 from autotune.trial import Rival
 
+Floats = NDArray[np.float64]
 # Two runs of one configuration differ by a few per cent: a rival must be better by more.
 RIVAL_MARGIN = 1.05
 MOST_RIVALS = 32
@@ -80,10 +85,9 @@ def rivals(
         usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
     if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
         return ()
-    mean, sd = (float(values[0]) for values in guide.beliefs(told, [candidate]).log_samples)
-    # The least samples to the target that may be hoped for.
-    fewest = math.exp(min(mean - 2 * sd, 700.0))
-    found = [rival for m in usable if (rival := _rival(m, guide.metrics, batch, fewest)) is not None]
+    believed = guide.beliefs(told, [candidate])
+    hoped = _Hoped(batch, *(_low(*values) for values in (believed.log_samples, believed.log_useful)))
+    found = [rival for m in usable if (rival := _rival(m, guide.metrics, hoped)) is not None]
     found.sort(key=lambda rival: (rival.step_time_s, rival.peak_memory_bytes or 0.0))
     needed: list[Rival] = []
     for rival in found:  # one that is easier to lose against in both ways says all that the other says
@@ -92,7 +96,20 @@ def rivals(
     return tuple(needed[:MOST_RIVALS])
 
 
-def _rival(measured: Measured, metrics: Sequence[str], batch: int, fewest: float) -> Rival | None:
+@dataclass(frozen=True)
+class _Hoped:
+    """A candidate's global batch, and the fewest samples that it may need: to the target, and for one that is useful."""
+
+    batch: int
+    to_target: float
+    for_useful: float
+
+
+def _low(mean: Floats, sd: Floats) -> float:
+    return math.exp(min(float(mean[0]) - 2 * float(sd[0]), 700.0))
+
+
+def _rival(measured: Measured, metrics: Sequence[str], hoped: _Hoped) -> Rival | None:
     step_time_s, peak = 0.0, None
     for metric in metrics:
         value = measured.metrics.get(metric)
@@ -101,23 +118,24 @@ def _rival(measured: Measured, metrics: Sequence[str], batch: int, fewest: float
         if metric == "peak_memory_bytes":
             peak = value
         else:
-            step_time_s = max(step_time_s, _STEP_TIME_FOR[metric](measured.metrics, batch, fewest))
+            step_time_s = max(step_time_s, _STEP_TIME_FOR[metric](measured.metrics, hoped))
     if not math.isfinite(step_time_s):
         return None
     return Rival(trial=measured.trial, step_time_s=step_time_s * RIVAL_MARGIN, peak_memory_bytes=peak)
 
 
-def _tokens_step_time(metrics: Mapping[str, float], batch: int, _: float) -> float:
+def _tokens_step_time(metrics: Mapping[str, float], hoped: _Hoped) -> float:
     tokens = metrics["tokens_per_s"] / metrics["samples_per_s"] if metrics.get("samples_per_s") else math.inf
-    return tokens * batch / metrics["tokens_per_s"]
+    return tokens * hoped.batch / metrics["tokens_per_s"]
 
 
-# The step time at which a trial of a global batch is only as good as what was measured, by objective.
-_STEP_TIME_FOR: dict[str, Callable[[Mapping[str, float], int, float], float]] = {
-    "step_time_s": lambda metrics, _batch, _fewest: metrics["step_time_s"],
-    "samples_per_s": lambda metrics, batch, _fewest: batch / metrics["samples_per_s"],
+# The step time at which a trial is only as good as what was measured, by objective.
+_STEP_TIME_FOR: dict[str, Callable[[Mapping[str, float], _Hoped], float]] = {
+    "step_time_s": lambda metrics, _: metrics["step_time_s"],
+    "samples_per_s": lambda metrics, hoped: hoped.batch / metrics["samples_per_s"],
     "tokens_per_s": _tokens_step_time,
-    "time_to_loss_s": lambda metrics, batch, fewest: metrics["time_to_loss_s"] * batch / fewest if fewest > 0 else math.inf,
+    "time_to_loss_s": lambda metrics, hoped: metrics["time_to_loss_s"] * hoped.batch / hoped.to_target if hoped.to_target else math.inf,
+    GOODPUT: lambda metrics, hoped: hoped.batch / (metrics[GOODPUT] * hoped.for_useful) if hoped.for_useful else math.inf,
 }
 
 

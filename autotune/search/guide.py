@@ -47,6 +47,7 @@ class Beliefs:
         log_step_time: Expected logarithm of the step time, as (mean, standard deviation).
         log_memory: The same for the peak memory.
         log_samples: The same for the samples to the target.
+        log_useful: The same for the samples that a useful one costs.
         fits: Probability that it fits.
         sized: Whether that may keep a candidate from being run.
     """
@@ -54,6 +55,7 @@ class Beliefs:
     log_step_time: tuple[Floats, Floats]
     log_memory: tuple[Floats, Floats]
     log_samples: tuple[Floats, Floats]
+    log_useful: tuple[Floats, Floats]
     fits: Floats
     sized: bool
 
@@ -187,6 +189,7 @@ class Guide:
             log_step_time=state.time.predict(time_design(self.catalogue, state.memory, state.limit, rows)),
             log_memory=state.memory.predict(self.catalogue.memory.take(rows)),
             log_samples=state.samples.predict(self.catalogue.samples.take(rows)),
+            log_useful=state.useful.predict(self.catalogue.samples.take(rows)),
             fits=state.fits(rows),
             sized=state.sized,
         )

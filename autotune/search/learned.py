@@ -2,6 +2,8 @@
 
 Two functions are unknown, the logarithms of step time and of the samples to the target; memory is the third. Latency,
 throughput and time to target follow from them exactly. Each is the prior times a residual that is learned (`residual.py`).
+Goodput is throughput over what a useful sample costs in samples, (phi + B) / (phi + B0), which is learned as the samples to the
+target are: both are linear in the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from autotune.candidate import Candidate
-from autotune.objective import METRICS
+from autotune.objective import GOODPUT, METRICS
 from autotune.search.catalogue import Catalogue
 from autotune.search.residual import Data, Design, Posterior, fit, probability_below
 from autotune.trial import Outcome
@@ -88,6 +90,7 @@ class Learned:
         time: Log step time.
         memory: Log peak memory.
         samples: Log samples to the target.
+        useful: Log samples that a useful one costs.
         extra: Other metrics, by name.
         limit: Log of the memory of a rank, where it is known.
         rows: The candidates that completed.
@@ -104,6 +107,7 @@ class Learned:
     time: Posterior
     memory: Posterior
     samples: Posterior
+    useful: Posterior
     extra: Mapping[str, Posterior]
     limit: float | None
     rows: Rows
@@ -134,7 +138,7 @@ class Learned:
             if amount <= 0:
                 continue
             mean, sd = self.cost(rows, metric)
-            sign = _sign(metric)
+            sign = -1.0 if metric == GOODPUT else _sign(metric)
             limit = sign * (math.log(amount) - (math.log(self.tokens) if metric == "tokens_per_s" else 0.0))
             below = (end == "max") == (sign > 0)
             z = (limit - mean) / sd
@@ -156,6 +160,9 @@ class Learned:
         if metric == "time_to_loss_s":
             more, also = self.samples.predict(self.catalogue.samples.take(rows))
             return mean + more - log_batch, np.hypot(sd, also)
+        if metric == GOODPUT:
+            more, also = self.useful.predict(self.catalogue.samples.take(rows))
+            return mean + more - log_batch, np.hypot(sd, also)
         return mean, sd
 
     def costs(self, rows: Rows) -> tuple[Floats, Floats]:
@@ -176,6 +183,8 @@ class Learned:
                 columns.append(time - log_batch)
             elif metric == "time_to_loss_s":
                 columns.append(time + self.samples.mean(catalogue.samples) - log_batch)
+            elif metric == GOODPUT:
+                columns.append(time + self.useful.mean(catalogue.samples) - log_batch)
             else:
                 columns.append(time * (_sign(metric) if metric in self.extra else 1.0))
         return np.column_stack(columns)
@@ -190,7 +199,7 @@ def learn(
     ran = [t for t in told if t.outcome in RAN and t.step_time_s(world_size) is not None]
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
-    own = [m for m in wanted if m not in RATES and m not in ("step_time_s", "time_to_loss_s", "peak_memory_bytes")]
+    own = [m for m in wanted if m not in RATES and m not in ("step_time_s", "time_to_loss_s", "peak_memory_bytes", GOODPUT)]
     ratios = [t.metrics["tokens_per_s"] / t.metrics["samples_per_s"] for t in done if t.good("tokens_per_s") and t.good("samples_per_s")]
 
     def extra(metric: str) -> Posterior:
@@ -209,6 +218,7 @@ def learn(
         time=fit(_time_data(catalogue, memory, limit, world_size, ran), time_sd, catalogue.time_spread),
         memory=memory,
         samples=_learn_samples(catalogue, world_size, done),
+        useful=_learn_useful(catalogue, done),
         extra={metric: extra(metric) for metric in own},
         limit=limit,
         rows=_rows(catalogue, done),
@@ -246,13 +256,19 @@ def _learn_memory(catalogue: Catalogue, limit: float | None, told: Sequence[Told
     out = [t for t in told if t.outcome is Outcome.OOM]
     y = [math.log(t.metrics["peak_memory_bytes"]) for t in seen]
     if limit is None and out:
-        # Nobody said how much there is: more than anything that ran, and less than what did not.
-        limit = max(y) + 0.05 if y else None
+        limit = _inferred_limit(catalogue, seen, out, y) if y else None
     if limit is None:
         out = []
     y += [(limit or 0.0) + math.log(OVER_LIMIT)] * len(out)
     data = _data(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))
     return fit(data, catalogue.memory_sd, catalogue.memory_spread), limit
+
+
+def _inferred_limit(catalogue: Catalogue, seen: Sequence[Told], out: Sequence[Told], y: Sequence[float]) -> float:
+    """Where nobody said how much memory there is: half way from the largest that ran to the least predicted of what did not."""
+    model = fit(_data(catalogue.memory.take(_rows(catalogue, seen)), y), catalogue.memory_sd, catalogue.memory_spread)
+    least, _ = model.predict(catalogue.memory.take(_rows(catalogue, out)))
+    return max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
 
 
 def _time_data(catalogue: Catalogue, memory: Posterior, limit: float | None, world_size: int, ran: Sequence[Told]) -> Data | None:
@@ -313,6 +329,13 @@ def _learn_samples(catalogue: Catalogue, world_size: int, done: Sequence[Told]) 
         y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(world_size)))
         extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else _spread(t, "time_to_loss_s", SAMPLES_SD))
     return fit(_data(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0]))
+
+
+def _learn_useful(catalogue: Catalogue, done: Sequence[Told]) -> Posterior:
+    """Samples that a useful one costs: one at the baseline's batch, more above it."""
+    some = [t for t in done if t.good(GOODPUT) and t.good("samples_per_s")]
+    y = [math.log(t.metrics["samples_per_s"] / t.metrics[GOODPUT]) for t in some]
+    return fit(_data(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0]))
 
 
 def _distrust(catalogue: Catalogue, told: Sequence[Told]) -> Floats:

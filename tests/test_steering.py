@@ -92,6 +92,14 @@ def test_a_baseline_that_runs_out_of_memory_does_not_end_the_search(tmp_path):
     assert outcomes(runner)[0] is Outcome.OOM and outcomes(runner).count(Outcome.COMPLETE) == 4
 
 
+def test_where_nothing_fits_at_all_the_answer_says_so(tmp_path):
+    given = {"sampler": "physics", "space": [{"micro_batch_size": [8, 16, 32]}], "trials": 12, "objectives": ["latency", "throughput"]}
+    runner, executor, _ = run(tmp_path, lambda _: failed(Outcome.OOM, "over"), device_memory_bytes=10**8, **given, **NEVER)
+    assert set(outcomes(runner)) <= {Outcome.OOM, Outcome.PREDICTED_OOM} and len(executor.ran) == 3
+    found = summary.load("s", str(runner.storage.url), tmp_path / "s")
+    assert found.picks == {} and found.why_nothing.startswith("no configuration fits the device memory: 3 ran out of it")
+
+
 # When it is done.
 
 

@@ -61,9 +61,10 @@ def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tm
     assert watcher.ended_with[-1].n_told == min(17, len(executor.ran))
 
 
-def test_without_the_filter_everything_is_launched(tmp_path):
+@pytest.mark.parametrize("sampler", ["grid", "physics"])
+def test_without_the_filter_everything_is_launched(tmp_path, sampler):
     runner, executor, _ = run(
-        tmp_path, limited, sampler="grid", space=SMALL, trials=30, device_memory_bytes=LIMIT, memory_filter=False, **NEVER
+        tmp_path, limited, sampler=sampler, space=SMALL, trials=30, device_memory_bytes=LIMIT, memory_filter=False, **NEVER
     )
     assert outcomes(runner).count(Outcome.OOM) == 4 and len(executor.ran) == 20
 

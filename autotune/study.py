@@ -297,7 +297,7 @@ class Runner:
             metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
-        advisor.proposes = spec.sampler == "physics"
+        advisor.proposes, advisor.cautious = spec.sampler == "physics", spec.memory_filter
         return advisor
 
     def _recover(self) -> list[Candidate]:

@@ -74,6 +74,10 @@ class StudyReport:
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
         n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
+        n_out, n_unfit = (sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom"))
+        if n_out and n_out + n_unfit == len(self.trials):
+            predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
+            return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
         return f"{n_complete} configurations completed, but none keeps every constraint" if n_complete else "no configuration completed"
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:

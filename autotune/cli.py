@@ -78,6 +78,9 @@ def run(
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="See `autotune ls samplers`.")] = None,
+    stop_below: Annotated[str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")] = None,
+    memory_filter: Annotated[bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")] = None,
+    stop_trials: Annotated[bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
     learning_rate_rule: Annotated[
@@ -103,6 +106,9 @@ def run(
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
         "sampler": sampler,
+        "stop_below": stop_below,
+        "memory_filter": memory_filter,
+        "stop_trials": stop_trials,
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
@@ -179,6 +185,20 @@ def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -
 
 
 @app.command()
+def explain(
+    study: StudyName,
+    why_not: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")] = None,
+    what_if: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why STUDY recommends what it does: what was measured, what is predicted, what a change would cost or gain."""
+    from autotune import commands
+
+    commands.explain(study, why_not, what_if, storage, as_json=as_json)
+
+
+@app.command()
 def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
@@ -191,6 +211,20 @@ def export(
     from autotune import commands
 
     commands.export(study, pick, trial, format, output, storage)
+
+
+@app.command()
+def dashboard(
+    storage: Storage = None,
+    port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen there; any but this machine's own loopback asks for a token.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the Optuna dashboard: the recommendation and why, the front, every trial with its files."""
+    from autotune import commands
+
+    commands.dashboard(storage, host, port)
 
 
 @app.command()

@@ -31,6 +31,7 @@ from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")
 INTERRUPTED = 130
+TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
 def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
@@ -312,6 +313,24 @@ def status(study: str, storage: str | None, *, as_json: bool) -> None:
     _print_answer(report, [], as_json=False)
 
 
+def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune explain`: the evidence for a study's answer in words."""
+    from autotune.report import explain as explanations
+
+    if why_not is not None and what_if is not None:
+        raise UserError("explain: give --why-not or --what-if, not both")
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
+    if why_not is not None:
+        said = evidence.why_not(*explanations.read_setting(why_not))
+    elif what_if is not None:
+        said = evidence.what_if(*explanations.read_setting(what_if))
+    else:
+        said = evidence.choice()
+    print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))
+
+
 def export(study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None) -> None:
     """`autotune export`: the configuration that a study found, in the form that a training takes."""
     if pick is not None and number is not None:
@@ -333,6 +352,23 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     for line in [*exports.notes(chosen, base_config, form), *changes]:
         print(f"note: {line}", file=sys.stderr)
+
+
+def dashboard(storage: str | None, host: str, port: int) -> None:
+    """`autotune dashboard`: serves until Ctrl-C."""
+    from autotune.report import dashboard as server
+
+    token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
+    with server.make_server(storage or store.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
+        print(f"dashboard at {server.address(served, host, token)}", flush=True)
+        print("Ctrl-C ends it.", file=sys.stderr)
+        if not server.is_loopback(host):
+            print(f"Whoever has this address can read every study. {TOKEN_VARIABLE} sets the token.", file=sys.stderr)
+            print(
+                "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use ssh -L.", file=sys.stderr
+            )
+        with _terminable(), contextlib.suppress(KeyboardInterrupt):
+            served.serve_forever()
 
 
 def doctor(*, build: bool, as_json: bool) -> int:

@@ -198,7 +198,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
     some = Instant(
         lambda c: failed(Outcome.OOM, "over the limit") if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8) else report(c)
     )
-    runner, _, _ = run(tmp_path, some, trials=12, finalists=0)
+    runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
     outcomes = {m.outcome for m in runner.measured()}
     assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
     assert set(states(runner)) == {"COMPLETE", "PRUNED"}
@@ -206,7 +206,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
 
 def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
     executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c))
-    runner, _, watcher = run(tmp_path, executor, trials=5)
+    runner, _, watcher = run(tmp_path, executor, trials=5, memory_filter=False)
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
     assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
     assert "convergence" not in [o.name for o in runner.objectives]

@@ -30,14 +30,27 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     Raises:
         StoreError: There is no such database or study, or autotune did not make it.
     """
-    study = store.load_study(store.open_storage(storage_url, create=False), name)
-    kept = store.record(study)
+    return read(store.load_study(store.open_storage(storage_url, create=False), name), folder)
+
+
+def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
+    """Works out what a study found so far.
+
+    Args:
+        study: The study.
+        folder: Its folder.
+        series: Read the losses and the times of single steps too, which takes opening a file for each trial.
+
+    Raises:
+        StoreError: autotune did not make it.
+    """
+    name, kept = study.study_name, store.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
     measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept)]
     baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
     found = recommend.recommend(measured, baseline, kept.objectives, kept.world_size)
-    trials = _trials(study, measured, folder)
+    trials = _trials(study, measured, folder if series else None)
     return StudyReport(
         study={
             "name": name,
@@ -49,6 +62,7 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
+            "ended": study.user_attrs.get(store.ENDED_ATTR, ""),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
@@ -88,11 +102,11 @@ def _recommended(found: Recommendation) -> dict[str, Any]:
     }
 
 
-def _trials(study: Study, measured: list[Measured], folder: Path) -> list[dict[str, Any]]:
+def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list[dict[str, Any]]:
     rows = []
     for told, seen in zip(store.told_trials(study), measured, strict=True):
         data = store.told_data(told)
-        result = trial.result_in(store.trial_path(folder, told.number))
+        result = trial.result_in(store.trial_path(folder, told.number)) if folder else None
         rows.append(
             {
                 "trial": told.number,

@@ -49,7 +49,8 @@ CANDIDATES = [
 
 STARTED = Started(
     invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
-    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="", baseline=CANDIDATES[0],
+    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="",
+    baseline=Candidate.of(CANDIDATES[0]).values(),
 )  # fmt: skip
 
 
@@ -356,6 +357,8 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
         " --deepspeed ds_config.json"
     )
     assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    # What is the script's default already is not said.
+    assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
 
 
 def test_accelerates_launcher_takes_the_exported_config():

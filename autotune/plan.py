@@ -29,7 +29,7 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
-from autotune.spec import StudySpec, Target, inspect_target
+from autotune.spec import StudySpec, Target
 from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8
@@ -160,7 +160,7 @@ def studies_folder(spec_path: Path) -> Path:
 @contextlib.contextmanager
 def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
     """The local engine, started for a study's target and ended whatever happens."""
-    target = inspect_target(spec.target)
+    target = spec.inspected()
     environment = spec.how().fixed_environment if target.kind == "script" else {}
     executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     try:
@@ -176,7 +176,7 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     Raises:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
-    target = inspect_target(spec.target)
+    target = spec.inspected()
     workload = _inspect(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
     environment = workload.environment
     world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
@@ -229,7 +229,7 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
 
 
 def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
-    is_script = inspect_target(spec.target).kind == "script"
+    is_script = spec.inspected().kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
         deadline_s=spec.trial_deadline_s,

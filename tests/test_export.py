@@ -49,7 +49,8 @@ CANDIDATES = [
 
 STARTED = Started(
     invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
-    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="", baseline=CANDIDATES[0],
+    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="",
+    baseline=Candidate.of(CANDIDATES[0]).values(),
 )  # fmt: skip
 
 
@@ -315,7 +316,8 @@ def test_what_only_a_shell_can_read_is_written_out(text):
 
 def test_another_number_of_ranks_is_another_launcher():
     comments, line = command(CANDIDATES[1], **TORCHRUN | {"world_size": 4})
-    assert line.startswith("torchrun --standalone --nproc_per_node=2") and any("another number of ranks" in text for text in comments)
+    assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --standalone --nproc_per_node=2")
+    assert any("another number of ranks" in text for text in comments)
 
 
 def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
@@ -355,14 +357,17 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
         " --deepspeed ds_config.json"
     )
     assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    # What is the script's default already is not said.
+    assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
 
 
 def test_accelerates_launcher_takes_the_exported_config():
-    line = command(
-        CANDIDATES[1], command="accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3", world_size=2,
-        environment={"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    )[1]  # fmt: skip
-    assert line == "accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "OMP_NUM_THREADS": "1"}
+    text = "X=1 accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3"
+    line = command(CANDIDATES[1], command=text, world_size=2, environment=environment)[1]
+    assert line == "X=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+    line = command(CANDIDATES[1], command="bash train.sh", world_size=2, environment=environment)[1]
+    assert line == "OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
 
 
 def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():

@@ -21,7 +21,9 @@ app = typer.Typer(
     help="Find the DeepSpeed configuration that trains your model best, by measuring it.",
 )
 
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py, a training script, or a study.yaml.")]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A model.py, a training script, a study.yaml, or a launch command in quotation marks.")
+]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The training script's own arguments.")]
 ScriptSet = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
@@ -181,7 +183,7 @@ def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
     trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate or hf-args.")] = "deepspeed",  # noqa: A002
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")] = "deepspeed",  # noqa: A002
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
     storage: Storage = None,
 ) -> None:
@@ -189,6 +191,20 @@ def export(
     from autotune import commands
 
     commands.export(study, pick, trial, format, output, storage)
+
+
+@app.command()
+def dashboard(
+    storage: Storage = None,
+    port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen there; any but this machine's own loopback asks for a token.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the Optuna dashboard: the recommendation and why, the front, every trial with its files."""
+    from autotune import commands
+
+    commands.dashboard(storage, host, port)
 
 
 @app.command()

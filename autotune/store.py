@@ -22,6 +22,7 @@ from autotune import UserError, objective, trial
 from autotune.analysis.recommend import Measured
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
 from autotune.convergence import LearningRate
+from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
@@ -175,6 +176,7 @@ class StudyRecord:
         reference: What the baseline's loss curve gives.
         workload: What the target turned out to be.
         learning_rate: How the trials followed the batch.
+        invocation: How the script is started, where the target is one.
     """
 
     fingerprint: dict[str, Any]
@@ -186,10 +188,18 @@ class StudyRecord:
     reference: Reference | None
     workload: Workload
     learning_rate: LearningRate = field(default_factory=LearningRate)
+    invocation: Invocation | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration that a candidate's trial ran."""
-        return self.learning_rate.scaled(candidate.to_deepspeed(self.base_config), candidate.global_batch_size(self.world_size))
+        config, probed = candidate.to_deepspeed(self.base_config), self.workload.script
+        config = probed.completed(config, candidate) if probed is not None else config
+        return self.learning_rate.scaled(config, candidate.global_batch_size(self.data_parallel))
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
 
 def record(study: Study) -> StudyRecord | None:
@@ -240,7 +250,7 @@ def told_trials(study: Study) -> list[FrozenTrial]:
 
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:
-    """What was kept with a told trial: outcome, reason, phase, wall_s, metrics, ci95, censored, feasible, caveats, side_changes."""
+    """What was kept with a told trial, as `study` wrote it: outcome, reason, phase, wall_s, metrics, ci95, caveats and the like."""
     data: dict[str, Any] = json.loads(told.user_attrs[MEASURED_ATTR])
     return data
 
@@ -280,6 +290,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         feasible=data["feasible"],
         repeats=repeats,
         script_side_changes=data.get("side_changes", ()),
+        unreproducible=data.get("unreproducible", ()),
     )
 
 

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
 from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
@@ -43,6 +43,8 @@ ENDLESS_SAMPLES = 10**15
 BUSY_TRIES = 3
 # Micro-gradients of a step that the noise probe takes at least.
 NOISE_MICROS = 4
+# So many trials of a precision end with a dtype mismatch, and none otherwise, before it is no longer proposed.
+MISMATCHES = 2
 # Where the rounds of re-measurement differ by more than this (standard deviation of the log ratios), more rounds follow.
 WANTED_SPREAD = 0.03
 
@@ -139,6 +141,10 @@ class Runner:
                 self._trial(role="search")
         while self._n_told() < self.spec.trials and not self._out_of_time():
             self._stop_if_hopeless()
+            sampler = self._without_unsafe(sampler)
+            again = self._owed()
+            if again is not None:
+                sampler.force(again)
             if not self._trial(role="search"):
                 self.observer.say("every candidate that can run here has been measured")
                 break
@@ -207,7 +213,7 @@ class Runner:
             self.study.sampler = sampler
             asked = self._ask("baseline")
             self._drawn(asked, self.plan.baseline)
-            self._tell(asked, self.plan.baseline, "baseline", result)
+            self._tell(asked, self.plan.baseline, "baseline", self._judged(self.plan.baseline, result))
 
     def _measure_noise(self) -> None:
         """Measures the gradient noise scale once, where an objective or the rule for the learning rate needs it."""
@@ -252,6 +258,7 @@ class Runner:
             reference=self.reference,
             workload=plan.workload,
             learning_rate=self.learning_rate,
+            invocation=plan.spec.how() if plan.workload.script else None,
         )
 
     def _sampler(self) -> LegalSampler:
@@ -335,8 +342,57 @@ class Runner:
                     self._tell(asked, candidate, role, TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
             raise
         with undisturbed():
-            self._tell(asked, candidate, role, result)
+            self._tell(asked, candidate, role, self._judged(candidate, result))
         return True
+
+    def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
+        """The result; where 16-bit weights met another type, with what becomes of that."""
+        if not trial.is_dtype_mismatch(result):
+            return result
+        found = self._under_autocast(candidate)
+        what = found if isinstance(found, str) else f"the same is tried under {found.precision}"
+        return replace(result, reason=f"{result.reason}; {what}")
+
+    def _owed(self) -> Candidate | None:
+        """What is still to be tried under autocast, since its 16-bit weights met another type; each at most once."""
+        for told in self._told():
+            if _met_mismatch(told) and isinstance(found := self._under_autocast(store.told_candidate(told)), Candidate):
+                return found
+        return None
+
+    def _under_autocast(self, candidate: Candidate) -> Candidate | str:
+        """The same configuration with fp32 weights and 16-bit arithmetic, or why it is not tried."""
+        plan, wanted = self.plan, AUTOCAST[candidate.precision]
+        if "precision" not in plan.space or not plan.space["precision"].contains(wanted):
+            wanted = "torch_autocast"
+        if "precision" not in plan.space or not plan.space["precision"].contains(wanted):
+            return (
+                f"{wanted} computes in 16 bits over fp32 weights and would take it: add it to `precision` in the study's space,"
+                " or have the model use one type"
+            )
+        other = plan.space.candidate({**plan.space.values_of(candidate), "precision": wanted}, plan.baseline)
+        reason = other.illegal(plan.setting)
+        if reason is not None:
+            return f"the same under {wanted} cannot run here: {reason}"
+        if other.key in {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}:
+            return f"the same under {wanted} was measured already"
+        return other
+
+    def _without_unsafe(self, sampler: LegalSampler) -> LegalSampler:
+        """The sampler; another one where trials have shown that the model cannot train in a precision."""
+        ends: dict[str, list[bool]] = {}
+        for told in self._told():
+            ends.setdefault(store.told_candidate(told).precision, []).append(_met_mismatch(told))
+        unsafe = tuple(name for name, mismatches in ends.items() if all(mismatches) and len(mismatches) >= MISMATCHES)
+        if unsafe == self.plan.setting.unsafe_precisions:
+            return sampler
+        self.observer.say(
+            f"{' and '.join(unsafe)} is no longer proposed: the model mixes types of numbers, {MISMATCHES} trials ended at that"
+        )
+        self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=unsafe))
+        assert self.study is not None
+        self.study.sampler = sampler = self._sampler()
+        return sampler
 
     def _tell(self, asked: Trial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
         assert self.study is not None
@@ -360,7 +416,7 @@ class Runner:
             self._progress(asked.number, role, candidate, result, score.metrics)
 
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        batch = candidate.global_batch_size(self.plan.world_size)
+        batch = candidate.global_batch_size(self.plan.data_parallel)
         ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
@@ -433,7 +489,7 @@ class Runner:
         """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
         measured = self.measured()
         baseline = _baseline(measured)
-        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
+        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.data_parallel)
         if not found:
             return
         turn = [*found, *([baseline] if baseline else [])]
@@ -509,6 +565,12 @@ class Runner:
         )  # fmt: skip
 
 
+def _met_mismatch(told: FrozenTrial) -> bool:
+    data = store.told_data(told)
+    values = store.told_candidate(told).values()
+    return trial.is_dtype_mismatch(TrialResult(outcome=Outcome(data["outcome"]), reason=data["reason"], candidate=values))
+
+
 def _baseline(measured: list[Measured]) -> Measured | None:
     return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
 
@@ -531,6 +593,7 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "censored": list(score.censored), "feasible": score.feasible, "caveats": result.caveats,
         "phase_times_s": result.phase_times_s,
         "side_changes": result.side_changes,
+        "unreproducible": result.unreproducible,
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from autotune import stats
-from autotune.candidate import Candidate, DsConfig, Scalar
+from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
 from autotune.stats import StepStats
 
@@ -75,6 +75,14 @@ def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None)
     return max(1, n_cores // world_size)
 
 
+# What the user can do where the tuner finds no way.
+REMEDY = {
+    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    f" (`--set NAME={{{name}}}`)"
+    for name in ("micro_batch_size", "gradient_accumulation_steps")
+}
+
+
 def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
     """The names to which a script's text assigns a value at its top level, as `--set` may replace it, and where."""
     for node in body:
@@ -90,24 +98,30 @@ class Script:
     """How a training script is run.
 
     Attributes:
-        arguments: Its command line, templates filled in.
+        arguments: Its command line, templates filled in, but for `{ds_config}` (this trial's file) and `{local_rank}`.
         working_dir: Folder that it runs in.
+        module: Its name, where it is started as `python -m NAME`.
+        environment: Variables that it is given, with the same templates.
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
         precision: The same.
         checkpoint_every: The same, as far as it recomputes activations itself.
-        carried: The candidate fields that the user's own templates carry, so that nothing else is to.
+        carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
+        side_changes: What they carry, in words, where it is not what the untouched script does.
     """
 
     arguments: tuple[str, ...] = ()
     working_dir: str = "."
+    module: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
     precision: str = ""
     checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
+    side_changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +140,8 @@ class Probed:
         configured_accumulation: The engine's own number of micro-batches; None if it was not read.
         model_parallel_size: Ranks that train one copy of the model together; the others have data of their own.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
+        flags: The flag that carries a candidate field (or `ds_config`), by all its names.
+        config_source: Where the configuration comes from: the path of a file, or empty for a dict in the code.
     """
 
     ds_config: DsConfig
@@ -139,6 +155,8 @@ class Probed:
     configured_accumulation: int | None = None
     model_parallel_size: int = 1
     pipeline_stages: int = 0
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    config_source: str = ""
 
     def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
         """A candidate's DeepSpeed configuration as this script needs it."""
@@ -306,6 +324,8 @@ class RankReport:
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
         noise: Gradient sizes, where the request asks for them.
+        unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
+        flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
 
     rank: int
@@ -326,6 +346,8 @@ class RankReport:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +399,8 @@ class TrialResult:
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
         noise: Gradient sizes, where the request asks for them.
+        unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
+        flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
 
     outcome: Outcome
@@ -402,6 +426,8 @@ class TrialResult:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class TrialDir:
@@ -498,6 +524,26 @@ ECHOES = (
 )
 
 
+# What torch says where 16-bit weights meet numbers of another type, or an operation that has no 16-bit version.
+DTYPE_MISMATCHES = (
+    "expected scalar type",
+    "expected both tensors to have",
+    "same dtype",
+    "same data type",
+    "and bias type",
+    "and weight type",
+    "not implemented for 'bfloat16'",
+    "not implemented for 'half'",
+    "low precision dtypes not supported",
+)
+
+
+def is_dtype_mismatch(result: TrialResult) -> bool:
+    """Whether a trial with 16-bit weights ended because something in the model is of another type."""
+    mixed = any(words in result.reason.lower() for words in DTYPE_MISMATCHES)
+    return mixed and result.outcome is Outcome.CRASHED and result.candidate.get("precision") in AUTOCAST
+
+
 def phases(trial_dir: TrialDir) -> dict[int, str]:
     """The last phase that each rank entered, from the event stream: a killed rank leaves no report."""
     last: dict[int, str] = {}
@@ -540,6 +586,8 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         memory_by_phase_bytes=by_phase,
         caveats=sorted({caveat for report in found.values() for caveat in report.caveats}),
         side_changes=sorted({change for report in found.values() for change in report.side_changes}),
+        unreproducible=sorted({change for report in found.values() for change in report.unreproducible}),
+        flags={name: names for report in found.values() for name, names in report.flags.items()},
     )
     lead = found.get(0)
     if lead is None or lead.observed is None:

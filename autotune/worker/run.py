@@ -106,6 +106,8 @@ class _Draft:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Recorder:

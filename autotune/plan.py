@@ -30,11 +30,25 @@ from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec, Target, inspect_target
-from autotune.trial import REMEDY, Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
+from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8
 DEFAULT_LEARNING_RATE = 1e-3
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
+# What the user can do where the tuner finds no way.
+REMEDY = {
+    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    f" (`--set NAME={{{name}}}`)"
+    for name in SCRIPT_BATCH
+}
+# The same for what a trial asked for and did not see, by the first word of its reason.
+UNSEEN_REMEDIES = {
+    **REMEDY,
+    "global batch": REMEDY["micro_batch_size"],
+    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
+    " command line), or leave `checkpointing` out of the space",
+}
 # What a template stands for in the untouched script.
 UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
 
@@ -66,6 +80,13 @@ class Plan:
     full_space: SearchSpace
     setting: Setting
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
+        environment = self.workload.environment
+        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else self.world_size)
+        return self.spec.device_memory_bytes or share or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The complete DeepSpeed configuration of a candidate of this study."""
@@ -122,10 +143,17 @@ class Plan:
             "args": list(how.arguments),
             "set": self.spec.script_set,
             "working_dir": how.working_dir,
-            **({"command": self.spec.command, "environment": how.environment} if self.spec.command else {}),
+            # Not its variables: a launcher may draw a port or name a folder for the day.
+            **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
+
+
+def remedy(reason: str) -> str:
+    """What the user can do about something that a trial of a script asked for and did not see; empty where nothing is known."""
+    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
+    return "" if not found or found in reason else f". {found}"
 
 
 def studies_folder(spec_path: Path) -> Path:
@@ -304,10 +332,8 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
     both = run(SCRIPT_BATCH, path.name)
     results = {name: both if both.observed is not None else run([name], f"{path.name}-{name}") for name in SCRIPT_BATCH}
     movable, changes, caveats = [], list[str](), list(workload.caveats)
-    flags = dict(probed.flags)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
-        flags |= result.flags
         word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
         if seen is None:
             caveats.append(f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}")
@@ -315,8 +341,9 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
             movable.append(name)
         else:
             caveats.append(f"the {word} stays {was}: nothing that the tuner can reach moves it. {REMEDY[name]}")
+    flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
-    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=flags)
+    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
     return replace(workload, script=probed, caveats=caveats)
 
 

@@ -30,6 +30,7 @@ DEFAULT_OBJECTIVES = ("latency", "throughput", "convergence", "memory")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # Where a flag is not just the key with dashes.
 FLAGS = {
+    "memory_filter": "--filter",
     "name": "--study",
     "script_set": "--set",
     "objectives": "--objective",
@@ -58,9 +59,18 @@ def _read_global_batch(given: Any) -> Any:
     return tuple(value) if whole else value
 
 
+def _read_share(given: Any) -> Any:
+    text = given.strip() if isinstance(given, str) else ""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1) if text else given
+    except ValueError:
+        raise ValueError(f"{given!r} is not a share such as 0.01 or 1%") from None
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -87,6 +97,10 @@ class StudySpec(BaseModel):
             highest). By default kept if `base_config` sets a batch, else free.
         device_memory_bytes: Stated memory limit of a device; None for what it has.
         sampler: What proposes the next candidate; see `autotune ls samplers`.
+        memory_filter: Candidates that surely do not fit the device memory are not run.
+        stop_below: The study ends when no candidate is expected to improve any objective by this share; 0 for never. Only
+            `physics` knows.
+        stop_trials: A trial ends as soon as it is seen to be worse than a measured one on every objective.
         storage: Optuna storage URL; None for SQLite in `studies/autotune.db`.
         learning_rate_rule: How the learning rate follows the global batch: `linear`, `sqrt`, `adascale`, `surge`, `none`, or
             `auto`: linear for SGD, sqrt for others. A script keeps its own.
@@ -117,7 +131,10 @@ class StudySpec(BaseModel):
     base_config: DsConfig | None = None
     global_batch: Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)] = "free"
     device_memory_bytes: Bytes | None = None
-    sampler: str = "tpe"
+    sampler: str = "physics"
+    memory_filter: bool = True
+    stop_below: Share = 0.01
+    stop_trials: bool = True
     storage: str | None = None
     learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
     seed: Natural = 0

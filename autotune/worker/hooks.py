@@ -32,7 +32,7 @@ from autotune.trial import Probed, TrialRequest, Workload
 from autotune.worker import contract, frameworks, observe, pipeline, script
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
-from autotune.worker.meter import Meter, NotApplied
+from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
 from autotune.worker.traces import Traces
 
@@ -97,6 +97,7 @@ class Hooks:
         self.batch_factor = 1
         self.casts_inputs = True
         self._script_recomputes = True
+        self._unrecomputed = ""  # where recomputation was asked for and not carried out
         self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._skipped = 0
         self._losses: list[torch.Tensor] = []
@@ -231,6 +232,12 @@ class Hooks:
     def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._script_recomputes:
             return original(function, *args, **kwargs)
+        if not self._unrecomputed:
+            self._unrecomputed = users_caller() or "a library"
+            if self._unrecomputed == "a library":
+                self.changed(
+                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.", reproducible=False
+                )
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -388,9 +395,6 @@ class Hooks:
         overflowed, self._skipped = meter.engine.skipped_steps > self._skipped, meter.engine.skipped_steps
         try:
             self._boundary(meter, overflowed=overflowed)
-        except NotApplied as error:
-            remedy = trial.REMEDY.get(str(error).partition(":")[0], "")
-            self.abort(NotApplied(f"{error}. {remedy}" if remedy else str(error)))
         except BaseException as error:  # the script must not catch it
             self.abort(error)
 
@@ -450,11 +454,11 @@ class Hooks:
                 family=self.family or "raw DeepSpeed",
                 checkpoint_every=self._watch.every,
                 plain_backward=self.plain_backward,
+                flags=self.report.flags,
+                config_source=self.config_source,
                 configured_accumulation=meter.engine.gradient_accumulation_steps(),
                 model_parallel_size=self.request.world_size // meter.data_parallel,
                 pipeline_stages=getattr(meter.engine, "num_stages", 0),
-                flags=self.report.flags,
-                config_source=self.config_source,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]

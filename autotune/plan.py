@@ -106,7 +106,12 @@ class Plan:
             rule = "none"
         elif rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
-        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.world_size), noise_samples=noise_samples)
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
@@ -309,11 +314,10 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
     """
     assert workload.script is not None
     probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    # The global batch stays where that is possible: a script may check it, and its data suffices for that one.
-    wanted = {
-        "micro_batch_size": micro // 2 if micro > 1 else 2,
-        "gradient_accumulation_steps": steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2,
-    }
+    # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
+    keeps = spec.global_batch == "keep"
+    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
+    wanted = {"micro_batch_size": micro // 2 if micro > 1 else 2, "gradient_accumulation_steps": halves if keeps else steps + 1}
 
     def run(names: Iterable[str], folder: str) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})

@@ -450,7 +450,7 @@ class Runner:
             self._progress(asked.number, role, candidate, result, score.metrics)
 
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        batch = candidate.global_batch_size(self.plan.world_size)
+        batch = candidate.global_batch_size(self.plan.data_parallel)
         ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
@@ -530,7 +530,7 @@ class Runner:
         """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
         measured = self.measured()
         baseline = _baseline(measured)
-        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
+        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.data_parallel)
         if not found:
             return
         while True:

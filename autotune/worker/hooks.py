@@ -60,7 +60,9 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
         script.execute(Path(request.target), hooks.script)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise ScriptError(f"the script exited with status {end.code}") from None
+            hooks.abort(ScriptError(f"the script exited with status {end.code}"))
+    except BaseException as error:
+        hooks.abort(error)
     hooks.script_ended()
 
 
@@ -269,17 +271,20 @@ class Hooks:
                 self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
+                _remember(bound.arguments["self"], wanted)
                 self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         original(*bound.args, **bound.kwargs)
 
     def _count_draws(self) -> None:
         """Counts the samples of each batch where a loader draws their indices: a leading dimension can be something else."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+        from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
         def next_index(original: Callable[..., Any], iterator: Any) -> Any:
             index = original(iterator)
             queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
-            queue.append(len(index) if hasattr(index, "__len__") else None)
+            # What is drawn from a stream is what is asked for; its end has less.
+            known = hasattr(index, "__len__") and iterator._dataset_kind != _DatasetKind.Iterable
+            queue.append(len(index) if known else None)
             return index
 
         def next_batch(original: Callable[..., Any], iterator: Any) -> Any:
@@ -291,6 +296,11 @@ class Hooks:
                 queue.popleft()
             return batch
 
+        def reset(original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            iterator.__dict__.pop("_autotune_draws", None)  # of an epoch that was left early
+            return original(iterator, *args, **kwargs)
+
+        patch(_BaseDataLoaderIter, "_reset", reset)
         patch(_BaseDataLoaderIter, "_next_index", next_index)
         patch(_BaseDataLoaderIter, "__next__", next_batch)
 
@@ -467,6 +477,7 @@ class Hooks:
 
     def abort(self, error: BaseException) -> NoReturn:
         """Reports an error and ends the process, so that the script cannot catch it."""
+        self._traces.close()
         rank_run.abort(self.recorder, error)
 
     def changed(self, text: str, *, reproducible: bool = True) -> None:
@@ -496,12 +507,25 @@ class Hooks:
             self.report.caveats.append(caveat)
 
 
+def _remember(loader: Any, batch_size: int) -> None:
+    """Lightning makes a loader anew for its own sampler, from the arguments that it noted."""
+    noted, names = getattr(loader, "__pl_saved_kwargs", None), getattr(loader, "__pl_saved_arg_names", ())
+    if noted is None:
+        return
+    if "batch_size" in noted or "batch_size" not in names[: len(loader.__pl_saved_args)]:
+        object.__setattr__(loader, "__pl_saved_kwargs", {**noted, "batch_size": batch_size})
+    else:
+        given = list(loader.__pl_saved_args)
+        given[names.index("batch_size")] = batch_size
+        object.__setattr__(loader, "__pl_saved_args", tuple(given))
+
+
 def users_caller() -> str | None:
     """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if not f"{module}.".startswith(("torch.", "autotune.", "functools.", "contextlib.")):
+        if not f"{module}.".startswith(_TRANSPARENT):
             path = os.path.abspath(frame.f_code.co_filename)
             installed = any(path.startswith(folder) for folder in _INSTALLED)
             return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
@@ -509,6 +533,8 @@ def users_caller() -> str | None:
     return None
 
 
+# Modules that only pass a call on: ours, and where Lightning notes the arguments of loaders.
+_TRANSPARENT = ("torch.", "autotune.", "functools.", "contextlib.", "lightning.fabric.utilities.data.", "lightning_fabric.utilities.data.")
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -13,6 +13,7 @@ import yaml
 from autotune.candidate import Candidate, check_config, from_deepspeed
 from autotune.convergence import LearningRate
 from autotune.report.export import FORMATS, ExportError, deepspeed_config, export, learning_rate_changes, notes, script_side_changes
+from autotune.trial import ACCELERATE, TRAINER
 
 BASE = {
     "train_batch_size": "auto",
@@ -263,3 +264,16 @@ def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice
     assert any("data loader" in text for text in script_side_changes(after, before, "Block"))
     told = script_side_changes(after, before, "Block", is_script=True)
     assert told == []
+
+
+def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
+    before = Candidate.of({"micro_batch_size": 8, "zero_stage": 1})
+    after = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "precision": "bf16", "checkpoint_every": 1})
+    assert script_side_changes(after, before, "Block", is_script=True, family=TRAINER) == [
+        "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
+    ]
+    raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
+    assert "Saving: " in raw and "x.to(torch.bfloat16)" in raw and "checkpoint(block, x" in raw
+    assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
+    off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
+    assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

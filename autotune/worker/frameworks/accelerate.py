@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autotune.candidate import DsConfig
+from autotune.trial import ACCELERATE, TRAINER
 from autotune.worker.patching import after_import, patch
 
 if TYPE_CHECKING:
     from autotune.worker.hooks import Hooks
 
-TRAINER = "transformers' Trainer"
 # DeepSpeed as a script that does not use it would get it: nothing sharded, everything else from the script.
 NO_DEEPSPEED: DsConfig = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -105,7 +105,7 @@ class _Adapter:
         if self.hooks.family == TRAINER:  # which has seen to everything, and counts the micro-batches itself
             original(accelerator, *args, **kwargs)
             return
-        self.hooks.family = "Accelerate"
+        self.hooks.family = ACCELERATE
         names = ("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given["log_with"] = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autotune.trial import TRAINER
 from autotune.worker.frameworks import accelerate
 from autotune.worker.patching import after_import, patch, patch_everywhere
 
@@ -132,7 +133,7 @@ class _Adapter:
 
     def on_trainer(self, module: ModuleType) -> None:
         def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            self.hooks.family = accelerate.TRAINER
+            self.hooks.family = TRAINER
             self.hooks.casts_inputs = False  # it does so itself, and `num_items_in_batch` has to stay exact
             original(*args, **kwargs)
 

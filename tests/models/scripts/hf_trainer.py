@@ -42,7 +42,8 @@ def main():
     result = trainer.train()
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)
-    trainer.push_to_hub()
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
 
 
 if __name__ == "__main__":

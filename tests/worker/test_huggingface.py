@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from bench import SCRIPTS, Bench, losses_without_hooks
 
+from autotune import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.report import export
 from autotune.spec import inspect_target
@@ -131,6 +132,18 @@ def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_pa
 def test_what_has_to_be_changed_beside_the_json_is_told(bench, script):
     changes = str(bench.applied(script("trainer with a configuration"), precision="fp32", micro_batch_size=2).side_changes)
     assert "`--per_device_train_batch_size 2` instead of 4" in changes and "leave out `--bf16`" in changes and "--deepspeed" not in changes
+
+
+def test_weights_loaded_in_16_bits_are_the_baselines_and_are_widened_where_a_candidate_needs_it(bench):
+    found = bench.plan("hf_trainer.py", "--half", "--resume_from_checkpoint", "nowhere")
+    assert found.baseline.precision == "bf16" and any("without an fp32 copy" in note for note in found.notes)
+    assert "add `--bf16`" in str(bench.applied(found).side_changes)
+    assert "load its weights in 32 bits" in str(bench.applied(found, precision="torch_autocast").side_changes)
+
+
+def test_fsdp_is_refused_in_one_sentence(bench):
+    with pytest.raises(UserError, match="the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP"):
+        bench.plan("hf_trainer.py", "--fsdp", "full_shard")
 
 
 def test_saving_and_uploading_are_not_carried_out(bench, home):

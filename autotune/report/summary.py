@@ -85,13 +85,18 @@ def _threads(kept: StudyRecord) -> int | None:
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     baseline = Candidate.from_key(kept.baseline)
     point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
+    script = kept.workload.script
     return replace(
         measured,
         ds_config=deepspeed_config(point, kept.base_config),
         script_side_changes=[
             *measured.script_side_changes,
             *script_side_changes(
-                _as_seen_outside(measured.candidate, kept), baseline, kept.workload.block_class, is_script=kept.workload.script is not None
+                _as_seen_outside(measured.candidate, kept),
+                baseline,
+                kept.workload.block_class,
+                is_script=script is not None,
+                family=script.family if script else "",
             ),
             *learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json="optimizer" in measured.ds_config),
         ],

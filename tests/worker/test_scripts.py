@@ -193,6 +193,14 @@ def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision
     assert any("cast" in change for change in measure(found, precision="bf16").side_changes)
 
 
+def test_a_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(planned, measure):
+    found = planned("recomputes.py")
+    assert found.baseline.checkpoint_every == 1
+    for every, blocks in ((1, 4), (2, 2), (0, 0)):
+        result = measure(found, checkpoint_every=every)
+        assert result.outcome is Outcome.COMPLETE and result.observed.checkpointed_blocks == blocks
+
+
 def test_what_does_not_move_is_frozen_with_the_remedy(planned):
     found = planned("hand_made.py")
     assert set(found.space["micro_batch_size"].all_values()) == {8}

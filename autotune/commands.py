@@ -300,6 +300,31 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
         print(f"note: {line}", file=sys.stderr)
 
 
+def report(
+    study: str, storage: str | None, output: Path | None, png: Path | None, *, open_it: bool, single_file: bool, as_json: bool
+) -> None:
+    """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
+    from autotune.report import takeaway
+
+    folder, url = _locate(study, storage)
+    found = summary.load(study, url, folder)
+    if as_json:
+        print(json.dumps(takeaway.as_data(found), indent=1))
+        return
+    written = takeaway.write(found, output or folder, single_file=single_file)
+    for path in written:
+        print(f"wrote {shown(path)}")
+    if png is not None:
+        print("drawing the plots; takes some seconds", file=sys.stderr)
+        for path in takeaway.draw(written[0], png):
+            print(f"wrote {shown(path)}")
+    if open_it:
+        import webbrowser
+
+        if not webbrowser.open(written[0].absolute().as_uri()):
+            print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
+
+
 def dashboard(storage: str | None, host: str, port: int) -> None:
     """`autotune dashboard`: serves until Ctrl-C."""
     from autotune.report import dashboard as server

@@ -57,6 +57,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "target": kept.target,
             "ranks": kept.world_size,
             "objectives": [o.metric for o in kept.objectives],
+            "weights": {o.metric: o.weight for o in kept.objectives},
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,

@@ -206,6 +206,19 @@ def report(
 
 
 @app.command()
+def diagnose(
+    study: StudyName,
+    trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a trial of STUDY is bound by, and which knob follows from it."""
+    from autotune import commands
+
+    commands.diagnose(study, trial, storage, as_json=as_json)
+
+
+@app.command()
 def dashboard(
     storage: Storage = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, trial
+from autotune import UserError, profiles, trial
 from autotune.candidate import (
     SIDE_EFFECT_KEYS,
     Candidate,
@@ -152,34 +152,15 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
     target = inspect_target(spec.target)
-    workload = _inspect(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
+    workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
     environment = workload.environment
     world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
     if target.kind == "script" and world_size > 1 and not spec.ranks:
-        workload = _inspect(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
+        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
     if environment.accelerator == "cuda" and world_size > environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
-    base_config = _completed(spec, target, workload)
-    setting = Setting(
-        accelerator=environment.accelerator,
-        deepspeed_version=environment.versions["deepspeed"],
-        world_size=world_size,
-        ranks_per_node=world_size,
-        bf16=environment.bf16,
-        fp16=environment.fp16,
-        n_blocks=workload.n_blocks,
-        n_samples=workload.n_samples,
-        global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
-        client_optimizer=workload.client_optimizer and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
-        plain_backward=workload.script is not None and workload.script.plain_backward,
-        base=inherited_settings(base_config),
-    )
-    check_retired(base_config, setting.deepspeed_version, "base config")
-    baseline = _baseline(spec, base_config, workload, world_size)
-    reason = baseline.illegal(_without_batch_bounds(setting))
-    if reason is not None:
-        raise UserError(f"the baseline cannot run here: {reason}")
+    base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
     if target.kind == "script":
         workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
@@ -201,7 +182,50 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     )  # fmt: skip
 
 
-def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
+def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int) -> tuple[DsConfig, Candidate, Setting]:
+    """The complete configuration of a study's baseline, the baseline, and what legality depends on.
+
+    Raises:
+        UserError: The baseline cannot run here.
+    """
+    environment = workload.environment
+    base_config = _completed(spec, target, workload)
+    setting = Setting(
+        accelerator=environment.accelerator,
+        deepspeed_version=environment.versions["deepspeed"],
+        world_size=world_size,
+        ranks_per_node=world_size,
+        bf16=environment.bf16,
+        fp16=environment.fp16,
+        n_blocks=workload.n_blocks,
+        n_samples=workload.n_samples,
+        global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
+        client_optimizer=workload.client_optimizer and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
+        plain_backward=workload.script is not None and workload.script.plain_backward,
+        base=inherited_settings(base_config),
+    )
+    check_retired(base_config, setting.deepspeed_version, "base config")
+    baseline = _baseline(spec, base_config, workload, world_size)
+    reason = baseline.illegal(_without_batch_bounds(setting))
+    if reason is not None:
+        raise UserError(f"the baseline cannot run here: {reason}")
+    return base_config, baseline, setting
+
+
+def profiled(found: Plan, executor: LocalExecutor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
+    """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
+    spec = found.spec
+    trials = folder / "trials"
+    workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait)
+    return replace(found, workload=workload, notes=[*found.notes, *notes])
+
+
+def inspect_workload(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
+    """Loads a `model.py`, or runs a script untouched for a few steps, and says what it is.
+
+    Raises:
+        UserError: It cannot be, and why.
+    """
     is_script = inspect_target(spec.target).kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from autotune import stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
+from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
@@ -149,6 +150,8 @@ class Workload:
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
+        profile: What memory and time follow from; None where it was not profiled.
+        machine: What the machine does in a second, so many ranks at once; None where that was not measured.
     """
 
     n_parameters: int
@@ -163,6 +166,8 @@ class Workload:
     optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
+    profile: Profile | None = None
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +401,6 @@ class TrialDir:
         self.workload = path / "workload.json"
         self.profile = path / "profile.json"
         self.machine = path / "machine.json"
-        self.forecast = path / "forecast.json"
         self.events = path / "events.jsonl"
 
     def report(self, rank: int) -> Path:

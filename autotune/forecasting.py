@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from autotune import UserError, profiles
-from autotune.candidate import Candidate, Scalar
+from autotune.candidate import Candidate, DsConfig, Scalar, Setting
 from autotune.plan import executor_for, grounds, inspect_workload, studies_folder
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
 from autotune.predict.profile import Machine, Profile
@@ -172,36 +172,71 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path) -> A
         settings: Knobs that differ from the baseline's.
         studies: Where the studies lie, whose trials correct the forecast.
     """
+    Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
+    found = foresee_workload(spec)
+    candidate = Candidate.of({**found.baseline.values(), **settings})
+    if (reason := candidate.illegal(replace(found.setting, global_batch=None))) is not None:
+        raise UserError(f"this cannot run here: {reason}")
+    predictor = Predictor(found.profile, found.machine, settings_of(found.base_config))
+    measured = measured_in(studies / spec.name, spec.target, found.world_size)
+    for other, metrics in measured.items():
+        predictor.learn(other, peak_memory_bytes=metrics["peak_memory_bytes"], step_time_s=metrics["step_time_s"])
+    limit = float(spec.device_memory_bytes or found.share_bytes)
+    said = predictor.memory(candidate)
+    return Answer(
+        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate), limit_bytes=limit,
+        fits=probability_below(said, limit), largest_micro_batch_size=_largest(predictor, candidate, limit),
+        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None, measured=measured.get(candidate, {}),
+        study=spec.name, notes=found.notes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What forecasts for a target rest on.
+
+    Attributes:
+        profile: The workload.
+        machine: What it runs on, with as many ranks as were asked for.
+        world_size: Ranks.
+        base_config: What candidates are laid over.
+        baseline: The user's own configuration.
+        setting: What legality depends on.
+        share_bytes: Memory of a rank's device; on a CPU its share of the machine's.
+        notes: What the user should know.
+    """
+
+    profile: Profile
+    machine: Machine
+    world_size: int
+    base_config: DsConfig
+    baseline: Candidate
+    setting: Setting
+    share_bytes: float
+    notes: list[str]
+
+
+def foresee_workload(spec: StudySpec) -> Foreseen:
+    """What is known of a target and this machine; found out in the ranks where the cache does not know it.
+
+    Raises:
+        UserError: The target cannot be profiled, and why.
+    """
     target = inspect_target(spec.target)
     if target.kind != "model":
         raise UserError(f"{spec.target}: only a model.py can be profiled so far; `autotune run` tunes a script by measuring it")
-    Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
     workload, notes = _known(spec, target)
-    environment = workload.environment
-    world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
+    environment, world_size = workload.environment, _world_size(spec, workload)
     local = _local_ranks(workload, world_size)
-    # How many samples there are does not matter to what one step needs.
     base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
-    candidate = Candidate.of({**baseline.values(), **settings})
-    if (reason := candidate.illegal(replace(setting, global_batch=None))) is not None:
-        raise UserError(f"this cannot run here: {reason}")
-    profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
     machine = workload.machine or Machine.guess(environment.accelerator, local, environment.n_cores)
     if local != world_size:
         machine = replace(machine, world_size=world_size)
-        notes.append(f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ")
-    predictor = Predictor(profile, machine, settings_of(base_config))
-    found = measured_in(studies / spec.name, spec.target, world_size)
-    for other, metrics in found.items():
-        predictor.learn(other, peak_memory_bytes=metrics["peak_memory_bytes"], step_time_s=metrics["step_time_s"])
-    share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else local)
-    limit = float(spec.device_memory_bytes or share)
-    said = predictor.memory(candidate)
-    return Answer(
-        candidate=candidate, world_size=world_size, memory=said, step_time=predictor.step_time(candidate), limit_bytes=limit,
-        fits=probability_below(said, limit), largest_micro_batch_size=_largest(predictor, candidate, limit),
-        tokens_per_sample=profile.sequence if profile.sequence > 1 else None, measured=found.get(candidate, {}), study=spec.name,
-        notes=notes,
+        notes = [*notes, f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ"]
+    return Foreseen(
+        profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
+        machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
+        share_bytes=environment.device_memory_bytes / (1 if _cuda(workload) else local), notes=notes,
     )  # fmt: skip
 
 
@@ -250,9 +285,7 @@ def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
     key = profiles.workload_key(target.path)
     workload = profiles.kept(Workload, key)
     if workload is not None:
-        world_size = _local_ranks(workload, spec.ranks or (workload.environment.n_devices if _cuda(workload) else 1))
-        base_config, _, _ = grounds(spec, target, replace(workload, n_samples=None), spec.ranks or world_size)
-        found = profiles.known(workload, target.path, base_config, world_size)
+        found = profiles.known(workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload))
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
     print(f"profiling {target.path.name}, once", file=sys.stderr)
@@ -260,11 +293,23 @@ def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
     with executor_for(spec, folder) as executor:
         workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1)
         profiles.keep(workload, key)
-        world_size = _local_ranks(workload, spec.ranks or (workload.environment.n_devices if _cuda(workload) else 1))
-        base_config, _, _ = grounds(spec, target, replace(workload, n_samples=None), spec.ranks or world_size)
-        found, notes = profiles.find_out(workload, target.path, base_config, world_size, executor, folder / "trials")
+        base_config, ranks = _base_config(spec, target, workload), _ranks_here(spec, workload)
+        found, notes = profiles.find_out(workload, target.path, base_config, ranks, executor, folder / "trials")
     shutil.rmtree(folder, ignore_errors=True)
     return found, notes
+
+
+def _base_config(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
+    # How many samples there are does not matter to what one step needs.
+    return grounds(spec, target, replace(workload, n_samples=None), _world_size(spec, workload))[0]
+
+
+def _world_size(spec: StudySpec, workload: Workload) -> int:
+    return spec.ranks or (workload.environment.n_devices if _cuda(workload) else 1)
+
+
+def _ranks_here(spec: StudySpec, workload: Workload) -> int:
+    return _local_ranks(workload, _world_size(spec, workload))
 
 
 def _local_ranks(workload: Workload, world_size: int) -> int:

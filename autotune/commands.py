@@ -21,7 +21,7 @@ from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
 from autotune.executors import base
 from autotune.invocation import check_templates
-from autotune.plan import Plan, executor_for, plan, shown, studies_folder
+from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
@@ -57,6 +57,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
             with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
+                view.doing("profiling the model and the machine, once")
+                found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
                 runner = Runner(found, executor, folder, url, view)

@@ -23,6 +23,7 @@ from autotune.report.export import (
     notes,
     script_side_changes,
 )
+from autotune.trial import ACCELERATE, TRAINER
 
 BASE = {
     "train_batch_size": "auto",
@@ -380,3 +381,16 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
 def test_a_model_has_no_command():
     with pytest.raises(ExportError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)
+
+
+def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
+    before = Candidate.of({"micro_batch_size": 8, "zero_stage": 1})
+    after = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "precision": "bf16", "checkpoint_every": 1})
+    assert script_side_changes(after, before, "Block", is_script=True, family=TRAINER) == [
+        "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
+    ]
+    raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
+    assert "Saving: " in raw and "checkpoint(block, x" in raw
+    assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
+    off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
+    assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

@@ -17,6 +17,8 @@ DsConfig: TypeAlias = dict[str, Any]
 PRECISIONS = ("fp32", "bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 DTYPES = ("bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
+# The precision that computes in the same 16 bits and mixes types where an operation needs it.
+AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
 # Name of the trial attribute that holds `Candidate.key`.
 CANDIDATE_ATTR = "candidate"
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
@@ -469,6 +471,7 @@ class Setting:
         client_optimizer: The workload makes its own optimizer instead of the DeepSpeed JSON.
         plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
         base: Settings of the user's own configuration that candidates inherit and rules look at; see `inherited_settings`.
+        unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
     """
 
     accelerator: str = "cpu"
@@ -484,6 +487,7 @@ class Setting:
     client_optimizer: bool = False
     plain_backward: bool = False
     base: tuple[tuple[str, Scalar], ...] = ()
+    unsafe_precisions: tuple[str, ...] = ()
 
 
 INHERITED_PATHS = (
@@ -540,6 +544,10 @@ RULES: tuple[Rule, ...] = (
         "torch_autocast_fp16: this device has no fp16 arithmetic; use torch_autocast",
     ),
     Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16, "{precision}: this device does not compute in bfloat16"),
+    Rule(
+        lambda c, k, s: c.precision in s.unsafe_precisions,
+        "{precision}: the model mixes types of numbers, which trials ended at; torch_autocast computes in 16 bits over fp32 weights",
+    ),
     Rule(
         lambda c, k, s: c.checkpoint_every > 0 and s.n_blocks == 0,
         "checkpoint_every: the model has no repeated block to checkpoint; name them in `blocks`",

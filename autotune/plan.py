@@ -27,6 +27,7 @@ from autotune.candidate import (
 from autotune.convergence import LearningRate, default_rule
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
+from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec, Target, inspect_target
 from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
@@ -36,9 +37,20 @@ DEFAULT_LEARNING_RATE = 1e-3
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
 # What the user can do where the tuner finds no way.
 REMEDY = {
-    name: f"To tune it, say what carries it: a flag (-- --flag {{{name}}}) or a constant of the script (--set NAME={{{name}}})"
+    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
 }
+# The same for what a trial asked for and did not see, by the first word of its reason.
+UNSEEN_REMEDIES = {
+    **REMEDY,
+    "global batch": REMEDY["micro_batch_size"],
+    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
+    " command line), or leave `checkpointing` out of the space",
+}
+# What a template stands for in the untouched script.
+UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,13 @@ class Plan:
     setting: Setting
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
+        environment = self.workload.environment
+        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else self.world_size)
+        return self.spec.device_memory_bytes or share or None
+
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The complete DeepSpeed configuration of a candidate of this study."""
         config = candidate.to_deepspeed(self.base_config)
@@ -87,11 +106,16 @@ class Plan:
             rule = "none"
         elif rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
-        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.world_size), noise_samples=noise_samples)
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
-        return script_request(self.spec, self.workload.script, candidate) if self.workload.script else None
+        return script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for two runs to belong to one study."""
@@ -114,12 +138,22 @@ class Plan:
     def _script_fingerprint(self) -> dict[str, Any]:
         """The command line, and what it made of the configuration, which may lie in other files."""
         assert self.workload.script is not None
+        how = self.spec.how()
         return {
-            "args": list(self.spec.script_args),
+            "args": list(how.arguments),
             "set": self.spec.script_set,
-            "working_dir": str(self.spec.working_dir or self.spec.target.parent),
+            "working_dir": how.working_dir,
+            # Not its variables: a launcher may draw a port or name a folder for the day.
+            **({"command": self.spec.command} if self.spec.command else {}),
+            **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
+
+
+def remedy(reason: str) -> str:
+    """What the user can do about something that a trial of a script asked for and did not see; empty where nothing is known."""
+    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
+    return "" if not found or found in reason else f". {found}"
 
 
 def studies_folder(spec_path: Path) -> Path:
@@ -129,9 +163,11 @@ def studies_folder(spec_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def executor_for(target: Target, folder: Path) -> Iterator[LocalExecutor]:
-    """The local engine, started for a target and ended whatever happens."""
-    executor = LocalExecutor(target.imports, folder / "trials" / "server.log")
+def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
+    """The local engine, started for a study's target and ended whatever happens."""
+    target = inspect_target(spec.target)
+    environment = spec.how().fixed_environment if target.kind == "script" else {}
+    executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     try:
         executor.start()
         yield executor
@@ -152,7 +188,8 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     if target.kind == "script" and world_size > 1 and not spec.ranks:
         workload = _inspect(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
     if environment.accelerator == "cuda" and world_size > environment.n_devices:
-        raise UserError(f"--ranks {world_size}: this machine has {environment.n_devices} devices")
+        whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
+        raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
     base_config = _completed(spec, target, workload)
     data_parallel = workload.data_parallel(world_size)
     setting = Setting(
@@ -203,7 +240,8 @@ def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: i
         deadline_s=spec.trial_deadline_s,
         # Loading a model takes host memory; whether it fits a device is for the baseline to find out.
         device_memory_bytes=spec.device_memory_bytes if is_script else None,
-        script=script_request(spec, None, None) if is_script else None,
+        script=script_request(spec, None, None, None) if is_script else None,
+        ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
     result = base.run(executor, path, request)
     if result.outcome is not Outcome.COMPLETE:
@@ -217,29 +255,56 @@ def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: i
     return workload
 
 
-def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate | None) -> Script:
+def _untouched_config(spec: StudySpec) -> DsConfig:
+    """What `{ds_config}` stands for before anything is tuned."""
+    if DS_CONFIG not in spec.templated():
+        return {}
+    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1} | (spec.base_config or {})
+
+
+def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None) -> Script:
     """How the script is run for a candidate; for None as the user would, templates filled with the usual batch."""
-    values = {"micro_batch_size": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1}
-    if candidate is not None:
-        values = {name: getattr(candidate, name) for name in SCRIPT_BATCH}
-    texts = [*spec.script_args, *spec.script_set.values()]
-
-    def filled(text: str) -> str:
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", str(value))
-        return text
-
+    how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
+    before = baseline.values() if baseline is not None else UNTOUCHED
+    values = candidate.values() if candidate is not None else UNTOUCHED
+    fillers = template_values(values)
+    arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
+    moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
+    shown = templates_in([*how.arguments, *how.environment.values()])
+    changes += [f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown]
+    for name, flag in mappings.items():
+        if name in moved:
+            arguments = with_flag(arguments, (flag,), str(moved[name]))
+            changes.append(f"Command line: `{flag} {moved[name]}` instead of {before[name]}.")
+    for name, text in spec.script_set.items():
+        if set(templates_in([text])) & set(moved):
+            was, now = (fill(text, some) for some in (template_values(before), fillers))
+            changes.append(f"Constant: `{name} = {now}` in {spec.target.name} instead of {was}.")
     return Script(
-        arguments=tuple(map(filled, spec.script_args)),
-        working_dir=str(spec.working_dir or spec.target.parent),
+        arguments=arguments,
+        working_dir=how.working_dir,
+        module=how.module,
+        environment={name: fill(value, fillers) for name, value in how.environment.items()},
         # A probe leaves a constant that carries the batch as it is, and so learns its value.
-        assignments={k: filled(v) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
+        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
-        carried=tuple(name for name in SCRIPT_BATCH if any(f"{{{name}}}" in text for text in texts)),
+        carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
+        side_changes=tuple(changes),
     )
+
+
+def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
+    """The flag that carries a field, as the study says, else as the script's DeepSpeed JSON says for DeepSpeed's own tuner.
+
+    A template goes before both.
+    """
+    section = (probed.ds_config.get("autotuning") or {}).get("arg_mappings") if probed is not None else None
+    own = {key: flag for key, flag in (section or {}).items() if key in MAPPED_KEYS and isinstance(flag, str)}
+    templated = spec.templated()
+    return {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated}
 
 
 def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
@@ -249,11 +314,10 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
     """
     assert workload.script is not None
     probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    # The global batch stays where that is possible: a script may check it, and its data suffices for that one.
-    wanted = {
-        "micro_batch_size": micro // 2 if micro > 1 else 2,
-        "gradient_accumulation_steps": steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2,
-    }
+    # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
+    keeps = spec.global_batch == "keep"
+    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
+    wanted = {"micro_batch_size": micro // 2 if micro > 1 else 2, "gradient_accumulation_steps": halves if keeps else steps + 1}
 
     def run(names: Iterable[str], folder: str) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
@@ -261,7 +325,7 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
         request = TrialRequest(
             target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size, seed=spec.seed, max_steps=2,
             budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
-            script=script_request(spec, probed, candidate),
+            script=script_request(spec, probed, candidate, baseline),
         )  # fmt: skip
         return base.run(executor, path.with_name(folder), request)
 
@@ -277,7 +341,10 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
             movable.append(name)
         else:
             caveats.append(f"the {word} stays {was}: nothing that the tuner can reach moves it. {REMEDY[name]}")
-    return replace(workload, script=replace(probed, movable=tuple(movable), moved_by=tuple(changes)), caveats=caveats)
+    flags = {name: names for result in results.values() for name, names in result.flags.items()}
+    flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
+    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
+    return replace(workload, script=probed, caveats=caveats)
 
 
 def _frozen(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:

@@ -159,6 +159,9 @@ def plan_of(spec: StudySpec, *, baseline: Candidate | None = None, **setting: An
     )
 
 
-def runner_of(folder: Path, executor: Instant, *, watcher: Watcher | None = None, **changes: Any) -> Runner:
+def runner_of(
+    folder: Path, executor: Instant, *, watcher: Watcher | None = None, baseline: Candidate | None = None, **changes: Any
+) -> Runner:
     """A runner of the study in a folder; a second one resumes what the first began."""
-    return Runner(plan_of(spec_of(**changes)), executor, folder / "s", store.default_url(folder), watcher or Watcher())
+    plan = plan_of(spec_of(**changes), baseline=baseline)
+    return Runner(plan, executor, folder / "s", store.default_url(folder), watcher or Watcher())

@@ -5,14 +5,24 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import yaml
 
 from autotune.candidate import Candidate, check_config, from_deepspeed
 from autotune.convergence import LearningRate
-from autotune.report.export import FORMATS, ExportError, deepspeed_config, export, learning_rate_changes, notes, script_side_changes
+from autotune.invocation import Invocation
+from autotune.report.export import (
+    FORMATS,
+    ExportError,
+    Started,
+    deepspeed_config,
+    export,
+    learning_rate_changes,
+    notes,
+    script_side_changes,
+)
 from autotune.trial import ACCELERATE, TRAINER
 
 BASE = {
@@ -37,6 +47,11 @@ CANDIDATES = [
     {"micro_batch_size": 2, "precision": "torch_autocast", "gradient_accumulation_steps": 4, "communication_data_type": "bf16"},
     {"micro_batch_size": 2, "zero_stage": 1, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"},
 ]
+
+STARTED = Started(
+    invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
+    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="", baseline=CANDIDATES[0],
+)  # fmt: skip
 
 
 def pick(values: dict, base: dict = BASE) -> dict:
@@ -86,7 +101,7 @@ def test_exporting_changes_neither_the_pick_nor_the_base():
     chosen = pick(CANDIDATES[0])
     before = json.dumps([chosen, BASE])
     for form in FORMATS:
-        export(chosen, BASE, form, 2)
+        export(chosen, BASE, form, 2, STARTED)
     deepspeed_config(chosen, BASE)["optimizer"]["params"]["lr"] = 0
     assert json.dumps([chosen, BASE]) == before
 
@@ -187,7 +202,7 @@ def test_autocast_sets_no_bf16_flag_since_that_would_make_the_weights_bf16():
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args"):
+    with pytest.raises(ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"):
         exported(CANDIDATES[0], "acelerate")
 
 
@@ -277,3 +292,100 @@ def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
     assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
     off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
     assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]
+
+
+# The command to paste.
+
+
+def command(values: dict, *, changes: tuple[str, ...] = (), ranks: int = 2, **invocation) -> tuple[list[str], str]:
+    """Its comments and its last line."""
+    started = replace(STARTED, invocation=replace(STARTED.invocation, **invocation))
+    *comments, line = export(pick(values) | {"script_side_changes": changes}, BASE, "command", ranks, started).splitlines()
+    assert all(comment.startswith("# ") for comment in comments)
+    return comments, line
+
+
+TORCHRUN = {"command": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3", "world_size": 2}
+
+
+def test_the_users_own_launcher_stays_with_the_flags_of_the_winner():
+    assert command(CANDIDATES[1], **TORCHRUN)[1] == (
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 3 --lr 1e-3 --deepspeed_config ds_config.json"
+    )
+
+
+def test_a_script_that_was_named_alone_is_started_by_torchrun():
+    assert command(CANDIDATES[1])[1] == (
+        "torchrun --standalone --nproc_per_node=2 train.py --bs 3 --lr 1e-3 --deepspeed_config ds_config.json"
+    )
+
+
+@pytest.mark.parametrize("text", ["bash train.sh", "cd /home/me && torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3"])
+def test_what_only_a_shell_can_read_is_written_out(text):
+    comments, line = command(CANDIDATES[1], command=text, world_size=2, environment={"HF_HOME": "/data"})
+    assert line.startswith("HF_HOME=/data torchrun --standalone --nproc_per_node=2 train.py --bs 3")
+    assert any(text in comment for comment in comments)
+
+
+def test_another_number_of_ranks_is_another_launcher():
+    comments, line = command(CANDIDATES[1], **TORCHRUN | {"world_size": 4})
+    assert line.startswith("torchrun --standalone --nproc_per_node=2") and any("another number of ranks" in text for text in comments)
+
+
+def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
+    text = "BS={micro_batch_size} deepspeed --num_gpus 2 train.py --zero {zero_stage} --config {ds_config}"
+    arguments = ("--local_rank={local_rank}", "--zero", "{zero_stage}", "--config", "{ds_config}")
+    started = replace(STARTED, flags={}, invocation=replace(STARTED.invocation, command=text, arguments=arguments, world_size=2))
+    line = export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    assert line == "BS=3 deepspeed --num_gpus 2 train.py --zero 1 --config ds_config.json"
+
+
+def test_a_module_is_started_as_one():
+    line = command(CANDIDATES[1], module="pkg.train", command="torchrun --nproc_per_node 2 -m pkg.train --bs 8 --lr 1e-3", world_size=2)[1]
+    assert line.startswith("torchrun --nproc_per_node 2 -m pkg.train --bs 3")
+    assert command(CANDIDATES[1], module="pkg.train")[1].startswith("torchrun --standalone --nproc_per_node=2 -m pkg.train --bs 3")
+
+
+def test_what_no_flag_carries_is_a_comment_and_what_one_carries_is_not():
+    comments, _ = command(CANDIDATES[1], changes=("Command line: `--bs 3` instead of 8.", "Data: the DataLoader at train.py:9."))
+    assert any("train.py:9" in text for text in comments) and not any("--bs" in text for text in comments)
+
+
+def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
+    for source, said in (("conf/ds.json", "takes the place of conf/ds.json"), ("", "the configuration in the script")):
+        text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(STARTED, flags={}, config_source=source))
+        assert said in text and "--deepspeed_config" not in text
+
+
+HF = {name: [f"--{name}"] for name in ("deepspeed", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")}
+
+
+def test_training_arguments_are_those_of_the_winner_and_no_others():
+    how = replace(STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing"))
+    started = replace(STARTED, flags=HF, invocation=how)
+    line = export(pick(CANDIDATES[4]), BASE, "command", 2, started).splitlines()[-1]
+    assert line == (
+        "torchrun --standalone --nproc_per_node=2 train.py --per_device_train_batch_size=2 --gradient_accumulation_steps 4"
+        " --deepspeed ds_config.json"
+    )
+    assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+
+
+def test_accelerates_launcher_takes_the_exported_config():
+    line = command(
+        CANDIDATES[1], command="accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3", world_size=2,
+        environment={"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    )[1]  # fmt: skip
+    assert line == "accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+
+
+def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
+    change = "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    comments, line = command(CANDIDATES[1], changes=(change,))
+    assert line.startswith("accelerate launch --config_file accelerate.yaml train.py --bs 3")
+    assert comments == ["# accelerate.yaml is the same pick in the format `accelerate`."]
+
+
+def test_a_model_has_no_command():
+    with pytest.raises(ExportError, match="no command line starts"):
+        export(pick(CANDIDATES[0]), BASE, "command", 2)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from autotune import UserError
 from autotune.candidate import Candidate
+from autotune.invocation import Invocation
 from autotune.objective import METRICS
 
 Data: TypeAlias = Mapping[str, Any]
 
-TITLES = {"drop_in": "drop-in"}
+TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 PICK_NOTES = {
     "recommended": "the best compromise of the objectives",
     "drop_in": "keeps the baseline's global batch",
@@ -21,6 +23,7 @@ PICK_NOTES = {
     "highest_throughput": "the most samples per second",
     "fastest_convergence": "the soonest at the baseline's final loss",
     "lowest_memory": "the least memory at its peak",
+    "out_of_reach": "the best of what only a trial can run",
 }
 
 
@@ -36,6 +39,7 @@ class StudyReport:
             known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`.
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
+        invocation: How the script is started, where a script was tuned.
     """
 
     study: Data
@@ -44,6 +48,7 @@ class StudyReport:
     trials: Sequence[Data]
     environment: Data = field(default_factory=dict)
     workload: Data = field(default_factory=dict)
+    invocation: Invocation | None = None
 
     @property
     def name(self) -> str:
@@ -54,6 +59,11 @@ class StudyReport:
     def world_size(self) -> int:
         """Ranks of every trial."""
         return int(self.study.get("ranks") or 1)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own: all of them, but for the stages of a pipeline."""
+        return int(self.study.get("data_parallel") or self.world_size)
 
     @property
     def baseline(self) -> Data | None:
@@ -81,10 +91,7 @@ class StudyReport:
     def metric_names(self, *, all_metrics: bool = True) -> list[str]:
         """The objectives in order, then what else was measured."""
         objectives = [name for name in self.study.get("objectives", ()) if name in METRICS]
-        if not all_metrics:
-            return objectives
-        seen = {name for trial in self.trials for name in measured(trial)}
-        return [*objectives, *(name for name in METRICS if name in seen and name not in objectives)]
+        return [*objectives, *(name for name in METRICS if name in self._seen and name not in objectives)] if all_metrics else objectives
 
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
@@ -95,19 +102,17 @@ class StudyReport:
 
     def points(self) -> dict[int, Data]:
         """The measurements by trial: of re-measured ones the value that the recommendation rests on, else the trial's own."""
-        picked = [*self.front, *self.picks.values(), *([self.baseline] if self.baseline else [])]
-        return {trial["trial"]: trial for trial in self.trials if measured(trial)} | {point["trial"]: point for point in picked}
+        return self._points
 
     def comparable(self, point: Data) -> Data | None:
         """The baseline as it was measured when the point was: in its own trial, or again in turns with the finalists.
 
         A machine that has become faster in between would else be taken for a better configuration.
         """
-        trials = {trial["trial"]: trial for trial in self.trials}
-        base, own = self.baseline, trials.get(point["trial"])
+        base, own = self.baseline, self._by_number.get(point["trial"])
         if base is None or own is None or measured(own) != measured(point):
             return base
-        return trials.get(base["trial"], base)
+        return self._by_number.get(base["trial"], base)
 
     def marks(self) -> dict[int, list[str]]:
         """What each trial stands for, by trial: titles of its picks, and `baseline`."""
@@ -116,10 +121,24 @@ class StudyReport:
             found.setdefault(self.baseline["trial"], []).append("baseline")
         return found
 
+    # With 1,000 trials these are asked for 1,000 times.
+    @cached_property
+    def _seen(self) -> set[str]:
+        return {name for trial in self.trials for name in measured(trial)}
+
+    @cached_property
+    def _by_number(self) -> dict[int, Data]:
+        return {trial["trial"]: trial for trial in self.trials}
+
+    @cached_property
+    def _points(self) -> dict[int, Data]:
+        picked = [*self.front, *self.picks.values(), *([self.baseline] if self.baseline else [])]
+        return {trial["trial"]: trial for trial in self.trials if measured(trial)} | {point["trial"]: point for point in picked}
+
     def caveats(self) -> list[str]:
         """What the user should know: about the target, and about the trials that the answer rests on."""
         shown = {point["trial"] for point in (*self.picks.values(), *([self.baseline] if self.baseline else []))}
-        found = [str(text) for text in self.workload.get("caveats") or ()]
+        found = [str(text) for text in (self.study.get("ended"), *(self.workload.get("caveats") or ())) if text]
         for trial in self.trials:
             if trial["trial"] in shown:
                 found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]

@@ -407,7 +407,7 @@ def _losses(report: StudyReport) -> list[dict[str, Any]]:
 
 def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, Any]:
     losses, candidate, times = one["losses"], one["candidate"], one.get("step_times_s") or []
-    batch = candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.world_size
+    batch = candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
     size = max(1, -(-len(losses) // LOSS_POINTS))
     pieces = [range(start, min(start + size, len(losses))) for start in range(0, len(losses), size)]
     found = [[losses[i] for i in piece if losses[i] is not None] for piece in pieces]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
 from autotune.objective import METRICS
-from autotune.report import Data, StudyReport, measured, speedup, title, units, words
+from autotune.report import Data, StudyReport, gain, interval, measured, speedup, title, units, words
 
 
 def render(report: StudyReport) -> str:
@@ -28,6 +28,85 @@ def render(report: StudyReport) -> str:
         f"Measured with {_versions(report.environment)}{_threads(report)}.",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
+    """The answer for Optuna's dashboard: the recommendation against the baseline, and every pick's JSON in one click.
+
+    Args:
+        report: The study.
+        link: Address of a pick's JSON.
+    """
+    rows = []
+    for name, pick in report.picks.items():
+        factor = speedup_words(pick)
+        rows.append([f"[{title(name)}]({link(name)})", str(pick["trial"]), f"`{words(pick['candidate'])}`", factor])
+    picks = _table(["download the JSON", "trial", "configuration", "throughput over the baseline's"], rows, numeric=[1]) if rows else ""
+    recommended, caveats = report.picks.get("recommended"), report.caveats()
+    blocks = [
+        _lead(report),
+        *_answer(report),
+        picks,
+        _metrics_table(report, recommended) if recommended else "",
+        _bullets("Why:", (recommended or {}).get("reasons")),
+        _bullets("Besides the JSON it takes:", (recommended or {}).get("script_side_changes"), plain=False),
+        _bullets("What to know:", caveats),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def trial_note(report: StudyReport, row: Data, link: str) -> str:
+    """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed.
+
+    Args:
+        report: The study.
+        row: The trial, as the report has it.
+        link: Address of its JSON.
+    """
+    point, marks = report.points().get(row["trial"], row), report.marks().get(row["trial"], [])
+    head = f"`{words(row['candidate'])}`" + (f" **{', '.join(marks)}**" if marks else "")
+    ended = ""
+    if row["outcome"] != "complete":
+        phase = f" in phase {row['phase']}" if row.get("phase") not in (None, "", "done") else ""
+        reason = f": {_plain(str(row['reason'])[:500])}" if row.get("reason") else ""
+        ended = f"**{str(row['outcome']).replace('_', ' ')}**{phase}{reason}"
+    blocks = [
+        head,
+        ended,
+        _metrics_table(report, point) if measured(point) else "",
+        _bullets("What to know:", row.get("caveats")),
+        f"[Download its ds_config.json]({link})",
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _metrics_table(report: StudyReport, point: Data) -> str:
+    """Every metric with its unit and interval, beside the baseline's."""
+    same = report.baseline is not None and report.baseline["trial"] == point["trial"]
+    base = None if same else report.comparable(point)
+    rows = []
+    for name in report.metric_names():
+        value, reference = measured(point).get(name), measured(base).get(name) if base else None
+        if value is None:
+            continue
+        scale = units.scale(name, [value, *([reference] if reference is not None else [])])
+        low, high = interval(point, name, value)
+        change = gain(name, value, reference) if reference is not None else None
+        rows.append([
+            METRICS[name].label, scale.quantity(value),
+            scale.interval(low, high, " to ") if scale.number(low) != scale.number(high) else "",
+            *([scale.quantity(reference) if reference is not None else "", _changed(change)] if base else []),
+        ])  # fmt: skip
+    header = ["metric", f"trial {point['trial']}", "95 % interval", *(["baseline", "change"] if base else [])]
+    return _table(header, rows, numeric=range(1, len(header)))
+
+
+def _changed(change: tuple[float, bool] | None) -> str:
+    return "" if change is None else f"{change[0]:.2f}x {'better' if change[1] else 'worse'}"
+
+
+def _bullets(heading: str, items: Sequence[str] | None, *, plain: bool = True) -> str:
+    return "\n".join([heading, "", *(f"- {_plain(item) if plain else item}" for item in items)]) if items else ""
 
 
 def reproduce(report: StudyReport) -> str:
@@ -139,7 +218,9 @@ def _use(report: StudyReport) -> list[str]:
     return [
         '`ds_config.json` is the recommended configuration, complete: `deepspeed.initialize(..., config="ds_config.json")`.',
         f"```\nautotune export {name} --format accelerate -o accelerate.yaml   # Accelerate\n"
-        f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n```",
+        f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n"
+        + (f"autotune export {name} --format command                          # the whole command line\n" if report.invocation else "")
+        + "```",
         other + "All of them, with intervals and reasons, are in `recommended.json`; the front is in `front.json`.",
         "\n".join(["What to know:", "", *(f"- {_plain(caveat)}" for caveat in caveats)]) if caveats else "",
     ]

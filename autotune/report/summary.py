@@ -14,7 +14,7 @@ from autotune.analysis.recommend import Measured, Recommendation
 from autotune.candidate import Candidate
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
-from autotune.report.export import deepspeed_config, learning_rate_changes, script_side_changes
+from autotune.report.export import Started, deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
 from autotune.trial import Outcome
 
@@ -30,27 +30,44 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     Raises:
         StoreError: There is no such database or study, or autotune did not make it.
     """
-    study = store.load_study(store.open_storage(storage_url, create=False), name)
-    kept = store.record(study)
+    return read(store.load_study(store.open_storage(storage_url, create=False), name), folder)
+
+
+def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
+    """Works out what a study found so far.
+
+    Args:
+        study: The study.
+        folder: Its folder.
+        series: Read the losses and the times of single steps too, which takes opening a file for each trial.
+
+    Raises:
+        StoreError: autotune did not make it.
+    """
+    name, kept = study.study_name, store.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
     measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept)]
     baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
-    found = recommend.recommend(measured, baseline, kept.objectives, kept.world_size)
-    trials = _trials(study, measured, folder)
+    found = recommend.recommend(measured, baseline, kept.objectives, kept.data_parallel)
+    trials = _trials(study, measured, folder if series else None)
     return StudyReport(
         study={
             "name": name,
             "target": kept.target,
             "ranks": kept.world_size,
+            "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
+            "baseline": Candidate.from_key(kept.baseline).values(),
+            "ended": study.user_attrs.get(store.ENDED_ATTR, ""),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
+        invocation=kept.invocation,
         recommended=_recommended(found),
         front=[recommend.point(m) for m in found.front],
         trials=trials,
@@ -75,7 +92,7 @@ def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
         script_side_changes=[
             *measured.script_side_changes,
             *script_side_changes(
-                measured.candidate,
+                _as_seen_outside(measured.candidate, kept),
                 baseline,
                 kept.workload.block_class,
                 is_script=script is not None,
@@ -86,6 +103,13 @@ def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     )
 
 
+def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
+    """The candidate without what the JSON alone does: a pipeline recomputes as its own section says."""
+    pipeline = kept.workload.script is not None and kept.workload.script.pipeline_stages > 0
+    own = Candidate.from_key(kept.baseline).checkpoint_every
+    return replace(candidate, checkpoint_every=own) if pipeline else candidate
+
+
 def _recommended(found: Recommendation) -> dict[str, Any]:
     return {
         "picks": {name: pick.to_data() for name, pick in found.picks.items()},
@@ -93,11 +117,11 @@ def _recommended(found: Recommendation) -> dict[str, Any]:
     }
 
 
-def _trials(study: Study, measured: list[Measured], folder: Path) -> list[dict[str, Any]]:
+def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list[dict[str, Any]]:
     rows = []
     for told, seen in zip(store.told_trials(study), measured, strict=True):
         data = store.told_data(told)
-        result = trial.result_in(store.trial_path(folder, told.number))
+        result = trial.result_in(store.trial_path(folder, told.number)) if folder else None
         rows.append(
             {
                 "trial": told.number,
@@ -140,13 +164,23 @@ def write(report: StudyReport, folder: Path) -> list[Path]:
     return written
 
 
+def started(report: StudyReport) -> Started | None:
+    """How the study's script is started; None where a model.py was tuned."""
+    script = report.workload.get("script")
+    if report.invocation is None or not script:
+        return None
+    return Started(
+        invocation=report.invocation, flags=script["flags"], config_source=script["config_source"], baseline=report.study["baseline"]
+    )
+
+
 def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     """How far a study is, for programs."""
     outcomes: dict[str, int] = {}
     for row in report.trials:
         outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
-    study = {name: value for name, value in report.study.items() if name != "base_config"}
+    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline")}
     return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
 
 

@@ -7,7 +7,6 @@ and torch's `DataLoader`. They are patched before the script runs, so that it bi
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import contextlib
 import copy
@@ -18,7 +17,6 @@ import os
 import sys
 import sysconfig
 import time
-import types
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,21 +28,15 @@ from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
 from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
-from autotune.trial import Probed, Script, TrialRequest, Workload, module_constants
-from autotune.worker import contract, frameworks, observe, pipeline
+from autotune.trial import Probed, TrialRequest, Workload
+from autotune.worker import contract, frameworks, observe, pipeline, script
 from autotune.worker import run as rank_run
+from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
 from autotune.worker.traces import Traces
 
 PROBE_STEPS = 3
-# What scripts call these flags; the first one whose value is the one that ran is taken.
-DESTINATIONS = {
-    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size micro_batch_size
-        per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
-    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
-        grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
-}
 # What torch's checkpoint takes for itself.
 CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -65,33 +57,13 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
     hooks = Hooks(recorder, request, memory)
     hooks.install()
     try:
-        _execute(Path(request.target), hooks.script)
+        script.execute(Path(request.target), hooks.script)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise ScriptError(f"the script exited with status {end.code}") from None
+            hooks.abort(ScriptError(f"the script exited with status {end.code}"))
+    except BaseException as error:
+        hooks.abort(error)
     hooks.script_ended()
-
-
-def _execute(path: Path, script: Script) -> None:
-    """Runs the file as `__main__`, in its folder and with its arguments, as its user would."""
-    os.chdir(script.working_dir)
-    sys.argv = [str(path), *script.arguments]
-    sys.path.insert(0, str(path.parent))
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    for name, node in module_constants(tree.body):
-        if name in script.assignments and node.value is not None:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[name])), node.value)
-    main = types.ModuleType("__main__")
-    main.__file__ = str(path)
-    sys.modules["__main__"] = main
-    exec(compile(tree, str(path), "exec", dont_inherit=True), main.__dict__)  # or it would get our own __future__
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 class Hooks:
@@ -111,10 +83,11 @@ class Hooks:
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
         assert request.script is not None
-        self.recorder, self.request, self.memory, self.script = recorder, request, memory, request.script
+        self.recorder, self.request, self.memory = recorder, request, memory
+        self.script = script.in_rank(request.script, recorder.folder.ds_config)
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
-        self.family = ""
+        self.family = self.config_source = ""
         self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
         self.workload: Workload | None = None
@@ -124,6 +97,7 @@ class Hooks:
         self.batch_factor = 1
         self.casts_inputs = True
         self._script_recomputes = True
+        self._unrecomputed = ""  # where recomputation was asked for and not carried out
         self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._skipped = 0
         self._losses: list[torch.Tensor] = []
@@ -136,16 +110,16 @@ class Hooks:
         """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
         import deepspeed
 
-        for field in self.script.carried:
-            was = getattr(self.script, field)
-            if self.candidate is not None and getattr(self.candidate, field) != was:
-                self.changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
+        for text in self.script.side_changes:
+            self.changed(text)
         patch(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
         patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
         patch(checkpointing, "checkpoint", self._checkpoint)
         patch(torch.Tensor, "backward", self._tensor_backward)
-        patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
+        trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
+        arguments = Arguments(self.value, trial_config, self.changed, self.report.flags)
+        patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
         patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
         self._count_draws()
         # The ranks are joined already, over a socket that nobody can take.
@@ -181,6 +155,8 @@ class Hooks:
             own = _read_config(stated)
         except ScriptError as error:  # the script must not catch it
             self.abort(error)
+        if not isinstance(stated, dict):
+            self.config_source = str(stated)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
         first = self.meter is None
@@ -265,6 +241,12 @@ class Hooks:
     def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._script_recomputes:
             return original(function, *args, **kwargs)
+        if not self._unrecomputed:
+            self._unrecomputed = users_caller() or "a library"
+            if self._unrecomputed == "a library":
+                self.changed(
+                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.", reproducible=False
+                )
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -287,21 +269,6 @@ class Hooks:
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
 
-    def _parse_known_args(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parsed, rest = original(*args, **kwargs)
-        values = vars(parsed)
-        if isinstance(values.get("local_rank", ""), int | None):
-            parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
-        for field, names in DESTINATIONS.items():
-            change = self.value(field)
-            name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
-            if change and name:
-                setattr(parsed, name, type(values[name])(change[1]))
-                self.changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
-        if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
-            parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
-        return parsed, rest
-
     def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
         place, change = users_caller(), self.value("micro_batch_size")
@@ -313,17 +280,20 @@ class Hooks:
                 self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
+                _remember(bound.arguments["self"], wanted)
                 self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         original(*bound.args, **bound.kwargs)
 
     def _count_draws(self) -> None:
         """Counts the samples of each batch where a loader draws their indices: a leading dimension can be something else."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+        from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
         def next_index(original: Callable[..., Any], iterator: Any) -> Any:
             index = original(iterator)
             queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
-            queue.append(len(index) if hasattr(index, "__len__") else None)
+            # What is drawn from a stream is what is asked for; its end has less.
+            known = hasattr(index, "__len__") and iterator._dataset_kind != _DatasetKind.Iterable
+            queue.append(len(index) if known else None)
             return index
 
         def next_batch(original: Callable[..., Any], iterator: Any) -> Any:
@@ -335,6 +305,11 @@ class Hooks:
                 queue.popleft()
             return batch
 
+        def reset(original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            iterator.__dict__.pop("_autotune_draws", None)  # of an epoch that was left early
+            return original(iterator, *args, **kwargs)
+
+        patch(_BaseDataLoaderIter, "_reset", reset)
         patch(_BaseDataLoaderIter, "_next_index", next_index)
         patch(_BaseDataLoaderIter, "__next__", next_batch)
 
@@ -488,6 +463,8 @@ class Hooks:
                 family=self.family or "raw DeepSpeed",
                 checkpoint_every=self._watch.every,
                 plain_backward=self.plain_backward,
+                flags=self.report.flags,
+                config_source=self.config_source,
                 configured_accumulation=meter.engine.gradient_accumulation_steps(),
                 model_parallel_size=self.request.world_size // meter.data_parallel,
                 pipeline_stages=getattr(meter.engine, "num_stages", 0),
@@ -520,12 +497,20 @@ class Hooks:
 
     def abort(self, error: BaseException) -> NoReturn:
         """Reports an error and ends the process, so that the script cannot catch it."""
+        self._traces.close()
         rank_run.abort(self.recorder, error)
 
-    def changed(self, text: str) -> None:
-        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks."""
+    def changed(self, text: str, *, reproducible: bool = True) -> None:
+        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks.
+
+        Args:
+            text: The sentence; `Command line:` before what a flag carries.
+            reproducible: The user can change it too, by a flag, a constant or a line of his own.
+        """
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
+            if not reproducible:
+                self.report.unreproducible.append(text)
 
     def saver(self, name: str) -> Callable[..., Any]:
         """A hook for a function that would save or upload: it only notes that it was called."""
@@ -542,12 +527,25 @@ class Hooks:
             self.report.caveats.append(caveat)
 
 
+def _remember(loader: Any, batch_size: int) -> None:
+    """Lightning makes a loader anew for its own sampler, from the arguments that it noted."""
+    noted, names = getattr(loader, "__pl_saved_kwargs", None), getattr(loader, "__pl_saved_arg_names", ())
+    if noted is None:
+        return
+    if "batch_size" in noted or "batch_size" not in names[: len(loader.__pl_saved_args)]:
+        object.__setattr__(loader, "__pl_saved_kwargs", {**noted, "batch_size": batch_size})
+    else:
+        given = list(loader.__pl_saved_args)
+        given[names.index("batch_size")] = batch_size
+        object.__setattr__(loader, "__pl_saved_args", tuple(given))
+
+
 def users_caller() -> str | None:
     """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if not f"{module}.".startswith(("torch.", "autotune.", "functools.", "contextlib.")):
+        if not f"{module}.".startswith(_TRANSPARENT):
             path = os.path.abspath(frame.f_code.co_filename)
             installed = any(path.startswith(folder) for folder in _INSTALLED)
             return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
@@ -555,6 +553,8 @@ def users_caller() -> str | None:
     return None
 
 
+# Modules that only pass a call on: ours, and where Lightning notes the arguments of loaders.
+_TRANSPARENT = ("torch.", "autotune.", "functools.", "contextlib.", "lightning.fabric.utilities.data.", "lightning_fabric.utilities.data.")
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

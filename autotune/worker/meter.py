@@ -75,6 +75,7 @@ class Meter:
         """The first steps are over: from here on steps are timed and memory is the steady state's."""
         self.check_applied()
         self.memory.enter("steady")
+        self._peak_bytes = self._highest_peak() if self.request.rivals else 0.0
         self.recorder.enter("measure")
         self._busyness, self._cpu_before = observe.Busyness(), time.process_time()
 
@@ -98,12 +99,30 @@ class Meter:
     def done(self) -> bool:
         """Whether the measurement may end; looks again after every tenth more of steps."""
         n = len(self.report.step_times_s)
-        if n >= self.request.max_steps:
+        if n >= self.request.max_steps or self.beaten():
             return True
         if n < self._next_look:
             return False
         self._next_look = max(n + 1, int(n * 1.1))
         return self.enough()
+
+    def beaten(self) -> bool:
+        """Whether the trial cannot be better than what was measured before; all ranks look at the same gathered numbers."""
+        rival = trial.beaten_by(self.request.rivals, self.report.step_times_s, self._peak_bytes)
+        if rival is None:
+            return False
+        timed = self.report.step_times_s[stats.SETUP_STEPS :]
+        memory = f" and at least {self._peak_bytes / 2**20:.0f} MiB" if rival.peak_memory_bytes is not None else ""
+        self.report.outcome = trial.Outcome.STOPPED_EARLY
+        self.report.reason = f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
+        return True
+
+    def _highest_peak(self) -> float:
+        """The highest memory peak of all ranks so far, as the trial's result will count it."""
+        own = max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0])
+        highest = torch.tensor(float(own), dtype=torch.float64, device=self.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        return float(highest)
 
     def finish(self) -> None:
         """Completes the report; all ranks take part.
@@ -222,6 +241,47 @@ class Meter:
             observed = _of_all_stages(observed, self.data_parallel)
         self.report.observed = observed
         return observed
+
+
+class MicroClock:
+    """Times micro-steps without waiting for the device: what an inner and a boundary one take prices every accumulation.
+
+    Args:
+        device: Where they run. On CUDA events mark their ends in the stream; else the wall does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._pending: list[tuple[str, Any, Any]] = []
+        self._last: Any = None
+
+    def start(self) -> None:
+        """A micro-step begins."""
+        self._last = self._now()
+
+    def lap(self, kind: str) -> None:
+        """A micro-step of that kind ends, and another one may begin."""
+        now = self._now()
+        self._pending.append((kind, self._last, now))
+        self._last = now
+
+    def forget(self) -> None:
+        """Leaves out what was timed so far."""
+        self._pending.clear()
+
+    def medians_s(self) -> dict[str, float]:
+        """Median seconds of each kind; the device has been synchronised."""
+        found: dict[str, list[float]] = {}
+        for kind, start, end in self._pending:
+            found.setdefault(kind, []).append(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
+        return {kind: float(np.median(times)) for kind, times in found.items()}
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def _of_all_stages(own: Observed, n_copies: int) -> Observed:

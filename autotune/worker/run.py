@@ -26,7 +26,7 @@ from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe
-from autotune.worker.meter import Diverged, Meter, NotApplied
+from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
 from autotune.worker.noise import NoiseMeter
 
 OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
@@ -47,6 +47,16 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         _watch_memory(recorder, request)
         if request.mode == "inspect":
             trial.write(recorder.folder.workload, _inspect(request))
+        elif request.mode == "profile":
+            from deepspeed.accelerator import get_accelerator
+
+            from autotune.worker.profile import profile
+
+            trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
+        elif request.mode == "rates":
+            from autotune.worker.rates import measure_machine
+
+            measure_machine(recorder, request, rank, listener)
         elif request.script is not None:
             from autotune.worker.hooks import run_script
 
@@ -60,7 +70,8 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
 
 def complete(recorder: Recorder) -> NoReturn:
     """Reports that all went well, and ends the process when all ranks have."""
-    recorder.report.outcome = Outcome.COMPLETE
+    if recorder.report.outcome is not Outcome.STOPPED_EARLY:
+        recorder.report.outcome = Outcome.COMPLETE
     recorder.enter("done")
     recorder.write()
     if dist.is_initialized():
@@ -98,6 +109,7 @@ class _Draft:
     cpu_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     reserved_memory_bytes: int | None = None
     alloc_retries: int | None = None
@@ -106,6 +118,8 @@ class _Draft:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -364,6 +378,7 @@ class _Trainer(Meter):
     def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
         super().__init__(*meter)
         self.loss, self.loader, self.noise = loss, loader, noise
+        self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
 
@@ -372,8 +387,10 @@ class _Trainer(Meter):
         self._window(1)
         self._taken_apart()
         self.begin()
+        self.micro_clock.forget()
         while not self.done():
             self._window(self.window_steps())
+        self.report.micro_step_s = self.micro_clock.medians_s()
         self.finish()
 
     def enough(self) -> bool:
@@ -395,6 +412,7 @@ class _Trainer(Meter):
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
+        self.micro_clock.start()
         while True:
             batch = self._draw()
             loss = self.loss(self.engine, batch)
@@ -402,7 +420,9 @@ class _Trainer(Meter):
             self.engine.backward(loss)
             self.batches.backward()
             self._update()
-            if self.batches.step():
+            boundary = self.batches.step()
+            self.micro_clock.lap("boundary" if boundary else "inner")
+            if boundary:
                 return total / self.candidate.gradient_accumulation_steps
 
     def _update(self) -> None:

@@ -288,7 +288,7 @@ def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
         "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
     ]
     raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
-    assert "Saving: " in raw and "x.to(torch.bfloat16)" in raw and "checkpoint(block, x" in raw
+    assert "Saving: " in raw and "checkpoint(block, x" in raw
     assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
     off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
     assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

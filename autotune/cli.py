@@ -21,7 +21,9 @@ app = typer.Typer(
     help="Find the DeepSpeed configuration that trains your model best, by measuring it.",
 )
 
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py, a training script, or a study.yaml.")]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A model.py, a training script, a study.yaml, or a launch command in quotation marks.")
+]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The training script's own arguments.")]
 ScriptSet = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
@@ -71,13 +73,19 @@ def run(
     objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
     trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
     time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: one per GPU).")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")] = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="See `autotune ls samplers`.")] = None,
+    stop_below: Annotated[str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")] = None,
+    memory_filter: Annotated[bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")] = None,
+    stop_trials: Annotated[bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
+    learning_rate_rule: Annotated[
+        str | None, typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge.")
+    ] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
@@ -98,8 +106,12 @@ def run(
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
         "sampler": sampler,
+        "stop_below": stop_below,
+        "memory_filter": memory_filter,
+        "stop_trials": stop_trials,
         "storage": storage,
         "seed": seed,
+        "learning_rate_rule": learning_rate_rule,
     }
     raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json))
 
@@ -131,6 +143,23 @@ def check(
         "device_memory_bytes": device_memory,
     }
     raise typer.Exit(commands.check(target, overrides, as_json=as_json))
+
+
+@app.command()
+def predict(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py or a study.yaml.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks, also more than this machine has.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device.")] = None,
+    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
+    study: Annotated[str | None, typer.Option(metavar="NAME", help="Study whose trials correct the forecast.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds."""
+    from autotune import forecasting
+
+    overrides = {"name": study, "ranks": ranks, "device_memory_bytes": device_memory, "base_config": base_config and str(base_config)}
+    raise typer.Exit(forecasting.predict(target, overrides, settings or [], as_json=as_json))
 
 
 @app.command()
@@ -173,11 +202,25 @@ def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -
 
 
 @app.command()
+def explain(
+    study: StudyName,
+    why_not: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")] = None,
+    what_if: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why STUDY recommends what it does: what was measured, what is predicted, what a change would cost or gain."""
+    from autotune import commands
+
+    commands.explain(study, why_not, what_if, storage, as_json=as_json)
+
+
+@app.command()
 def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
     trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate or hf-args.")] = "deepspeed",  # noqa: A002
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")] = "deepspeed",  # noqa: A002
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
     storage: Storage = None,
 ) -> None:

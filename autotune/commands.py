@@ -16,16 +16,17 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, spec, store
+from autotune import UserError, launch, spec, store
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
 from autotune.executors import base
-from autotune.plan import Plan, executor_for, plan, shown, studies_folder
+from autotune.invocation import check_templates
+from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
-from autotune.spec import StudySpec, inspect_target
+from autotune.spec import StudySpec
 from autotune.study import Runner, note_agent, study_lock
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
@@ -34,15 +35,19 @@ INTERRUPTED = 130
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
-def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
+def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
-    wanted = StudySpec.of(target, overrides)
+    try:
+        wanted, notes = _wanted(target, overrides)
+    except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
+        print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
+        return INTERRUPTED
     check_sampler(wanted.sampler)
-    studies = studies_folder(target)
+    studies = studies_folder(Path(target))
     folder = studies / wanted.name
     url = wanted.storage or store.default_url(studies)
     interrupted = False
@@ -50,15 +55,17 @@ def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: boo
     with ProgressView() as view, _terminable(), study_lock(folder) as lock, store.failing_in_words(url):
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
-            with executor_for(inspect_target(wanted.target), folder) as executor:
+            with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
+                view.doing("profiling the model and the machine, once")
+                found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
                 runner = Runner(found, executor, folder, url, view)
                 runner.open()
-                _keep_spec(wanted, target, folder)
-                for note in found.notes:
+                _keep_spec(wanted, Path(target), folder)
+                for note in (*notes, *found.notes):
                     view.say(note)
                 runner.run()
         except KeyboardInterrupt:
@@ -79,18 +86,35 @@ def run(target: Path, overrides: Mapping[str, Any], *, fresh: bool, as_json: boo
     return 0
 
 
-def check(target: Path, overrides: Mapping[str, Any], *, as_json: bool) -> int:
+def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
+    """The study that a TARGET means, whether file or launch command, and what to say about it."""
+    stated = spec.stated_command(target, overrides)
+    if stated is None:
+        return StudySpec.of(Path(target), overrides), []
+    command, folder = stated
+    if overrides.get("script_args"):
+        command = f"{command} {shlex.join(overrides['script_args'])}"
+    check_templates([command], f"`{command}`")
+    with ProgressView() as view, _terminable():
+        view.doing("running your command up to its training script, once")
+        invocation, notes = launch.capture(command, folder, view.tick)
+    overrides = {**overrides, "script_args": None, "command": command}
+    return StudySpec.of_command(invocation, overrides, Path(target) if os.path.exists(target) else None), notes
+
+
+def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     """`autotune check`: loads the target, runs two real steps of the baseline, and says what would be tuned.
 
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
-    wanted = StudySpec.of(target, overrides)
+    wanted, notes = _wanted(target, overrides)
     folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
     with ProgressView() as view, _terminable():
         view.doing(f"loading {shown(wanted.target)}")
-        with executor_for(inspect_target(wanted.target), folder) as executor:
+        with executor_for(wanted, folder) as executor:
             found = plan(wanted, executor, folder)
+            found.notes[:0] = notes
             view.doing("running two steps of the baseline")
             request = TrialRequest(
                 target=str(wanted.target), candidate=found.baseline.values(), ds_config=found.ds_config(found.baseline),
@@ -115,6 +139,7 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
     trainable = "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
     console.print(f"model      {workload['n_parameters']:,} parameters{trainable}")
     if workload["script"]:
+        _print_start(data["invocation"], console)
         _print_script(workload["script"], console)
     samples = f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "no fixed size"
     console.print(f"data       {samples}")
@@ -146,11 +171,22 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
         console.print(f"\nNote: {note}")
 
 
+def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
+    """Prints what a launch command starts."""
+    if not invocation["command"]:
+        return
+    what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
+    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}", markup=False)
+    names = ", ".join(invocation["environment"])
+    ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
+    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""), markup=False)
+
+
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
     """Prints what a probe of a training script found."""
     backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
     batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
-    console.print(f"script     raw DeepSpeed, {backward}; {batch}")
+    console.print(f"script     {script['family']}, {backward}; {batch}")
     console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")
     for change in script["moved_by"]:
         console.print(f"           {change}")
@@ -172,6 +208,7 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         "target": str(shown(found.spec.target)),
         "ranks": found.world_size,
         "workload": asdict(found.workload),
+        "invocation": asdict(found.spec.how()) if found.workload.script else None,
         "baseline": {
             "candidate": found.baseline.values(),
             "description": found.baseline.describe(),
@@ -279,6 +316,24 @@ def status(study: str, storage: str | None, *, as_json: bool) -> None:
     _print_answer(report, [], as_json=False)
 
 
+def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune explain`: the evidence for a study's answer in words."""
+    from autotune.report import explain as explanations
+
+    if why_not is not None and what_if is not None:
+        raise UserError("explain: give --why-not or --what-if, not both")
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
+    if why_not is not None:
+        said = evidence.why_not(*explanations.read_setting(why_not))
+    elif what_if is not None:
+        said = evidence.what_if(*explanations.read_setting(what_if))
+    else:
+        said = evidence.choice()
+    print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))
+
+
 def export(study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None) -> None:
     """`autotune export`: the configuration that a study found, in the form that a training takes."""
     if pick is not None and number is not None:
@@ -287,7 +342,7 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     report = summary.load(study, url, folder)
     chosen = summary.pick_or_trial(report, pick, number)
     base_config: DsConfig = report.study["base_config"]
-    text = exports.export(chosen, base_config, form, report.world_size)
+    text = exports.export(chosen, base_config, form, report.world_size, summary.started(report))
     if output is None:
         print(text, end="" if text.endswith("\n") else "\n")
     else:
@@ -297,7 +352,8 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
         except OSError as error:
             raise UserError(f"export: {output}: {error.strerror}") from None
         print(f"wrote {output}", file=sys.stderr)
-    for line in [*exports.notes(chosen, base_config, form), *chosen.get("script_side_changes", [])]:
+    changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
+    for line in [*exports.notes(chosen, base_config, form), *changes]:
         print(f"note: {line}", file=sys.stderr)
 
 
@@ -345,7 +401,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
         print(line)
 
 
-def scale(target: Path, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, *, as_json: bool) -> int:
+def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, *, as_json: bool) -> int:
     """`autotune scale`: measures a configuration on several numbers of ranks, in turns.
 
     Returns:
@@ -358,13 +414,12 @@ def scale(target: Path, overrides: Mapping[str, Any], ranks: str, mode: Mode, ro
     from autotune.report import scaling as page
 
     counts = measuring.rank_counts(ranks)
-    wanted = StudySpec.of(target, {**overrides, "ranks": max(counts)})
-    folder = studies_folder(target) / wanted.name / "scaling"
-    notes: list[str] = []
+    wanted, notes = _wanted(target, {**overrides, "ranks": max(counts)})
+    folder = studies_folder(Path(target)) / wanted.name / "scaling"
     with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
-        with executor_for(inspect_target(wanted.target), folder) as executor:
+        with executor_for(wanted, folder) as executor:
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
             if environment.accelerator != "cpu" and environment.n_devices < max(counts):

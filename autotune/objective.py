@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from autotune import UserError
 from autotune.candidate import nearest
+from autotune.convergence import NoiseScale, efficiency
 from autotune.stats import StepStats
 from autotune.trial import TrialResult
 
@@ -23,6 +24,7 @@ Floats = NDArray[np.float64]
 # A candidate that did not reach the target is extrapolated to at most this many times the samples it saw.
 EXTRAPOLATION_CAP = 10.0
 REPLICATES = 200
+GOODPUT = "goodput_samples_per_s"
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -76,12 +78,18 @@ class Reference:
         loss_target_sd: Standard error of the target.
         window_samples: Samples that losses are averaged over, the same for every candidate.
         problem: Why there is no target.
+        batch: Samples of the baseline's optimizer step.
+        noise: The gradient noise scale; None if it was not measured.
+        noise_problem: Why it was not.
     """
 
     loss_target: float | None = None
     loss_target_sd: float = 0.0
     window_samples: float = 0.0
     problem: str = ""
+    batch: int = 0
+    noise: NoiseScale | None = None
+    noise_problem: str = "it was not measured"
 
     @classmethod
     def of(cls, baseline: TrialResult) -> Reference:
@@ -93,15 +101,15 @@ class Reference:
         losses = _losses(baseline)
         batch = baseline.samples_per_step
         if losses is None or not batch:
-            return cls(problem="the baseline's losses are missing or not finite")
+            return cls(problem="the baseline's losses are missing or not finite", batch=batch or 0)
         if len(losses) < 4:
-            return cls(problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s")
+            return cls(batch=batch, problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s")
         n = max(1, len(losses) // 4)
         target = float(losses[-n:].mean())
         error = _standard_error(losses, n)
         if float(losses[:n].mean()) - target <= 2 * math.sqrt(2) * error:
-            return cls(problem="the baseline's loss did not fall during its trial; raise trial_budget_s")
-        return cls(loss_target=target, loss_target_sd=error, window_samples=float(n * batch))
+            return cls(batch=batch, problem="the baseline's loss did not fall during its trial; raise trial_budget_s")
+        return cls(batch=batch, loss_target=target, loss_target_sd=error, window_samples=float(n * batch))
 
 
 def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate | None:
@@ -145,6 +153,24 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
     if censored[0]:
         high = max(high, EXTRAPOLATION_CAP * seen / batch * steps.median_s)
     return Estimate(value=value, low=min(low, value), high=max(high, value), censored=bool(censored[0]))
+
+
+def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None:
+    """Samples per second, each counted as what it is worth at the baseline's batch: throughput x efficiency (Pollux, OSDI 2021).
+
+    The interval joins that of the throughput with that of the noise scale, as if they met at their worst. At the baseline's
+    own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is not resolved.
+    """
+    rate, batch = METRICS["samples_per_s"].of(result, reference), result.samples_per_step
+    if rate is None or not batch or reference is None or not reference.batch:
+        return None
+    if batch == reference.batch:
+        return rate
+    noise = reference.noise
+    if noise is None or not noise.resolved:
+        return None
+    shares = [efficiency(phi, batch, reference.batch) for phi in (noise.low, noise.samples, noise.high)]
+    return Estimate(value=rate.value * shares[1], low=rate.low * min(shares), high=rate.high * max(shares))
 
 
 def _losses(result: TrialResult) -> Floats | None:
@@ -286,6 +312,9 @@ METRICS: dict[str, Metric] = {
     "time_to_loss_s": Metric(
         unit="s", direction="minimize", label="time to the baseline's loss", of=time_to_loss,
         why_missing="the trial's losses are missing or not finite",
+    ),
+    GOODPUT: Metric(
+        unit="samples/s", direction="maximize", label="goodput", of=goodput, why_missing="the noise scale is not resolved",
     ),
     "cpu_s_per_step": Metric(unit="s", direction="minimize", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step)),
 }  # fmt: skip
@@ -498,6 +527,8 @@ def check_measurable(
 
 
 def _why_missing(metric: str, reference: Reference | None) -> str:
+    if metric == GOODPUT and reference is not None and not (reference.noise and reference.noise.resolved):
+        return reference.noise_problem
     if metric == "time_to_loss_s" and (reference is None or reference.problem):
         return reference.problem if reference else "there is no baseline to compare with"
     return METRICS[metric].why_missing

@@ -7,6 +7,7 @@ import difflib
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 
 from autotune import UserError
 from autotune.candidate import DsConfig, check_config, nearest, read_config, without_auto
+from autotune.invocation import DS_CONFIG, MAPPED_KEYS, Invocation, check_templates, templates_in
 from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
 from autotune.space import SearchSpace, parse_parameters
+from autotune.trial import module_constants
 
 M = TypeVar("M", bound=BaseModel)
 Kind = Literal["search_spaces", "objectives"]
@@ -27,12 +30,14 @@ DEFAULT_OBJECTIVES = ("latency", "throughput", "convergence", "memory")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # Where a flag is not just the key with dashes.
 FLAGS = {
+    "memory_filter": "--filter",
     "name": "--study",
     "script_set": "--set",
     "objectives": "--objective",
     "time_budget_s": "--time-budget",
     "device_memory_bytes": "--device-memory",
 }
+YAML = (".yaml", ".yml")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -54,9 +59,18 @@ def _read_global_batch(given: Any) -> Any:
     return tuple(value) if whole else value
 
 
+def _read_share(given: Any) -> Any:
+    text = given.strip() if isinstance(given, str) else ""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1) if text else given
+    except ValueError:
+        raise ValueError(f"{given!r} is not a share such as 0.01 or 1%") from None
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -65,10 +79,13 @@ class StudySpec(BaseModel):
 
     Attributes:
         name: The study's folder below `studies/`.
-        target: The user's `model.py` or training script, absolute.
-        script_args: The script's command line; `{micro_batch_size}` and `{gradient_accumulation_steps}` in it are filled in.
+        target: The user's `model.py` or training script, absolute; what `command` starts, where there is one.
+        command: A launch command, whose script is tuned; the file keeps it instead of the target.
+        script_args: The script's command line; `{micro_batch_size}` and other fields of a candidate in it are filled in.
         script_set: Module constants of the script to replace, and by what, with the same templates.
-        working_dir: Folder that a script runs in; None for its own.
+        arg_mappings: Flags of the script that carry a setting, by DeepSpeed's name of it, as in DeepSpeed's own tuner.
+        working_dir: Folder that a script or a command runs in; None for the script's own.
+        invocation: What a run of `command` showed; never written.
         space: What is tuned.
         objectives: What is optimised.
         constraints: Bounds that a solution must keep.
@@ -80,7 +97,13 @@ class StudySpec(BaseModel):
             highest). By default kept if `base_config` sets a batch, else free.
         device_memory_bytes: Stated memory limit of a device; None for what it has.
         sampler: What proposes the next candidate; see `autotune ls samplers`.
+        memory_filter: Candidates that surely do not fit the device memory are not run.
+        stop_below: The study ends when no candidate is expected to improve any objective by this share; 0 for never. Only
+            `physics` knows.
+        stop_trials: A trial ends as soon as it is seen to be worse than a measured one on every objective.
         storage: Optuna storage URL; None for SQLite in `studies/autotune.db`.
+        learning_rate_rule: How the learning rate follows the global batch: `linear`, `sqrt`, `adascale`, `surge`, `none`, or
+            `auto`: linear for SGD, sqrt for others. A script keeps its own.
         seed: Seed of weights, data order and search.
         trial_budget_s: Training time of one trial, warm-up included.
         trial_deadline_s: Wall time after which a trial's processes are killed.
@@ -93,9 +116,12 @@ class StudySpec(BaseModel):
 
     name: str
     target: Path
+    command: str | None = None
     script_args: tuple[str, ...] = ()
     script_set: dict[str, str] = Field(default_factory=dict)
+    arg_mappings: dict[str, str] = Field(default_factory=dict)
     working_dir: Path | None = None
+    invocation: InstanceOf[Invocation] | None = Field(default=None, exclude=True)
     space: InstanceOf[SearchSpace]
     objectives: tuple[Objective, ...]
     constraints: tuple[Constraint, ...] = ()
@@ -105,8 +131,12 @@ class StudySpec(BaseModel):
     base_config: DsConfig | None = None
     global_batch: Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)] = "free"
     device_memory_bytes: Bytes | None = None
-    sampler: str = "tpe"
+    sampler: str = "physics"
+    memory_filter: bool = True
+    stop_below: Share = 0.01
+    stop_trials: bool = True
     storage: str | None = None
+    learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
     seed: Natural = 0
     trial_budget_s: Seconds = 10.0
     trial_deadline_s: Seconds = 300.0
@@ -115,12 +145,13 @@ class StudySpec(BaseModel):
     repeats: Count = 2
 
     @classmethod
-    def load(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+    def load(cls, path: Path, overrides: Mapping[str, Any] | None = None, invocation: Invocation | None = None) -> StudySpec:
         """Reads a `study.yaml`; paths in it are relative to its folder.
 
         Args:
             path: The file.
             overrides: Values from flags by field name, which go before the file's; None means that the flag is absent.
+            invocation: What a run of its `command` showed, if it has one.
 
         Raises:
             SpecError: It names the file (or flag), the key, and what is known.
@@ -128,9 +159,32 @@ class StudySpec(BaseModel):
         data = read_yaml(path)
         if not isinstance(data, dict):
             raise SpecError(f"{path}: a study is a mapping of keys to values; `autotune init` writes an example")
+        if invocation is not None:
+            data = {**data, "target": invocation.script}
         if "target" not in data and (overrides or {}).get("target") is None:
             raise SpecError(f"{path}: target is missing: the path of a model.py, relative to this file")
-        return cls._build(data, str(path), path.absolute().parent, overrides, _default_name(path))
+        return cls._build(data, str(path), path.absolute().parent, overrides, _default_name(path), invocation)
+
+    @classmethod
+    def of_command(cls, invocation: Invocation, overrides: Mapping[str, Any] | None = None, path: Path | None = None) -> StudySpec:
+        """The study of a launch command.
+
+        Args:
+            invocation: What a run of the command showed.
+            overrides: As for `load`.
+            path: The study.yaml that holds the command; None for the default study.
+        """
+        if path is not None:
+            spec = cls.load(path, overrides, invocation)
+        else:
+            script = Path(invocation.script)
+            data = {"target": str(script), "command": invocation.command, "working_dir": "."}
+            spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
+        target = spec.inspected()
+        if target.kind != "script":
+            raise SpecError(f"`{invocation.command}` starts {target.path}, which is no training script: autotune run {target.path.name}")
+        spec._check_script(target)
+        return spec
 
     @classmethod
     def of_target(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
@@ -152,9 +206,28 @@ class StudySpec(BaseModel):
             raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}")
         return spec
 
+    def inspected(self) -> Target:
+        """What the target is, from its syntax tree, or from who starts it."""
+        return inspect_target(self.target, launched=self.invocation is not None and self.invocation.world_size is not None)
+
+    def how(self) -> Invocation:
+        """How the script is started: as the launch command showed, or as it was named."""
+        if self.invocation is not None:
+            return self.invocation
+        return Invocation(script=str(self.target), arguments=self.script_args, working_dir=str(self.working_dir or self.target.parent))
+
+    def templated(self) -> tuple[str, ...]:
+        """The templates that the user wrote, by the field that they mean."""
+        how = self.how()
+        return templates_in([*how.arguments, *how.environment.values(), *self.script_set.values()])
+
     def _check_script(self, target: Target) -> None:
-        if self.base_config is not None:
-            raise SpecError(f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline")
+        check_templates([*self.how().arguments, *self.script_set.values(), self.command or ""], str(target.path))
+        if self.base_config is not None and DS_CONFIG not in self.templated():
+            raise SpecError(
+                f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; only where {{ds_config}}"
+                " stands for its path on the command line is it given here"
+            )
         for name in self.script_set:
             if name not in target.constants:
                 raise SpecError(
@@ -173,11 +246,18 @@ class StudySpec(BaseModel):
             folder: Where the file will lie: the target is written relative to it. Absolute if not given.
         """
         target = os.path.relpath(self.target, folder) if folder is not None else str(self.target)
+        left_out = [
+            "invocation",
+            *(name for name in ("script_args", "script_set", "arg_mappings", "working_dir") if not getattr(self, name)),
+        ]
+        if self.command is not None:  # which says the rest
+            left_out += ["target", "script_args"]
+        else:
+            left_out += ["command"]
         batch = self.global_batch if isinstance(self.global_batch, str) else "{}..{}".format(*self.global_batch)
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
-        for name in ("script_args", "script_set", "working_dir"):
-            if not data[name]:
-                del data[name]
+        if self.invocation is not None and self.ranks == self.invocation.world_size:
+            data["ranks"] = None
         if self.working_dir is not None:
             data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
         data |= {
@@ -187,23 +267,33 @@ class StudySpec(BaseModel):
             "constraints": [constraint.model_dump(exclude_defaults=True) for constraint in self.constraints],
             "global_batch": batch,
         }
-        return "".join(_commented(key, value) for key, value in data.items())
+        return "".join(_commented(key, value) for key, value in data.items() if key not in left_out)
 
     @classmethod
-    def _build(cls, data: Mapping[Any, Any], where: str, folder: Path, overrides: Mapping[str, Any] | None, name: str) -> StudySpec:
+    def _build(
+        cls, data: Mapping[Any, Any], where: str, folder: Path, overrides: Mapping[str, Any] | None, name: str,
+        invocation: Invocation | None = None,
+    ) -> StudySpec:  # fmt: skip
         given = {key: _Given(value, f"{where}: {key}", folder) for key, value in data.items()}
         for key, value in (overrides or {}).items():
             if value is not None:
                 given[key] = _Given(value, flag(key), Path.cwd())
+        known = [name for name in cls.model_fields if name != "invocation"]
         for key in given:
-            if key not in cls.model_fields:
-                raise SpecError(f"{where}: unknown key {key!r}.{nearest(str(key), cls.model_fields)} Known: {', '.join(cls.model_fields)}")
+            if key not in known:
+                raise SpecError(f"{where}: unknown key {key!r}.{nearest(str(key), known)} Known: {', '.join(known)}")
+        if invocation is None and given.get("command", _Given(None, where, folder)).value is not None:
+            raise SpecError(f"{where}: command: it has to be run first")  # a caller's mistake
         given.setdefault("name", _Given(name, f"{where}: name", folder))
         given.setdefault("space", _Given(list(DEFAULT_SPACES), where, folder))
         given.setdefault("objectives", _Given(list(DEFAULT_OBJECTIVES), where, folder))
         values: dict[str, Any] = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
         values = {key: value for key, value in values.items() if value is not None or key not in ("constraints", "global_batch")}
-        values.setdefault("global_batch", "keep" if _sets_batch(values.get("base_config")) or _is_script(values.get("target")) else "free")
+        values.setdefault(
+            "global_batch", "keep" if _sets_batch(values.get("base_config")) or invocation or _is_script(values.get("target")) else "free"
+        )
+        if invocation is not None:
+            values["invocation"], values["ranks"] = invocation, values.get("ranks") or invocation.world_size
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -272,6 +362,34 @@ def _message(error: ValidationError, where: str) -> str:
         return f"{where}{inner or ': ' + '.'.join(map(str, first['loc']))} is missing"
     text = first["msg"].removeprefix("Input ")
     return f"{where}{inner}: {text}, not {first['input']!r}"
+
+
+def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Path] | None:
+    """The launch command that a TARGET is, or that a study.yaml holds, and its folder; None where TARGET is another file.
+
+    What exists is a file; anything else that starts with a program is a command line.
+
+    Raises:
+        SpecError: It is neither, and nearly one of them.
+    """
+    path = Path(target)
+    if os.path.exists(target):
+        if not _is_yaml(path) or path.is_dir() or not isinstance(data := read_yaml(path), dict) or data.get("command") is None:
+            return None
+        if not isinstance(data["command"], str):
+            raise SpecError(f"{path}: command: a command line is needed, not {data['command']!r}")
+        if "target" in data or data.get("script_args"):
+            raise SpecError(f"{path}: command: it says which script is run and how; leave out target and script_args")
+        return data["command"], _inside(data.get("working_dir") or ".", path.absolute().parent)
+    words = [word for word in target.split() if not re.match(r"\w+=", word)]
+    if not words:
+        return None
+    first = Path(words[0])
+    if first.suffix in (".py", *YAML) and len(words) > 1 and os.path.exists(first) and not os.access(first, os.X_OK):
+        raise SpecError(f"{target}: to run a script with arguments: autotune run {words[0]} -- {' '.join(words[1:])}")
+    if len(words) == 1 and (not (overrides or {}).get("script_args") or first.suffix in (".py", *YAML)):
+        return (target, Path.cwd()) if target != words[0] or (shutil.which(target) and not first.suffix) else None
+    return target, Path.cwd()
 
 
 def _sets_batch(config: Mapping[str, Any] | None) -> bool:
@@ -363,6 +481,17 @@ def _read_script_set(value: Any, where: str, folder: Path) -> dict[str, str]:
     return {str(name): str(text) for name, text in pairs}
 
 
+def _read_mappings(value: Any, where: str, folder: Path) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise SpecError(f"{where}: a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`, not {value!r}")
+    for key, name in value.items():
+        if key not in MAPPED_KEYS:
+            raise SpecError(f"{where}: unknown setting {key!r}.{nearest(str(key), MAPPED_KEYS)} Known: {', '.join(MAPPED_KEYS)}")
+        if not isinstance(name, str) or not name.startswith("-"):
+            raise SpecError(f"{where}: {key}: a flag of the script is needed, as in --bsz, not {name!r}")
+    return dict(value)
+
+
 def _read_folder(value: Any, where: str, folder: Path) -> Path | None:
     return None if value is None else _inside(value, folder)
 
@@ -376,6 +505,7 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "target": _read_target,
     "script_args": lambda value, where, folder: tuple(map(str, value or ())),
     "script_set": _read_script_set,
+    "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
 }
 
@@ -503,7 +633,9 @@ def load_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
 
 
 COMMENTS = {
+    "command": "The launch command; it is run once to see which script it starts, and how.",
     "script_args": "The script's command line, and constants in it that are replaced.",
+    "arg_mappings": "Flags of the script that carry a setting.",
     "working_dir": "Where the script runs.",
     "target": "The model or the training script, relative to this file.",
     "space": "What is tuned: each knob with its values; null leaves DeepSpeed's default.",
@@ -545,15 +677,13 @@ OPTIONAL = ("optimizer", "loss", "collate", "blocks")
 SIGNATURES = {"model": (0, "model()"), "data": (0, "data()"), "batch": (1, "batch(n)"), "loss": (2, "loss(model, batch)"),
               "optimizer": (1, "optimizer(params)"), "collate": (1, "collate(samples)")}  # fmt: skip
 # What only a training script calls.
-SCRIPT_CALLS = ("initialize", "backward", "Trainer", "Accelerator", "PipelineModule", "fit", "parse_args")
+SCRIPT_CALLS = ("initialize", "backward", "Trainer", "LightningCLI", "Accelerator", "PipelineModule", "fit", "parse_args")
 
-# Families of scripts that are not hooked yet: what they call, and what they import where the name alone says too little.
-FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
-    ("transformers' Trainer", ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer"), {"transformers", "trl"}),
-    ("Accelerate", ("Accelerator",), None),
-    ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
-    ("deepspeed.PipelineModule", ("PipelineModule",), None),
-)
+# What a script imports that has a Trainer (or subclasses of one) from transformers.
+TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
+LIGHTNING_MODULES = {"lightning", "pytorch_lightning"}
+# Modules of the user's own that a script is looked at together with.
+MOST_HELPERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,8 +695,9 @@ class Target:
         kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
         batch_source: The function that batches come from.
         defines: Which of the optional `optimizer`, `loss`, `collate`, `blocks` it has.
-        imports: Modules that it imports at the top, without those that lie beside it.
-        constants: Names that it gives a constant value at the top.
+        imports: Modules that it imports at the top, without those that lie beside it; `module:name,name` where it takes names
+            out of one, which may load more.
+        constants: Names that it assigns a value to at the top.
     """
 
     path: Path
@@ -577,8 +708,12 @@ class Target:
     constants: tuple[str, ...] = ()
 
 
-def inspect_target(path: Path) -> Target:
+def inspect_target(path: Path, *, launched: bool = False) -> Target:
     """Finds out what a target is, without importing it.
+
+    Args:
+        path: The file.
+        launched: A launcher starts ranks of it, so that it is a training script even where its training lies in other files.
 
     Raises:
         SpecError: In one sentence, why it cannot be tuned.
@@ -586,14 +721,10 @@ def inspect_target(path: Path) -> Target:
     if path.is_dir():
         inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
         raise SpecError(f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it"))
-    if " " in str(path) and not path.exists():
-        raise SpecError(
-            f"{path}: a launch command cannot be tuned yet; name the script and its arguments: autotune run train.py -- --their --args"
-        )
     text = _read_text(path, "target")
     if _is_yaml(path):
         return Target(path=path, kind="study")
-    if path.suffix != ".py":
+    if path.suffix != ".py" and not launched:
         raise SpecError(f"{path}: a target is a model.py or a study.yaml, or a training script")
     try:
         tree = ast.parse(text, filename=str(path))
@@ -602,8 +733,10 @@ def inspect_target(path: Path) -> Target:
         raise SpecError(f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}") from None
     names = dict(_definitions(tree.body))
     source = next((name for name in ("data", "batch") if _callable(names.get(name))), None)
-    if (not _callable(names.get("model")) or source is None) and _trains(tree):
-        return _inspect_script(path, tree)
+    if launched or not _callable(names.get("model")) or source is None:
+        whole = _with_helpers(path, tree)
+        if launched or any(map(_trains, whole)):
+            return _inspect_script(path, tree, whole, launched=launched)
     if not _callable(names.get("model")):
         raise SpecError(f"{path}: {_why_no_model(names)}")
     if source is None:
@@ -621,7 +754,7 @@ def inspect_target(path: Path) -> Target:
 
 
 def _is_yaml(path: Path) -> bool:
-    return path.suffix in (".yaml", ".yml")
+    return path.suffix in YAML
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -667,44 +800,84 @@ def _takes(arguments: ast.arguments, count: int) -> bool:
 
 
 def _trains(tree: ast.Module) -> bool:
-    return any(name in SCRIPT_CALLS for name, _ in _calls(tree))
+    return any(name in SCRIPT_CALLS or name.endswith("Trainer") for name, _ in _calls(tree))
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Last name and line of everything that is called, in the order of the text."""
-    found = [(ast.unparse(node.func).rsplit(".", 1)[-1], node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    """Last name and line of everything that is called or inherited from, in the order of the text."""
+    used: list[tuple[ast.expr, int]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            used.append((node.func, node.lineno))
+        elif isinstance(node, ast.ClassDef):
+            used += [(base, node.lineno) for base in node.bases]
+    found = [(ast.unparse(expression).rsplit(".", 1)[-1], line) for expression, line in used]
     yield from sorted(found, key=lambda call: call[1])
 
 
-def _inspect_script(path: Path, tree: ast.Module) -> Target:
-    """A training script of the family that can be tuned; the others are named.
+def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *, launched: bool) -> Target:
+    """A training script of a family that can be tuned.
+
+    Args:
+        path: The file.
+        tree: Its syntax tree.
+        whole: The same, and those of the user's own modules that it imports.
+        launched: A launcher gave it a rank, so it trains, whatever it imports.
 
     Raises:
         SpecError: It is of another family.
     """
-    calls = dict(reversed(list(_calls(tree))))
-    modules = {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
-    for family, called, needs in FAMILIES:
-        line = next((calls[name] for name in called if name in calls), None)
-        if line is not None and (needs is None or needs & modules):
-            raise SpecError(
-                f"{path}: line {line}: a training script with {family} cannot be tuned yet; only one that calls"
-                " deepspeed.initialize itself can,"
-                " or a model.py (`autotune init` shows how)"
-            )
-    for beside in sorted(modules):
-        modules |= _modules_of(path.with_name(f"{beside}.py"))
-    if "deepspeed" not in modules:
+    calls = {name for each in whole for name, _ in _calls(each)}
+    modules = {name.partition(".")[0] for each in whole for node in ast.walk(each) for name in _modules(node)}
+    lightning = bool(modules & LIGHTNING_MODULES)
+    if "Fabric" in calls and (lightning or "lightning_fabric" in modules):
+        raise SpecError(f"{path}: a training script with Lightning Fabric cannot be tuned yet; one with Lightning's Trainer can")
+    trainer = any(name.endswith("Trainer") for name in calls) and bool(modules & TRAINER_MODULES)
+    if not launched and not trainer and not lightning and not modules & {"deepspeed", "accelerate"}:
         raise SpecError(
-            f"{path}: looks like a training script, but does not import deepspeed; only one that calls deepspeed.initialize can be tuned,"
-            " or a model.py (`autotune init` shows how)"
+            f"{path}: looks like a training script, but does not import deepspeed; only one that trains with deepspeed.initialize,"
+            " transformers' Trainer, Accelerate or Lightning can be tuned, or a model.py (`autotune init` shows how)"
         )
-    constants = [
-        node.targets[0].id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name)
-    ]
-    return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
+    constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
+    imports = dict.fromkeys(name for each in whole for name in _imports(each.body, path.parent))
+    return Target(path=path, kind="script", imports=tuple(imports), constants=tuple(constants))
+
+
+def _with_helpers(path: Path, tree: ast.Module) -> list[ast.Module]:
+    """The syntax trees of a script and of the modules of the user's own that it imports, which may do the training."""
+    roots = [path.parent]
+    while (roots[-1] / "__init__.py").exists():  # a module of a package: what it imports begins above
+        roots.append(roots[-1].parent)
+    found, pending = {path: tree}, [path]
+    while pending and len(found) < MOST_HELPERS:
+        importer = pending.pop()
+        for node in ast.walk(found[importer]):
+            for helper in _helpers(node, importer, roots):
+                if helper not in found and (parsed := _parsed(helper)) is not None:
+                    found[helper] = parsed
+                    pending.append(helper)
+    return list(found.values())
+
+
+def _helpers(node: ast.AST, importer: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """The files that an import statement may mean below the user's own folders."""
+    names = _modules(node)
+    if isinstance(node, ast.ImportFrom):
+        if node.level:
+            roots = [importer.parents[node.level - 1]] if node.level <= len(importer.parents) else []
+        prefix = f"{node.module}." if node.module else ""
+        names = [*names, *(f"{prefix}{alias.name}" for alias in node.names)]
+    for root in roots:
+        for name in names:
+            inside = root.joinpath(*name.split("."))
+            yield from (file for file in (inside.with_suffix(".py"), inside / "__init__.py") if file.is_file())
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
 
 
 def _modules(node: ast.AST) -> list[str]:
@@ -714,15 +887,6 @@ def _modules(node: ast.AST) -> list[str]:
         case ast.ImportFrom(module=str(module)):
             return [module]
     return []
-
-
-def _modules_of(path: Path) -> set[str]:
-    """What a module beside a script imports, if there is one."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return set()
-    return {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
 
 
 def _is_script(path: Any) -> bool:
@@ -748,6 +912,6 @@ def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
             case ast.Import():
                 found |= dict.fromkeys(alias.name for alias in node.names)
             case ast.ImportFrom(module=str(module), level=0) if module != "__future__":
-                found[module] = None
+                found[f"{module}:{','.join(alias.name for alias in node.names if alias.name != '*')}".rstrip(":")] = None
     beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
-    return [name for name in found if name.partition(".")[0] not in beside]
+    return [name for name in found if re.split("[.:]", name)[0] not in beside]

@@ -7,9 +7,9 @@ import json
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 import sqlalchemy
@@ -20,11 +20,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from autotune import UserError, objective, trial
 from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
+from autotune.convergence import LearningRate
+from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
-MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR = "measured", "role", "autotune"
+MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotune", "ended"
 HEARTBEAT_S = 10
 GRACE_S = 60
 SQLITE = "sqlite:///"
@@ -161,6 +163,25 @@ def running(study: Study) -> list[FrozenTrial]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchRecord:
+    """What the search of a study went by, so that its beliefs can be asked for later.
+
+    Attributes:
+        space: The knobs that were tuned, as `SearchSpace.parse` reads them.
+        samples_per_rank: Set where the global batch was kept.
+        setting: What legality depended on.
+        memory_limit_bytes: What a rank could use; None if that is not known.
+        bounds: What a solution had to keep: metric, which end, amount.
+    """
+
+    space: dict[str, Any]
+    samples_per_rank: int | None
+    setting: Setting
+    memory_limit_bytes: float | None
+    bounds: list[tuple[str, Literal["min", "max"], float]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyRecord:
     """What is kept with a study, so that it can be resumed, reported and exported without its target.
 
@@ -173,6 +194,9 @@ class StudyRecord:
         objectives: What is optimised; what the baseline could not measure is left out.
         reference: What the baseline's loss curve gives.
         workload: What the target turned out to be.
+        learning_rate: How the trials followed the batch.
+        invocation: How the script is started, where the target is one.
+        search: What the search went by; None in studies of earlier versions.
     """
 
     fingerprint: dict[str, Any]
@@ -183,6 +207,20 @@ class StudyRecord:
     objectives: list[Objective]
     reference: Reference | None
     workload: Workload
+    learning_rate: LearningRate = field(default_factory=LearningRate)
+    invocation: Invocation | None = None
+    search: SearchRecord | None = None
+
+    def ds_config(self, candidate: Candidate) -> DsConfig:
+        """The DeepSpeed configuration that a candidate's trial ran."""
+        config, probed = candidate.to_deepspeed(self.base_config), self.workload.script
+        config = probed.completed(config, candidate) if probed is not None else config
+        return self.learning_rate.scaled(config, candidate.global_batch_size(self.data_parallel))
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
 
 def record(study: Study) -> StudyRecord | None:
@@ -203,6 +241,12 @@ def record(study: Study) -> StudyRecord | None:
 def keep(study: Study, kept: StudyRecord) -> None:
     """Keeps the record with the study."""
     study.set_user_attr(RECORD_ATTR, TypeAdapter(StudyRecord).dump_json(kept).decode())
+
+
+def note_end(study: Study, why: str) -> None:
+    """Keeps why a study ended before its budget of trials; an empty text where it did not."""
+    if study.user_attrs.get(ENDED_ATTR, "") != why:
+        study.set_user_attr(ENDED_ATTR, why)
 
 
 @contextlib.contextmanager
@@ -233,7 +277,7 @@ def told_trials(study: Study) -> list[FrozenTrial]:
 
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:
-    """What was kept with a told trial: outcome, reason, phase, wall_s, metrics, ci95, censored, feasible, caveats, side_changes."""
+    """What was kept with a told trial, as `study` wrote it: outcome, reason, phase, wall_s, metrics, ci95, caveats and the like."""
     data: dict[str, Any] = json.loads(told.user_attrs[MEASURED_ATTR])
     return data
 
@@ -243,34 +287,37 @@ def told_candidate(told: FrozenTrial) -> Candidate:
     return Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
 
 
-def measured(study: Study, folder: Path, base_config: DsConfig) -> list[Measured]:
+def measured(study: Study, folder: Path, kept: StudyRecord) -> list[Measured]:
     """Every told trial of a study, with its re-measurements, as the analysis takes it.
 
     Args:
         study: The study.
         folder: Its folder, in which the re-measurements lie.
-        base_config: What candidates are laid over.
+        kept: Its record.
     """
-    return [_as_measured(told, folder, base_config) for told in told_trials(study)]
+    return [_as_measured(told, folder, kept) for told in told_trials(study)]
 
 
-def _as_measured(told: FrozenTrial, folder: Path, base_config: DsConfig) -> Measured:
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
     repeats = {}
+    # Re-measurements time steps; they are too short for a loss curve.
+    reference = replace(kept.reference, loss_target=None) if kept.reference is not None else None
     for n, path in repeat_paths(folder, told.number).items():
         result = trial.result_in(path)
         if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
-            repeats[n] = {name: estimate.value for name, estimate in objective.measure(result, None).items()}
+            repeats[n] = {name: estimate.value for name, estimate in objective.measure(result, reference).items()}
     return Measured(
         trial=told.number,
         candidate=candidate,
-        ds_config=candidate.to_deepspeed(base_config),
+        ds_config=kept.ds_config(candidate),
         outcome=Outcome(data["outcome"]),
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
         repeats=repeats,
         script_side_changes=data.get("side_changes", ()),
+        unreproducible=data.get("unreproducible", ()),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -24,22 +25,29 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
-from autotune.objective import Reference, Score
-from autotune.plan import Plan, shown
+from autotune.objective import GOODPUT, Reference, Score
+from autotune.plan import Plan, remedy, shown
+from autotune.predict.forecast import Predictor, settings_of
+from autotune.predict.profile import Machine, Profile
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
-from autotune.store import StudyRecord
-from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
+from autotune.store import SearchRecord, StudyRecord
+from autotune.trial import Outcome, Rival, TrialDir, TrialRequest, TrialResult
 
 COMPLETED = "completed"
 # So many trials from the start that all crash for one reason (twice as many for several): the target is broken.
 HOPELESS_TRIALS = 4
 ENDLESS_SAMPLES = 10**15
 BUSY_TRIES = 3
+# Micro-gradients of a step that the noise probe takes at least.
+NOISE_MICROS = 4
+# So many trials of a precision end with a dtype mismatch, and none otherwise, before it is no longer proposed.
+MISMATCHES = 2
 # Where the rounds of re-measurement differ by more than this (standard deviation of the log ratios), more rounds follow.
 WANTED_SPREAD = 0.03
 
@@ -111,6 +119,7 @@ class Runner:
         self.study: Study | None = None
         self.reference: Reference | None = None
         self.objectives = list(plan.spec.objectives)
+        self.learning_rate = plan.learning_rate()
         self._built: set[str] = set()
         self._n_tries = BUSY_TRIES
         self._started = time.monotonic()
@@ -129,19 +138,37 @@ class Runner:
         sampler = self._sampler()
         assert self.study is not None
         self.study.sampler = sampler
+        store.note_end(self.study, "")
         for candidate in self._recover():
-            if self._n_told() < self.spec.trials and not self._out_of_time():
+            if self._n_spent() < self.spec.trials and not self._out_of_time():
                 sampler.force(candidate)
                 self._trial(role="search")
-        while self._n_told() < self.spec.trials and not self._out_of_time():
+        while self._n_spent() < self.spec.trials:
             self._stop_if_hopeless()
-            if not self._trial(role="search"):
-                self.observer.say("every candidate that can run here has been measured")
+            sampler = self._without_unsafe(sampler)
+            again = self._owed()
+            if again is not None:
+                sampler.force(again)
+            if why := self._over():
+                self.observer.say(why)
+                store.note_end(self.study, why)
                 break
         self._stop_if_hopeless()
-        if self._n_told() < self.spec.trials and self._out_of_time():
-            self.observer.say(f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_told()} trials")
         self._confirm()
+
+    def _over(self) -> str | None:
+        """Runs the next trial, or says why there is none although the budget of trials is not spent."""
+        assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
+        if self._out_of_time():
+            return f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_spent()} trials"
+        if self.spec.sampler == "physics" and self.study.sampler.forced is None:
+            with undisturbed():
+                if why := self._advisor.settled(self.study, self.spec.stop_below):
+                    return f"stopped after {self._n_spent()} of {self.spec.trials} trials: {why}"
+        if self._trial(role="search"):
+            return None
+        n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in self._outcomes())
+        return self.study.sampler.why_exhausted + (f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else "")
 
     def open(self) -> None:
         """Opens the study if there is one to go on with.
@@ -163,9 +190,9 @@ class Runner:
             return
         self._check_same(kept)
         self.study = study
-        self.reference, self.objectives = kept.reference, kept.objectives
+        self.reference, self.objectives, self.learning_rate = kept.reference, kept.objectives, kept.learning_rate
         self._spent_before_s = sum(store.told_data(told)["wall_s"] for told in self._told())
-        if n := self._n_told():
+        if n := self._n_spent():
             self.observer.say(f"resuming: {n} of {self.spec.trials} trials are already there")
 
     def _check_same(self, kept: StudyRecord) -> None:
@@ -181,6 +208,7 @@ class Runner:
         complete = result.outcome is Outcome.COMPLETE
         self.reference = Reference.of(result) if complete else None
         if complete:
+            self._measure_noise()
             found = objective.score(result, self.objectives, self.spec.constraints, self.reference)
             dropped = [o for o in self.objectives if o.metric in found.missing]
             left = [o for o in self.objectives if o not in dropped]
@@ -202,7 +230,38 @@ class Runner:
             self.study.sampler = sampler
             asked = self._ask("baseline")
             self._drawn(asked, self.plan.baseline)
-            self._tell(asked, self.plan.baseline, "baseline", result)
+            self._tell(asked, self.plan.baseline, "baseline", self._judged(self.plan.baseline, result))
+
+    def _measure_noise(self) -> None:
+        """Measures the gradient noise scale once, where an objective or the rule for the learning rate needs it."""
+        assert self.reference is not None
+        wanted = next((o.name for o in self.objectives if o.metric == GOODPUT), None)
+        needs_rate = self.learning_rate.rule in NOISE_RULES
+        if self.spec.global_batch == "keep" or not (wanted or needs_rate):
+            return
+        if self.plan.workload.script is not None:
+            problem = "the gradient noise scale is measured on a model.py only"
+        else:
+            world, base = self.plan.world_size, self.plan.baseline
+            steps = max(base.gradient_accumulation_steps, math.ceil(NOISE_MICROS / world))
+            micro = max(1, base.global_batch_size(world) // (steps * world))
+            candidate = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
+            self.observer.say("measuring the gradient noise scale, for what other global batches are worth")
+            result = self._execute(candidate, self.folder / "trials" / "noise", role="noise")
+            noise = result.noise.noise_scale() if result.noise is not None else None
+            problem = str(noise) if noise is not None else f"its probe ended with {result.outcome}: {result.reason}"
+            if noise is not None and noise.resolved:
+                self.observer.say(problem)
+                self.reference = replace(self.reference, noise=noise)
+                self.learning_rate = self.plan.learning_rate(noise.samples)
+                return
+        self.reference = replace(self.reference, noise_problem=problem)
+        if needs_rate:
+            raise UserError(f"--learning-rate-rule {self.learning_rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`")
+        self.objectives = [o for o in self.objectives if o.name != wanted]
+        self.observer.say(f"objective {wanted!r} is left out: {problem}; raise trial_budget_s, or keep the global batch")
+        if not self.objectives:
+            raise UserError(f"objective {wanted!r} is the only one, and it cannot be measured: {problem}")
 
     def _record(self) -> StudyRecord:
         plan = self.plan
@@ -215,21 +274,33 @@ class Runner:
             objectives=self.objectives,
             reference=self.reference,
             workload=plan.workload,
-        )
+            learning_rate=self.learning_rate,
+            invocation=plan.spec.how() if plan.workload.script else None,
+            search=SearchRecord(
+                space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
+                memory_limit_bytes=plan.memory_limit_bytes,
+                bounds=list(objective.bounds(self.objectives, plan.spec.constraints).values()),
+            ),
+        )  # fmt: skip
 
     def _sampler(self) -> LegalSampler:
         seed = self.spec.seed + (len(self.study.get_trials(deepcopy=False)) if self.study else 0)
         plan, spec = self.plan, self.spec
         if spec.sampler != "physics":
             return LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
-        environment = plan.workload.environment
-        # On a CPU the ranks share the machine's memory.
-        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else plan.world_size)
-        return PhysicsSampler(
-            plan.space, plan.baseline, plan.setting, seed, prior=generic_prior(plan.workload, plan.setting),
-            metrics=[o.metric for o in self.objectives], memory_limit_bytes=spec.device_memory_bytes or share,
+        return self._advisor
+
+    @functools.cached_property
+    def _advisor(self) -> PhysicsSampler:
+        """What is believed of candidates, whoever proposes them."""
+        plan, spec = self.plan, self.spec
+        advisor = PhysicsSampler(
+            plan.space, plan.baseline, plan.setting, spec.seed, prior=generic_prior(plan.workload, plan.setting),
+            metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
+        advisor.proposes, advisor.cautious = spec.sampler == "physics", spec.memory_filter
+        return advisor
 
     def _recover(self) -> list[Candidate]:
         """Trials that a dead run left behind: told if their result is there, else marked lost and given back to run again."""
@@ -288,8 +359,12 @@ class Runner:
             if candidate is None:
                 self.study.tell(asked, state=TrialState.FAIL)
                 return False
-            with store.heartbeat(self.study, asked._trial_id):
-                result = self._execute(candidate, self._trial_path(asked.number), role=role)
+            unfit = self._advisor.unfit(self.study, candidate) if self.spec.memory_filter and forced is None else None
+            if unfit is not None:
+                result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
+            else:
+                with store.heartbeat(self.study, asked._trial_id):
+                    result = self._execute(candidate, self._trial_path(asked.number), role=role)
         except BaseException:
             with undisturbed():
                 if candidate is None:
@@ -298,17 +373,73 @@ class Runner:
                     self._tell(asked, candidate, role, TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
             raise
         with undisturbed():
-            self._tell(asked, candidate, role, result)
+            self._tell(asked, candidate, role, self._judged(candidate, result))
         return True
+
+    def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
+        """The result; where 16-bit weights met another type, with what becomes of that, and what can be done about the unseen."""
+        if result.outcome is Outcome.NOT_APPLIED and self.plan.target.kind == "script":
+            return replace(result, reason=result.reason + remedy(result.reason))
+        if not trial.is_dtype_mismatch(result):
+            return result
+        found = self._under_autocast(candidate)
+        what = found if isinstance(found, str) else f"the same is tried under {found.precision}"
+        return replace(result, reason=f"{result.reason}; {what}")
+
+    def _owed(self) -> Candidate | None:
+        """What is still to be tried under autocast, since its 16-bit weights met another type; each at most once."""
+        for told in self._told():
+            if _met_mismatch(told) and isinstance(found := self._under_autocast(store.told_candidate(told)), Candidate):
+                return found
+        return None
+
+    def _under_autocast(self, candidate: Candidate) -> Candidate | str:
+        """The same configuration with fp32 weights and 16-bit arithmetic, or why it is not tried."""
+        plan, wanted = self.plan, AUTOCAST[candidate.precision]
+        if "precision" not in plan.space or not plan.space["precision"].contains(wanted):
+            wanted = "torch_autocast"
+        if "precision" not in plan.space or not plan.space["precision"].contains(wanted):
+            return (
+                f"{wanted} computes in 16 bits over fp32 weights and would take it: add it to `precision` in the study's space,"
+                " or have the model use one type"
+            )
+        other = plan.space.candidate({**plan.space.values_of(candidate), "precision": wanted}, plan.baseline)
+        reason = other.illegal(plan.setting)
+        if reason is not None:
+            return f"the same under {wanted} cannot run here: {reason}"
+        if other.key in {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}:
+            return f"the same under {wanted} was measured already"
+        return other
+
+    def _without_unsafe(self, sampler: LegalSampler) -> LegalSampler:
+        """The sampler; another one where trials have shown that the model cannot train in a precision."""
+        ends: dict[str, list[bool]] = {}
+        for told in self._told():
+            ends.setdefault(store.told_candidate(told).precision, []).append(_met_mismatch(told))
+        unsafe = tuple(name for name, mismatches in ends.items() if all(mismatches) and len(mismatches) >= MISMATCHES)
+        if unsafe == self.plan.setting.unsafe_precisions:
+            return sampler
+        self.observer.say(
+            f"{' and '.join(unsafe)} is no longer proposed: the model mixes types of numbers, {MISMATCHES} trials ended at that"
+        )
+        self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=unsafe))
+        assert self.study is not None
+        self.__dict__.pop("_advisor", None)  # it holds the candidates that were legal before
+        self.study.sampler = sampler = self._sampler()
+        return sampler
 
     def _tell(self, asked: Trial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
         assert self.study is not None
-        score = objective.score(result, self.objectives, self.spec.constraints, self.reference)
+        # A loss curve that was cut off says nothing of the time to the target.
+        reference = self.reference if result.outcome is not Outcome.STOPPED_EARLY else None
+        score = objective.score(result, self.objectives, self.spec.constraints, reference)
         done = result.outcome is Outcome.COMPLETE and score.values is not None
         asked.set_user_attr("outcome", str(result.outcome))
         if result.reason:
             asked.set_user_attr("reason", result.reason)
-        asked.set_user_attr(store.MEASURED_ATTR, json.dumps(_measured_data(result, score)))
+        asked.set_user_attr(
+            store.MEASURED_ATTR, json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate, result)})
+        )
         asked.set_constraint(COMPLETED, 0.0 if done else 1.0)
         for name, violation in score.violations.items():
             asked.set_constraint(name, violation if done else 1.0)
@@ -322,8 +453,32 @@ class Runner:
         if not quiet:
             self._progress(asked.number, role, candidate, result, score.metrics)
 
+    def _foreseen(self, candidate: Candidate, result: TrialResult) -> dict[str, list[float]]:
+        """What the trials before this one led to expect of it, with 90 % intervals, to be read beside what it measured."""
+        predictor = self._predictor
+        said = {"peak_memory_bytes": predictor.memory(candidate).total, "step_time_s": predictor.step_time(candidate).total}
+        if result.outcome is Outcome.COMPLETE:
+            time_s = result.steps.median_s if result.steps is not None else None
+            predictor.learn(candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=time_s)
+        return {name: [total.value, total.low, total.high] for name, total in said.items()}
+
+    @functools.cached_property
+    def _predictor(self) -> Predictor:
+        """Forecasts from the profile, corrected by what was told before."""
+        plan, workload = self.plan, self.plan.workload
+        profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+        machine = workload.machine or Machine.guess(plan.setting.accelerator, plan.world_size, workload.environment.n_cores)
+        predictor = Predictor(profile, machine, settings_of(plan.base_config))
+        for told in self._told():
+            data = store.told_data(told)
+            if data["outcome"] == Outcome.COMPLETE:
+                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
+                predictor.learn(store.told_candidate(told), **metrics)
+        return predictor
+
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        ds_config = self.plan.ds_config(candidate)
+        batch = candidate.global_batch_size(self.plan.data_parallel)
+        ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
         n_baseline = self._baseline_samples()
@@ -337,13 +492,16 @@ class Runner:
             ds_config=ds_config,
             world_size=self.plan.world_size,
             seed=self.spec.seed,
-            budget_s=self.spec.trial_budget_s,
+            budget_s=self.spec.trial_budget_s * (2 if role == "noise" else 1),
+            noise=role == "noise",
             min_samples=min_samples,
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=self.spec.device_memory_bytes,
             script=self.plan.script(candidate),
+            learning_rate_factor=self.learning_rate.factor(batch),
+            rivals=self._rivals(candidate) if role == "search" else (),
         )
-        number = int(path.name) if path.name.isdigit() else int(path.parent.name)
+        number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         # Everything is compared with these, so they are worth another try where something else had the machine.
         n_left, lost = self._n_tries if role in ("baseline", "repeat") else 1, False
         while True:
@@ -363,6 +521,12 @@ class Runner:
                     return result
                 why = f"other processes used {result.other_cores:.1f} cores meanwhile"
             self.observer.say(f"trial {number} is measured again: {why}")
+
+    def _rivals(self, candidate: Candidate) -> tuple[Rival, ...]:
+        """Whom a trial is compared with while it runs; nobody before there is a baseline to be better than."""
+        if self.study is None or self.reference is None or not self.spec.stop_trials:
+            return ()
+        return self._advisor.rivals(self.study, candidate, self.measured())
 
     def _baseline_samples(self) -> int:
         result = trial.result_in(self._trial_path(0))
@@ -393,20 +557,29 @@ class Runner:
         """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
         measured = self.measured()
         baseline = _baseline(measured)
-        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
+        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.data_parallel)
         if not found:
             return
-        turn = [*found, *([baseline] if baseline else [])]
-        # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
-        rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
-        n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
-        while n_done < self.spec.repeats or (n_done < 2 * self.spec.repeats and self._unsettled()):
+        while True:
+            left = recommend.in_race(found, self.measured(), baseline and self._again(baseline), self.objectives, self.plan.world_size)
+            if beaten := [f"trial {m.trial}" for m in found if m not in left]:
+                self.observer.say(f"{', '.join(beaten)}: clearly beaten, so not measured again")
+            found = left
+            # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
+            turn = [*found, *([baseline] if baseline else [])]
+            rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
+            n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
+            if n_done >= self.spec.repeats and not (n_done < 2 * self.spec.repeats and self._unsettled()):
+                return
             if n_done == 0:
                 self.observer.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
-            n_done, last = n_done + 1, last + 1
             for m in turn:
-                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last), role="repeat")
+                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last + 1), role="repeat")
                 self._progress(m.trial, "repeat", m.candidate, result, {k: e.value for k, e in objective.measure(result, None).items()})
+
+    def _again(self, measured: Measured) -> Measured:
+        """The same trial with what was measured since."""
+        return next(m for m in self.measured() if m.trial == measured.trial)
 
     def _unsettled(self) -> bool:
         """Whether the rounds so far differ so much that more are worth their time."""
@@ -415,13 +588,24 @@ class Runner:
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis sees it."""
-        return store.measured(self.study, self.folder, self.plan.base_config) if self.study is not None else []
+        return store.measured(self.study, self.folder, self._record()) if self.study is not None else []
 
     def _told(self) -> list[FrozenTrial]:
         return store.told_trials(self.study) if self.study is not None else []
 
-    def _n_told(self) -> int:
-        return len(self._told())
+    def _outcomes(self) -> list[Outcome]:
+        return [Outcome(store.told_data(told)["outcome"]) for told in self._told()]
+
+    def _n_spent(self) -> int:
+        """Trials that count: what was predicted not to fit cost nothing, until it is as much as the whole budget."""
+        outcomes = self._outcomes()
+        n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in outcomes)
+        return len(outcomes) - min(n_unfit, self.spec.trials)
+
+    def _walls_s(self) -> list[float]:
+        """Seconds of each trial that ran."""
+        ran = [store.told_data(told) for told in self._told()]
+        return [data["wall_s"] for data in ran if data["outcome"] != Outcome.PREDICTED_OOM]
 
     def _trial_path(self, number: int) -> Path:
         return store.trial_path(self.folder, number)
@@ -429,7 +613,7 @@ class Runner:
     def _out_of_time(self) -> bool:
         if self.spec.time_budget_s is None:
             return False
-        walls = [store.told_data(t)["wall_s"] for t in self._told()]
+        walls = self._walls_s()
         # The finalists' turns at the end come out of the same budget.
         reserve = (self.spec.finalists + 1) * self.spec.repeats * (statistics.median(walls) if walls else 0.0) / 2
         return self._spent_s() + reserve >= self.spec.time_budget_s
@@ -438,7 +622,7 @@ class Runner:
         return self._spent_before_s + time.monotonic() - self._started
 
     def _stop_if_hopeless(self) -> None:
-        ends = [store.told_data(t) for t in self._told()]
+        ends = [data for t in self._told() if (data := store.told_data(t))["outcome"] != Outcome.PREDICTED_OOM]
         if len(ends) < HOPELESS_TRIALS:
             return
         crashed = [Outcome(e["outcome"]) in (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED) for e in ends]
@@ -456,17 +640,23 @@ class Runner:
         speedup = None
         if best is not None and baseline is not None:
             speedup = math.exp(recommend.log_ratio(best, baseline, "samples_per_s"))
-        walls = [store.told_data(t)["wall_s"] for t in self._told()]
-        n_left = max(0, self.spec.trials - len(walls))
+        walls, n_spent = self._walls_s(), self._n_spent()
+        n_left = max(0, self.spec.trials - n_spent)
         left = (n_left + (self.spec.finalists + 1) * self.spec.repeats / 2) * (statistics.median(walls) if walls else 0.0)
         if self.spec.time_budget_s is not None:
             left = min(left, max(0.0, self.spec.time_budget_s - self._spent_s()))
         self.observer.ended(
             Progress(
-                number=number, role=role, candidate=candidate, result=result, metrics=metrics, n_told=len(walls),
+                number=number, role=role, candidate=candidate, result=result, metrics=metrics, n_told=n_spent,
                 n_trials=self.spec.trials, best=best, best_speedup=speedup, left_s=left,
             )
         )  # fmt: skip
+
+
+def _met_mismatch(told: FrozenTrial) -> bool:
+    data = store.told_data(told)
+    values = store.told_candidate(told).values()
+    return trial.is_dtype_mismatch(TrialResult(outcome=Outcome(data["outcome"]), reason=data["reason"], candidate=values))
 
 
 def _baseline(measured: list[Measured]) -> Measured | None:
@@ -489,8 +679,9 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "metrics": {k: v for k, v in score.metrics.items() if math.isfinite(v)},
         "ci95": {k: list(v) for k, v in score.ci95.items() if all(map(math.isfinite, v))},
         "censored": list(score.censored), "feasible": score.feasible, "caveats": result.caveats,
-        "phase_times_s": result.phase_times_s,
+        "phase_times_s": result.phase_times_s, "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
+        "unreproducible": result.unreproducible,
     }  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,12 +14,16 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from autotune import stats
-from autotune.candidate import Candidate, DsConfig, Scalar
+from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
+from autotune.convergence import NoiseTerms
+from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
 # With this much of the machine in other hands, a step time is no longer the configuration's own.
 BUSY_CORES = 0.3
+# Families of scripts, in words, that others than the worker look at.
+TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 # What a rank goes through, in order.
 PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
 T = TypeVar("T")
@@ -73,25 +78,45 @@ def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None)
     return max(1, n_cores // world_size)
 
 
+def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    """The names to which a script's text assigns a value at its top level, as `--set` may replace it, and where."""
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                yield name, node
+            case ast.If() | ast.With() | ast.Try():
+                yield from module_constants([*node.body, *getattr(node, "orelse", [])])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """How a training script is run.
 
     Attributes:
-        arguments: Its command line, templates filled in.
+        arguments: Its command line, templates filled in, but for `{ds_config}` (this trial's file) and `{local_rank}`.
         working_dir: Folder that it runs in.
+        module: Its name, where it is started as `python -m NAME`.
+        environment: Variables that it is given, with the same templates.
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
-        carried: The candidate fields that the user's own templates carry, so that nothing else is to.
+        precision: The same.
+        checkpoint_every: The same, as far as it recomputes activations itself.
+        carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
+        side_changes: What they carry, in words, where it is not what the untouched script does.
     """
 
     arguments: tuple[str, ...] = ()
     working_dir: str = "."
+    module: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    precision: str = ""
+    checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
+    side_changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +127,47 @@ class Probed:
         ds_config: The DeepSpeed configuration that it gave to `deepspeed.initialize`.
         micro_batch_size: Samples at the engine's forward; None if it varied.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        family: What kind of script it is, in words: the framework above DeepSpeed.
+        checkpoint_every: Which blocks' activations it recomputes itself, as in a candidate.
         plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
         movable: The candidate fields that a second run, with all of them changed, saw changed.
         moved_by: What carried the change, as that run noted it.
+        flags: The flag that carries a candidate field (or `ds_config`), by all its names.
+        config_source: Where the configuration comes from: the path of a file, or empty for a dict in the code.
+        configured_accumulation: The engine's own number of micro-batches; None if it was not read.
+        model_parallel_size: Ranks that train one copy of the model together; the others have data of their own.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
     """
 
     ds_config: DsConfig
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
+    family: str = "raw DeepSpeed"
+    checkpoint_every: int = 0
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
+    configured_accumulation: int | None = None
+    model_parallel_size: int = 1
+    pipeline_stages: int = 0
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    config_source: str = ""
+
+    def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
+        """A candidate's DeepSpeed configuration as this script needs it."""
+        config = dict(config)
+        if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
+            # The script counts micro-batches itself; told of them, DeepSpeed would count them once more.
+            config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.pipeline_stages:
+            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+            if candidate.checkpoint_every and not self.checkpoint_every:
+                # Reentrant, DeepSpeed's default, gives no gradient to a first layer that is fed tokens.
+                section["use_reentrant"] = False
+            config["pipeline"] = section
+            if section == {"activation_checkpoint_interval": 0}:
+                del config["pipeline"]
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +183,12 @@ class Workload:
         block_share: Their share of the parameters.
         float_buffers: The model has buffers of floating-point numbers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
+        optimizer: Class of that optimizer, where it could be made without data.
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
+        profile: What memory and time follow from; None where it was not profiled.
+        machine: What the machine does in a second, so many ranks at once; None where that was not measured.
     """
 
     n_parameters: int
@@ -142,8 +200,52 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
+    optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
+    profile: Profile | None = None
+    machine: Machine | None = None
+
+    def data_parallel(self, world_size: int) -> int:
+        """How many of the ranks have data of their own."""
+        return world_size // (self.script.model_parallel_size if self.script else 1)
+
+
+# From so many timed steps on a trial may be stopped for what it is seen to be.
+RIVAL_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A measured configuration, and what a trial must still be able to undercut not to be worse than it on every objective.
+
+    Attributes:
+        trial: Its number.
+        step_time_s: The trial's step time from which on all objectives that follow from time are worse.
+        peak_memory_bytes: The same for its memory; None if memory is no objective.
+    """
+
+    trial: int
+    step_time_s: float
+    peak_memory_bytes: float | None = None
+
+    def beats(self, step_time_s: float, peak_memory_bytes: float) -> bool:
+        """Whether a trial that can do no better than this is beaten."""
+        return step_time_s >= self.step_time_s and (self.peak_memory_bytes is None or peak_memory_bytes >= self.peak_memory_bytes)
+
+
+def beaten_by(rivals: Sequence[Rival], times_s: Sequence[float], peak_memory_bytes: float) -> Rival | None:
+    """The rival that a trial cannot match any more; None while there is hope, or too little was timed.
+
+    Args:
+        rivals: Whom it is compared with.
+        times_s: Every optimizer step so far, set-up included; the fastest timed one bounds the step time from below.
+        peak_memory_bytes: Its peak so far, which can only grow.
+    """
+    timed = times_s[stats.SETUP_STEPS :]
+    if len(timed) < RIVAL_STEPS:
+        return None
+    return next((rival for rival in rivals if rival.beats(min(timed), peak_memory_bytes)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +255,8 @@ class TrialRequest:
     Attributes:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
-            for a few steps and does the same.
+            for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
+            the machine and writes a `Machine` (both in `predict.profile`).
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.
@@ -164,6 +267,10 @@ class TrialRequest:
         deadline_s: Wall time after which the ranks are killed, counted from their start.
         device_memory_bytes: Stated memory limit of a device; None means what the device has.
         script: How to run the target, where it is a training script.
+        noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
+            configuration's own.
+        learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
+        rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
     """
 
     target: str
@@ -178,6 +285,9 @@ class TrialRequest:
     deadline_s: float = 300.0
     device_memory_bytes: int | None = None
     script: Script | None = None
+    noise: bool = False
+    learning_rate_factor: float = 1.0
+    rivals: tuple[Rival, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +331,8 @@ class Observed:
             return "precision: torch_autocast was asked for, but it was off"
         if candidate.checkpoint_every > 0 and self.checkpointed_blocks == 0:
             return "checkpoint_every: no block was checkpointed"
+        if candidate.checkpoint_every == 0 and self.checkpointed_blocks > 0:
+            return f"checkpoint_every: none was asked for, {self.checkpointed_blocks} blocks were checkpointed"
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {self.micro_batch_size or 'a varying number'} ran"
         if self.samples_per_step != candidate.global_batch_size(world_size):
@@ -243,6 +355,7 @@ class RankReport:
         cpu_times_s: Process time (all threads) of this rank for the same steps.
         losses: Mean loss over ranks for each step; None where it was not finite.
         phase_times_s: One step taken apart: data, forward, backward, step.
+        micro_step_s: Median time of a micro-step that ends no optimizer step (`inner`) and of one that does (`boundary`).
         peak_memory_bytes: High-water mark by phase: on CPU resident growth over the rank's start, on CUDA allocated.
         reserved_memory_bytes: CUDA only: high-water mark of the caching allocator.
         alloc_retries: CUDA only: how often the allocator had to free its cache and try again.
@@ -250,6 +363,9 @@ class RankReport:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
+        unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
+        flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
 
     rank: int
@@ -262,6 +378,7 @@ class RankReport:
     cpu_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     reserved_memory_bytes: int | None = None
     alloc_retries: int | None = None
@@ -269,6 +386,9 @@ class RankReport:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +432,7 @@ class TrialResult:
         peak_memory_bytes: Highest over phases and ranks; on CUDA the reserved bytes.
         memory_by_phase_bytes: The same by phase, highest over ranks.
         phase_times_s: One step taken apart, slowest rank.
+        micro_step_s: Median time of an `inner` and of a `boundary` micro-step, slowest rank.
         alloc_retries: CUDA allocator retries, summed over ranks.
         other_cores: Cores that other processes kept busy while steps were timed.
         startup_s: Seconds before the first step, slowest rank, by phase.
@@ -319,6 +440,9 @@ class TrialResult:
         observed: What really ran.
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
+        noise: Gradient sizes, where the request asks for them.
+        unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
+        flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
 
     outcome: Outcome
@@ -336,6 +460,7 @@ class TrialResult:
     peak_memory_bytes: int | None = None
     memory_by_phase_bytes: dict[str, int] = field(default_factory=dict)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     alloc_retries: int | None = None
     other_cores: float = 0.0
     startup_s: dict[str, float] = field(default_factory=dict)
@@ -343,10 +468,16 @@ class TrialResult:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class TrialDir:
-    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`."""
+    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`.
+
+    `scratch` takes what a training script writes; it is removed when the trial has ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -355,7 +486,10 @@ class TrialDir:
         self.exit = path / "exit.json"
         self.result = path / "result.json"
         self.workload = path / "workload.json"
+        self.profile = path / "profile.json"
+        self.machine = path / "machine.json"
         self.events = path / "events.jsonl"
+        self.scratch = path / "scratch"
 
     def report(self, rank: int) -> Path:
         """Where rank `rank` writes its report."""
@@ -368,7 +502,7 @@ class TrialDir:
 
 def write(path: Path, value: Any, *, sync: bool = True) -> None:
     """Writes a dataclass or plain data as JSON, whole or not at all; see `write_text`."""
-    data = TypeAdapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
+    data = _adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
 
 
@@ -397,7 +531,17 @@ def read(path: Path, kind: type[T]) -> T:
         FileNotFoundError: There is no such file.
         pydantic.ValidationError: The file is not of that kind.
     """
-    return TypeAdapter(kind).validate_json(path.read_bytes())
+    found: T = _adapter(kind).validate_json(path.read_bytes())
+    return found
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:  # making one takes milliseconds, and a trial reads and writes nine such files
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 def result_in(path: Path) -> TrialResult | None:
@@ -433,6 +577,26 @@ ECHOES = (
     "distnetworkerror",
     "distbackenderror",
 )
+
+
+# What torch says where 16-bit weights meet numbers of another type, or an operation that has no 16-bit version.
+DTYPE_MISMATCHES = (
+    "expected scalar type",
+    "expected both tensors to have",
+    "same dtype",
+    "same data type",
+    "and bias type",
+    "and weight type",
+    "not implemented for 'bfloat16'",
+    "not implemented for 'half'",
+    "low precision dtypes not supported",
+)
+
+
+def is_dtype_mismatch(result: TrialResult) -> bool:
+    """Whether a trial with 16-bit weights ended because something in the model is of another type."""
+    mixed = any(words in result.reason.lower() for words in DTYPE_MISMATCHES)
+    return mixed and result.outcome is Outcome.CRASHED and result.candidate.get("precision") in AUTOCAST
 
 
 def phases(trial_dir: TrialDir) -> dict[int, str]:
@@ -477,6 +641,8 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         memory_by_phase_bytes=by_phase,
         caveats=sorted({caveat for report in found.values() for caveat in report.caveats}),
         side_changes=sorted({change for report in found.values() for change in report.side_changes}),
+        unreproducible=sorted({change for report in found.values() for change in report.unreproducible}),
+        flags={name: names for report in found.values() for name, names in report.flags.items()},
     )
     lead = found.get(0)
     if lead is None or lead.observed is None:
@@ -493,18 +659,21 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         samples_per_step=lead.observed.samples_per_step,
         tokens_per_step=lead.observed.tokens_per_step,
         phase_times_s=_highest(report.phase_times_s for report in found.values()),
+        micro_step_s=_highest(report.micro_step_s for report in found.values()),
         alloc_retries=sum(retries) if retries else None,
         other_cores=lead.other_cores,
         observed=lead.observed,
+        noise=lead.noise,
     )
 
 
 def _verdict(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
     if end.killed == "cancel":
         return Outcome.LOST, "stopped before it ended", phase, None
-    failed = [report for report in found.values() if report.outcome is not Outcome.COMPLETE]
+    failed = [report for report in found.values() if report.outcome not in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)]
     if not failed and len(found) == request.world_size:
-        return Outcome.COMPLETE, "", "done", None  # whatever became of the processes after they had reported
+        last = found[0]  # the ranks decide together; whatever became of the processes after they had reported
+        return last.outcome, last.reason, "done" if last.outcome is Outcome.COMPLETE else "measure", None
     # The cause is the earliest failure that is not the echo of a dead peer.
     failed.sort(key=lambda report: (_is_echo(report), report.failed_at or 0.0))
     # Ranks that ended without a word, by themselves: what the agent killed had no chance to say one.

@@ -36,15 +36,19 @@ def write(name: str, figures: dict[str, Any]) -> None:
     print(text)
 
 
+def plain_environment() -> dict[str, str]:
+    """The variables of a training that nobody watches, on a CPU."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+
+
 def plain_trial(target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2) -> tuple[float, list[float]]:
     """Runs a configuration the ordinary way, torchrun on a hand-written script; returns wall seconds and step times."""
     config = folder / "plain.json"
     trial.write(config, ds_config)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).parent / "plain_trial.py"), str(target), str(config), str(n_steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     start = time.perf_counter()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False)
     wall = time.perf_counter() - start
     line = next((line for line in done.stdout.splitlines() if line.startswith("STEPS")), None)
     if line is None:

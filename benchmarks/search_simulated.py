@@ -36,9 +36,11 @@ from autotune.space import SearchSpace
 METRICS = ["step_time_s", "samples_per_s", "time_to_loss_s"]
 DIRECTIONS = ["minimize", "maximize", "minimize"]
 CHECKED = (10, 20, 30)
-NOISE = 0.025
+NOISE, MICRO_NOISE = 0.025, 0.02
 PRIORS = ("physics", "physics, guessed workload", "physics, wrong prior", "physics, no prior")
 ZERO = "zero_optimization."
+# Where a study would have ended by itself; it goes on here all the same.
+STOP_BELOW = 0.01
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
     """One study; what is measured has noise, what is counted is the truth."""
     world = table.world
     if kind in PRIORS:
-        sampler: LegalSampler = PhysicsSampler(
+        sampler: Any = PhysicsSampler(
             world.space,
             world.default,
             world.setting,
@@ -233,6 +235,7 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
     sampler.force(world.default)
     rows: list[int] = []
     oom, curve, ask_s = [], {}, []
+    stop: dict[str, float] = {}
     for n in range(n_trials):
         start = time.perf_counter()
         trial = study.ask()
@@ -251,11 +254,14 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
             to_loss = seconds * table.samples[row] / table.batch[row] * float(np.exp(rng.normal(0, 0.05)))
             metrics = dict(zip(METRICS, (seconds, table.batch[row] / seconds, to_loss), strict=True))
             metrics["peak_memory_bytes"] = float(table.sizes[row] * np.exp(rng.normal(0, 0.005)))
-            trial.set_user_attr("measured", json.dumps({"outcome": "complete", "metrics": metrics}))
+            told = {"outcome": "complete", "metrics": metrics, "micro_step_s": micro_steps(table, row, candidate, rng)}
+            trial.set_user_attr("measured", json.dumps(told))
             study.tell(trial, [metrics[name] for name in METRICS])
         else:
             trial.set_user_attr("measured", json.dumps({"outcome": "oom", "metrics": {}}))
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        if kind in PRIORS and not stop and sampler.settled(study, STOP_BELOW):
+            stop = {"trials": n + 1, "hypervolume": table.share(table.costs[rows])}
         if n + 1 in CHECKED:
             costs = table.costs[rows]
             best = table.costs[table.fits].min(axis=0)
@@ -264,7 +270,15 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
                 "hypervolume": table.share(costs), "latency_regret": float(regret[0]), "throughput_regret": float(regret[1]),
                 "time_to_loss_regret": float(regret[2]), "oom": int(sum(oom)),
             }  # fmt: skip
-    return {"curve": curve, "ask_s": float(np.median(ask_s[1:])) if len(ask_s) > 1 else 0.0}
+    return {"curve": curve, "ask_s": float(np.median(ask_s[1:])) if len(ask_s) > 1 else 0.0, "stop": stop}
+
+
+def micro_steps(table: Table, row: int, candidate: Candidate, rng: np.random.Generator) -> dict[str, float]:
+    """What a trial's clock shows of an inner and a boundary micro-step; without accumulation there is no inner one to be timed."""
+    if candidate.gradient_accumulation_steps == 1 and candidate.zero_stage < 2:
+        return {}
+    noise = np.exp(rng.normal(0, MICRO_NOISE, 2))
+    return {"inner": float(table.inner[row] * noise[0]), "boundary": float(table.boundary[row] * noise[1])}
 
 
 def main() -> None:
@@ -272,13 +286,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--gp-seeds", type=int, default=1, help="GPSampler takes about a second a trial")
     parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--worlds", nargs="*", help="only these")
     parser.add_argument("--only", nargs="*", default=["random", "grid", "nsga2", "tpe", *PRIORS, "gp"])
     parser.add_argument("--merge", action="store_true", help="keep what other samplers reached in an earlier run")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    tables = [Table(world) for world in worlds()]
+    tables = [Table(world) for world in worlds() if not arguments.worlds or world.name in arguments.worlds]
     for table in tables:
         print(f"{table.world.name}: {len(table.candidates)} candidates, {table.fits.mean():.0%} fit")
     kept = common.RESULTS / "search_simulated.json"
@@ -307,6 +322,11 @@ def main() -> None:
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over runs."""
     found: dict[str, Any] = {"runs": len(runs), "ask_s": float(np.median([r["ask_s"] for r in runs]))}
+    if stops := [r["stop"] for r in runs if r["stop"]]:
+        found["stops_itself"] = {
+            "share_of_runs": len(stops) / len(runs), "after_trials": float(np.median([s["trials"] for s in stops])),
+            "hypervolume": float(np.median([s["hypervolume"] for s in stops])),
+        }  # fmt: skip
     for n in runs[0]["curve"]:
         columns = {key: [r["curve"][n][key] for r in runs] for key in runs[0]["curve"][n]}
         row: dict[str, float] = {key: float(np.median(column)) for key, column in columns.items()}

@@ -68,15 +68,19 @@ class Instant:
     Attributes:
         behaviour: What the ranks report.
         ran: The candidates that were run, in order.
+        requests: What was asked for, in order.
         lost: How many of the next trials end without a word from whoever watched them.
         stop_at: Raise KeyboardInterrupt in the trial with this number, counted from 0.
     """
 
     def __init__(self, behaviour: Behaviour = report) -> None:
         self.behaviour, self.ran, self.lost, self.stop_at = behaviour, list[Candidate](), 0, -1
+        self.requests: list[TrialRequest] = []
 
     def submit(self, folder: TrialDir) -> Instant:
-        candidate = Candidate.of(trial.read(folder.request, TrialRequest).candidate)
+        request = trial.read(folder.request, TrialRequest)
+        candidate = Candidate.of(request.candidate)
+        self.requests.append(request)
         self.ran.append(candidate)
         if len(self.ran) - 1 == self.stop_at:
             raise KeyboardInterrupt
@@ -155,6 +159,9 @@ def plan_of(spec: StudySpec, *, baseline: Candidate | None = None, **setting: An
     )
 
 
-def runner_of(folder: Path, executor: Instant, *, watcher: Watcher | None = None, **changes: Any) -> Runner:
+def runner_of(
+    folder: Path, executor: Instant, *, watcher: Watcher | None = None, baseline: Candidate | None = None, **changes: Any
+) -> Runner:
     """A runner of the study in a folder; a second one resumes what the first began."""
-    return Runner(plan_of(spec_of(**changes)), executor, folder / "s", store.default_url(folder), watcher or Watcher())
+    plan = plan_of(spec_of(**changes), baseline=baseline)
+    return Runner(plan, executor, folder / "s", store.default_url(folder), watcher or Watcher())

@@ -279,6 +279,62 @@ def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, tmp_pat
     shutil.rmtree(log.parents[2])
 
 
+def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "autotune.cli", "run", "echo begun > begun; sleep 300 & sleep 301"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    _, said = driver.communicate(timeout=60)
+    assert driver.returncode == 130 and "nothing to keep" in said and processes_of(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedProcess[str]]:
+    """A folder with a study of a launch command that ran to its end."""
+    folder = tmp_path_factory.mktemp("launched")
+    text = (models / "scripts" / "dict_config.py").read_text()
+    # DeepSpeed's shared-memory op would be compiled first, and leave its files in /dev/shm for ever.
+    without_op = "import deepspeed\n\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    (folder / "train.py").write_text(text.replace("import deepspeed\n", without_op, 1))
+    (folder / "space.yaml").write_text("micro_batch_size: [2, 4]\nprecision: [torch_autocast]\n")
+    command = "torchrun --standalone --nproc_per_node 2 train.py --batch_size 4 --steps 30"
+    options = ["--space", "space.yaml", "--objective", "latency", "--trials", "2"]
+    return folder, command, autotune("run", command, *options, cwd=folder)
+
+
+@pytest.mark.slow
+def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched):
+    folder, command, done = launched
+    assert done.returncode == 0, done.stderr
+    written = (folder / "studies" / "train" / "study.yaml").read_text()
+    assert f"command: {command}" in written and "target:" not in written
+    before = told(folder)
+    again = autotune("run", "studies/train/study.yaml", "--json", cwd=folder)
+    assert again.returncode == 0 and told(folder) == before, again.stderr
+    assert processes_of(folder) == []
+
+
+@pytest.mark.slow
+def test_the_exported_command_trains_as_the_trial_did(launched):
+    folder, _, _ = launched
+    exported = autotune("export", "train", "--trial", "1", "--format", "command", cwd=folder)
+    line = exported.stdout.splitlines()[-1]
+    micro = json.loads((folder / "studies" / "train" / "trials" / "0001" / "request.json").read_text())["candidate"]["micro_batch_size"]
+    assert line == f"torchrun --standalone --nproc_per_node 2 train.py --batch_size {micro} --steps 30"
+    assert "# No flag carries it: ds_config.json takes the place of the configuration in the script." in exported.stdout
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", "PRINT_LOSSES": "1"}
+    with tempfile.TemporaryDirectory() as scratch:
+        ran = subprocess.run(
+            line, shell=True, cwd=folder, env=environment | {"TMPDIR": scratch}, capture_output=True, text=True, timeout=200, check=False
+        )
+    # Two ranks write into one pipe, unbuffered, so that lines mix.
+    assert ran.returncode == 0 and ran.stdout.count("loss") == 2 * 30, ran.stderr[-2000:]
+
+
 def test_init_writes_a_study_that_can_be_read_and_never_writes_over_one(tmp_path):
     assert autotune("init", "first", cwd=tmp_path).returncode == 0
     assert StudySpec.of(tmp_path / "first" / "study.yaml").target == tmp_path / "first" / "model.py"
@@ -332,6 +388,10 @@ MISTAKES = {
     "no studies": (["ls"], "nothing has been tuned"),
     "pick and trial": (["export", "small", "--pick", "drop_in", "--trial", "1"], "not both"),
     "what to list": (["ls", "spacez"], "spaces"),
+    "no such launcher": (["run", "no-such-launcher --n 2 train.py"], "no-such-launcher: command not found"),
+    "the same in words of its own": (["check", "--", "no-such-launcher", "--n", "2"], "no-such-launcher: command not found"),
+    "a command that trains nothing": (["run", "echo 'nothing to do'"], "started no training script"),
+    "a script and its arguments in one": (["run", "ok.py --bs 4"], "autotune run ok.py -- --bs 4"),
     "preset to copy": (["cp", "nothing", "x.yaml"], "Known"),
 }
 

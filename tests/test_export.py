@@ -5,13 +5,25 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import yaml
 
 from autotune.candidate import Candidate, check_config, from_deepspeed
-from autotune.report.export import FORMATS, ExportError, deepspeed_config, export, notes, script_side_changes
+from autotune.convergence import LearningRate
+from autotune.invocation import Invocation
+from autotune.report.export import (
+    FORMATS,
+    ExportError,
+    Started,
+    deepspeed_config,
+    export,
+    learning_rate_changes,
+    notes,
+    script_side_changes,
+)
+from autotune.trial import ACCELERATE, TRAINER
 
 BASE = {
     "train_batch_size": "auto",
@@ -35,6 +47,12 @@ CANDIDATES = [
     {"micro_batch_size": 2, "precision": "torch_autocast", "gradient_accumulation_steps": 4, "communication_data_type": "bf16"},
     {"micro_batch_size": 2, "zero_stage": 1, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"},
 ]
+
+STARTED = Started(
+    invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
+    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="",
+    baseline=Candidate.of(CANDIDATES[0]).values(),
+)  # fmt: skip
 
 
 def pick(values: dict, base: dict = BASE) -> dict:
@@ -84,7 +102,7 @@ def test_exporting_changes_neither_the_pick_nor_the_base():
     chosen = pick(CANDIDATES[0])
     before = json.dumps([chosen, BASE])
     for form in FORMATS:
-        export(chosen, BASE, form, 2)
+        export(chosen, BASE, form, 2, STARTED)
     deepspeed_config(chosen, BASE)["optimizer"]["params"]["lr"] = 0
     assert json.dumps([chosen, BASE]) == before
 
@@ -185,7 +203,7 @@ def test_autocast_sets_no_bf16_flag_since_that_would_make_the_weights_bf16():
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args"):
+    with pytest.raises(ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"):
         exported(CANDIDATES[0], "acelerate")
 
 
@@ -207,7 +225,15 @@ def test_what_changes_nothing_in_the_script_says_nothing():
 
 def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_pointed_out():
     said = changes({"micro_batch_size": 4})
-    assert "`DataLoader(..., batch_size=4)`" in said and "0.5 times" in said
+    assert "`DataLoader(..., batch_size=4)`" in said
+    before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
+    (kept,) = learning_rate_changes(after, before, LearningRate(), in_json=True)
+    assert "0.5 times" in kept and "kept your learning rate" in kept
+    rate = LearningRate(rule="sqrt", baseline_batch=16)
+    (stated,) = learning_rate_changes(after, before, rate, in_json=True)
+    (own,) = learning_rate_changes(after, before, rate, in_json=False)
+    assert "the JSON states 0.707 times your learning rate" in stated and "multiply your learning rate by 0.707" in own
+    assert learning_rate_changes(after, after, rate, in_json=True) == []
 
 
 def test_a_batch_split_otherwise_keeps_the_learning_rate():
@@ -253,4 +279,118 @@ def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice
     before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
     assert any("data loader" in text for text in script_side_changes(after, before, "Block"))
     told = script_side_changes(after, before, "Block", is_script=True)
-    assert len(told) == 1 and "Learning rate" in told[0]
+    assert told == []
+
+
+# The command to paste.
+
+
+def command(values: dict, *, changes: tuple[str, ...] = (), ranks: int = 2, **invocation) -> tuple[list[str], str]:
+    """Its comments and its last line."""
+    started = replace(STARTED, invocation=replace(STARTED.invocation, **invocation))
+    *comments, line = export(pick(values) | {"script_side_changes": changes}, BASE, "command", ranks, started).splitlines()
+    assert all(comment.startswith("# ") for comment in comments)
+    return comments, line
+
+
+TORCHRUN = {"command": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3", "world_size": 2}
+
+
+def test_the_users_own_launcher_stays_with_the_flags_of_the_winner():
+    assert command(CANDIDATES[1], **TORCHRUN)[1] == (
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 3 --lr 1e-3 --deepspeed_config ds_config.json"
+    )
+
+
+def test_a_script_that_was_named_alone_is_started_by_torchrun():
+    assert command(CANDIDATES[1])[1] == (
+        "torchrun --standalone --nproc_per_node=2 train.py --bs 3 --lr 1e-3 --deepspeed_config ds_config.json"
+    )
+
+
+@pytest.mark.parametrize("text", ["bash train.sh", "cd /home/me && torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3"])
+def test_what_only_a_shell_can_read_is_written_out(text):
+    comments, line = command(CANDIDATES[1], command=text, world_size=2, environment={"HF_HOME": "/data"})
+    assert line.startswith("HF_HOME=/data torchrun --standalone --nproc_per_node=2 train.py --bs 3")
+    assert any(text in comment for comment in comments)
+
+
+def test_another_number_of_ranks_is_another_launcher():
+    comments, line = command(CANDIDATES[1], **TORCHRUN | {"world_size": 4})
+    assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --standalone --nproc_per_node=2")
+    assert any("another number of ranks" in text for text in comments)
+
+
+def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
+    text = "BS={micro_batch_size} deepspeed --num_gpus 2 train.py --zero {zero_stage} --config {ds_config}"
+    arguments = ("--local_rank={local_rank}", "--zero", "{zero_stage}", "--config", "{ds_config}")
+    started = replace(STARTED, flags={}, invocation=replace(STARTED.invocation, command=text, arguments=arguments, world_size=2))
+    line = export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    assert line == "BS=3 deepspeed --num_gpus 2 train.py --zero 1 --config ds_config.json"
+
+
+def test_a_module_is_started_as_one():
+    line = command(CANDIDATES[1], module="pkg.train", command="torchrun --nproc_per_node 2 -m pkg.train --bs 8 --lr 1e-3", world_size=2)[1]
+    assert line.startswith("torchrun --nproc_per_node 2 -m pkg.train --bs 3")
+    assert command(CANDIDATES[1], module="pkg.train")[1].startswith("torchrun --standalone --nproc_per_node=2 -m pkg.train --bs 3")
+
+
+def test_what_no_flag_carries_is_a_comment_and_what_one_carries_is_not():
+    comments, _ = command(CANDIDATES[1], changes=("Command line: `--bs 3` instead of 8.", "Data: the DataLoader at train.py:9."))
+    assert any("train.py:9" in text for text in comments) and not any("--bs" in text for text in comments)
+
+
+def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
+    for source, said in (("conf/ds.json", "takes the place of conf/ds.json"), ("", "the configuration in the script")):
+        text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(STARTED, flags={}, config_source=source))
+        assert said in text and "--deepspeed_config" not in text
+
+
+HF = {name: [f"--{name}"] for name in ("deepspeed", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")}
+
+
+def test_training_arguments_are_those_of_the_winner_and_no_others():
+    how = replace(STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing"))
+    started = replace(STARTED, flags=HF, invocation=how)
+    line = export(pick(CANDIDATES[4]), BASE, "command", 2, started).splitlines()[-1]
+    assert line == (
+        "torchrun --standalone --nproc_per_node=2 train.py --per_device_train_batch_size=2 --gradient_accumulation_steps 4"
+        " --deepspeed ds_config.json"
+    )
+    assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    # What is the script's default already is not said.
+    assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
+
+
+def test_accelerates_launcher_takes_the_exported_config():
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "OMP_NUM_THREADS": "1"}
+    text = "X=1 accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3"
+    line = command(CANDIDATES[1], command=text, world_size=2, environment=environment)[1]
+    assert line == "X=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+    line = command(CANDIDATES[1], command="bash train.sh", world_size=2, environment=environment)[1]
+    assert line == "OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+
+
+def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
+    change = "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    comments, line = command(CANDIDATES[1], changes=(change,))
+    assert line.startswith("accelerate launch --config_file accelerate.yaml train.py --bs 3")
+    assert comments == ["# accelerate.yaml is the same pick in the format `accelerate`."]
+
+
+def test_a_model_has_no_command():
+    with pytest.raises(ExportError, match="no command line starts"):
+        export(pick(CANDIDATES[0]), BASE, "command", 2)
+
+
+def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
+    before = Candidate.of({"micro_batch_size": 8, "zero_stage": 1})
+    after = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "precision": "bf16", "checkpoint_every": 1})
+    assert script_side_changes(after, before, "Block", is_script=True, family=TRAINER) == [
+        "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
+    ]
+    raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
+    assert "Saving: " in raw and "checkpoint(block, x" in raw
+    assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
+    off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
+    assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

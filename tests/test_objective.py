@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from autotune.convergence import NoiseScale
 from autotune.objective import (
     METRICS,
     Constraint,
@@ -14,6 +15,7 @@ from autotune.objective import (
     ObjectiveError,
     Reference,
     check_measurable,
+    goodput,
     measure,
     parse_bytes,
     parse_seconds,
@@ -263,3 +265,22 @@ def test_a_constraint_that_cannot_be_is_refused(data, said):
 def test_a_weight_is_positive_and_finite(weight):
     with pytest.raises(ValidationError):
         Objective(name="latency", metric="step_time_s", weight=weight)
+
+
+def known(phi, *, resolved=True, batch=16):
+    return Reference(batch=batch, noise=NoiseScale(samples=phi, low=phi / 1.2, high=phi * 1.2, resolved=resolved, n_samples=1000))
+
+
+def test_goodput_is_throughput_times_efficiency_and_at_the_baselines_batch_the_throughput():
+    same, larger = trial(samples_per_step=16), trial(samples_per_step=64)
+    rate = METRICS["samples_per_s"].of(larger, None)
+    found = goodput(larger, known(48.0))
+    assert found.value == pytest.approx(rate.value * (48 + 16) / (48 + 64))
+    assert found.low < found.value < found.high
+    assert goodput(same, known(48.0)) == METRICS["samples_per_s"].of(same, None)
+
+
+def test_an_unresolved_noise_scale_leaves_only_the_question_at_the_same_batch():
+    assert goodput(trial(samples_per_step=64), known(48.0, resolved=False)) is None
+    assert goodput(trial(samples_per_step=16), known(48.0, resolved=False)) is not None
+    assert goodput(trial(samples_per_step=16), None) is None

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -307,3 +308,29 @@ def test_the_interval_covers_what_rounds_disagree_about():
     base, noisy = measured(0, 0.2, rounds=[0.2, 0.2, 0.2]), measured(1, 0.1, rounds=[0.10, 0.12, 0.09], precision="bf16")
     low, high = recommend([base, noisy], base, [THROUGHPUT], 1).picks["highest_throughput"].speedup_ci95
     assert low < 0.2 / 0.12 < 0.2 / 0.09 < high
+
+
+# What only a trial can run.
+
+
+def test_what_the_user_cannot_reproduce_is_ranked_apart():
+    base, own = measured(0, 0.1), measured(1, 0.08, precision="torch_autocast")
+    apart = replace(measured(2, 0.01, precision="bf16"), unreproducible=["a check of the library is off"])
+    found = recommend([base, own, apart], base, [LATENCY, THROUGHPUT], 1)
+    assert {chosen(found, name) for name in found.picks if name != "out_of_reach"} <= {0, 1} and chosen(found) == 1
+    assert [m.trial for m in found.front] == [1]
+    assert chosen(found, "out_of_reach") == 2 and any("a check of the library is off" in r for r in found.picks["out_of_reach"].reasons)
+    assert [m.trial for m in rank([apart, base, own], base, [LATENCY])] == [1, 0, 2]
+
+
+def test_what_is_out_of_reach_and_no_better_is_not_mentioned():
+    base, own = measured(0, 0.1), measured(1, 0.05, precision="torch_autocast")
+    apart = replace(measured(2, 0.09, precision="bf16"), unreproducible=["a check is off"])
+    assert "out_of_reach" not in recommend([base, own, apart], base, [LATENCY], 1).picks
+
+
+def test_where_only_a_trial_can_run_anything_that_is_said():
+    base = replace(measured(0, 0.1), unreproducible=["a check is off"])
+    best = replace(measured(1, 0.05, precision="bf16"), unreproducible=["a check is off"])
+    found = recommend([base, best], base, [LATENCY], 1)
+    assert chosen(found) == chosen(found, "out_of_reach") == 1

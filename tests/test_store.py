@@ -227,7 +227,7 @@ def test_re_measurements_are_read_with_their_trial_whatever_their_numbers(tmp_pa
     tell(study, candidate, step_time_s=0.1)
     for n in (3, 11):
         repeat(tmp_path, 0, n, candidate)
-    (seen,) = store.measured(study, tmp_path, {})
+    (seen,) = store.measured(study, tmp_path, RECORD)
     assert {n: found["peak_memory_bytes"] for n, found in seen.repeats.items()} == {3: 300, 11: 1100}
     assert list(seen.repeats) == [3, 11]
     assert seen.metrics == {"step_time_s": 0.1}
@@ -242,7 +242,7 @@ def test_a_re_measurement_that_failed_or_is_of_another_candidate_does_not_count(
     (store.repeat_path(tmp_path, 0, 3)).mkdir()
     (store.repeat_path(tmp_path, 0, 4)).mkdir()
     (store.repeat_path(tmp_path, 0, 4) / "result.json").write_text('{"outcome": "compl')
-    (seen,) = store.measured(study, tmp_path, {})
+    (seen,) = store.measured(study, tmp_path, RECORD)
     assert seen.repeats == {}
 
 

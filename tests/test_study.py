@@ -1,6 +1,7 @@
 """The loop: what is asked, run, told, resumed and measured again. Trials take no time here; `test_cli.py` runs real ones."""
 
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -15,7 +16,9 @@ from optuna.trial import TrialState
 from autotune import UserError, store, trial
 from autotune.analysis import recommend
 from autotune.candidate import CANDIDATE_ATTR, Candidate
+from autotune.convergence import NoiseTerms
 from autotune.objective import Constraint
+from autotune.plan import remedy
 from autotune.study import Runner, note_agent, study_lock, undisturbed
 from autotune.trial import Outcome, TrialDir
 
@@ -116,6 +119,49 @@ def test_an_objective_that_the_baseline_does_not_yield_is_left_out_with_a_word(t
     assert any("'convergence' is left out: the baseline's loss did not fall" in text for text in watcher.said)
 
 
+NOISE = NoiseTerms(micro_batch_size=2, n_micro=4, micro_sq=[4 + 0.1 * (i % 3) for i in range(30)], mean_sq=[2.0] * 30)
+
+
+def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth(tmp_path):
+    behaviour = functools.partial(report, noise=NOISE)
+    runner, executor, _ = run(tmp_path, Instant(behaviour), trials=4, objectives=["latency", "goodput"])
+    probes = [request for request in executor.requests if request.noise]
+    assert [(p.candidate["micro_batch_size"], p.candidate["gradient_accumulation_steps"]) for p in probes] == [(2, 4)]
+    phi = runner.reference.noise.samples
+    assert phi == pytest.approx(8 * (4.1 - 2) / 3 / ((8 - 4.1) / 3), rel=0.01)
+    for m in runner.measured():
+        batch = m.candidate.global_batch_size(1)
+        assert m.metrics["goodput_samples_per_s"] == pytest.approx(m.metrics["samples_per_s"] * (phi + 8) / (phi + batch))
+    again, executor, _ = run(tmp_path, Instant(behaviour), trials=5, objectives=["latency", "goodput"])
+    assert again.reference == runner.reference and not any(request.noise for request in executor.requests)
+
+
+def test_where_the_noise_scale_is_not_resolved_goodput_is_left_out_with_a_word(tmp_path):
+    runner, _, watcher = run(tmp_path, trials=2, objectives=["latency", "goodput"])
+    assert [o.name for o in runner.objectives] == ["latency"]
+    assert any("objective 'goodput' is left out" in line for line in watcher.said)
+    with pytest.raises(UserError, match="adascale needs the gradient noise scale"):
+        run(tmp_path / "other", trials=2, objectives=["latency"], learning_rate_rule="adascale")
+
+
+def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
+    _, executor, _ = run(tmp_path, trials=2, objectives=["latency", "goodput"], global_batch="keep")
+    assert not any(request.noise for request in executor.requests)
+
+
+def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recommended(tmp_path):
+    base = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    runner = runner_of(tmp_path, Instant(), trials=6)
+    runner.plan = replace(runner.plan, base_config=base)
+    runner.run()
+    for request in runner.executor.requests:
+        batch = request.candidate["micro_batch_size"] * request.candidate["gradient_accumulation_steps"]
+        assert request.ds_config["optimizer"]["params"]["lr"] == pytest.approx(1e-3 * (batch / 8) ** 0.5, rel=1e-4)
+        assert request.learning_rate_factor == pytest.approx((batch / 8) ** 0.5)
+    for m in runner.measured():
+        assert m.ds_config["optimizer"]["params"]["lr"] == pytest.approx(1e-3 * (m.candidate.global_batch_size(1) / 8) ** 0.5, rel=1e-4)
+
+
 def test_a_study_of_nothing_but_what_cannot_be_measured_is_refused(tmp_path):
     flat = Instant(lambda candidate: report(candidate, losses=[1.0] * 24))
     with pytest.raises(UserError, match="'convergence': time_to_loss_s cannot be measured"):
@@ -152,7 +198,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
     some = Instant(
         lambda c: failed(Outcome.OOM, "over the limit") if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8) else report(c)
     )
-    runner, _, _ = run(tmp_path, some, trials=12, finalists=0)
+    runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
     outcomes = {m.outcome for m in runner.measured()}
     assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
     assert set(states(runner)) == {"COMPLETE", "PRUNED"}
@@ -160,10 +206,73 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
 
 def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
     executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c))
-    runner, _, watcher = run(tmp_path, executor, trials=5)
+    runner, _, watcher = run(tmp_path, executor, trials=5, memory_filter=False)
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
     assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
     assert "convergence" not in [o.name for o in runner.objectives]
+
+
+# Models whose types do not mix.
+
+MIXED = "RuntimeError: expected scalar type Float but found BFloat16"
+WITH_AUTOCAST = {"micro_batch_size": [4, 8], "precision": ["fp32", "bf16", "torch_autocast"], "checkpoint_every": [0, 1]}
+
+
+def mixed(candidate):
+    return failed(Outcome.CRASHED, MIXED) if candidate.precision == "bf16" else report(candidate)
+
+
+def test_a_dtype_mismatch_is_tried_again_under_autocast_and_twice_is_enough(tmp_path):
+    runner, executor, watcher = run(tmp_path, Instant(mixed), trials=12, finalists=0, space=[WITH_AUTOCAST])
+    bf16 = [n for n, candidate in enumerate(executor.ran) if candidate.precision == "bf16"]
+    assert len(bf16) == 2 and len(set(executor.ran)) == len(executor.ran) == 4 + 2 + 4
+    for n in bf16:
+        again = replace(executor.ran[n], precision="torch_autocast")
+        # The next trial, unless it had been measured already.
+        assert again in executor.ran[: n + 2]
+    assert any("bf16 is no longer proposed" in text for text in watcher.said)
+    reasons = [store.told_data(told)["reason"] for told in store.told_trials(runner.study)]
+    assert all("under torch_autocast" in reason for reason in reasons if reason)
+
+
+def test_without_autocast_in_the_space_the_reason_says_what_to_do(tmp_path):
+    runner, executor, _ = run(tmp_path, Instant(mixed), trials=10, finalists=0)  # the space of `instant` has no autocast
+    reasons = [reason for told in store.told_trials(runner.study) if (reason := store.told_data(told)["reason"])]
+    assert len(reasons) == 2 and all("add it to `precision` in the study's space" in reason for reason in reasons)
+    assert {candidate.precision for candidate in executor.ran[-3:]} == {"fp32"}
+
+
+def test_a_resumed_study_still_owes_the_try_under_autocast(tmp_path):
+    bf16 = Candidate(micro_batch_size=8, precision="bf16")
+    first = runner_of(tmp_path, Instant(mixed), trials=1, finalists=0, space=[WITH_AUTOCAST], baseline=bf16)
+    first.run()
+    executor = Instant(mixed)
+    runner_of(tmp_path, executor, trials=2, finalists=0, space=[WITH_AUTOCAST], baseline=bf16).run()
+    assert executor.ran == [replace(bf16, precision="torch_autocast")]
+
+
+def test_what_was_asked_for_and_not_seen_comes_with_the_remedy(tmp_path):
+    reason = "micro_batch_size: 4 was asked for, 8 ran"
+
+    def unmoved(candidate):
+        return report(candidate) if candidate.micro_batch_size == 8 else failed(Outcome.NOT_APPLIED, reason)
+
+    runner = runner_of(tmp_path, Instant(unmoved), trials=6, finalists=0)
+    runner.plan = replace(runner.plan, target=replace(runner.plan.target, kind="script"))
+    runner.run()
+    reasons = {text for told in store.told_trials(runner.study) if (text := store.told_data(told)["reason"])}
+    assert len(reasons) == 1 and "--set NAME={micro_batch_size}" in reasons.pop()
+    assert remedy("zero_stage: 1 was asked for") == "" and remedy(reason + remedy(reason)) == ""
+
+
+def test_a_precision_that_has_worked_once_stays(tmp_path):
+    """Only some configurations mix types."""
+
+    def sometimes(candidate):
+        return mixed(candidate) if candidate.checkpoint_every else report(candidate)
+
+    _, executor, watcher = run(tmp_path, Instant(sometimes), trials=12, finalists=0, space=[WITH_AUTOCAST], sampler="grid")
+    assert len(executor.ran) == 12 and not any("no longer proposed" in text for text in watcher.said)
 
 
 @pytest.mark.parametrize("reason", ["TypeError: model() is broken", "rank {n} exited with status 0 but wrote no result"])

@@ -17,6 +17,10 @@ from autotune.trial import Outcome
 ASSUMED_SPREAD = 0.02
 # Between first trial and re-measurement the machine's speed changes by so much before it is worth a word: 10 %.
 DRIFT = 0.1
+# A lead of so many times what can be told apart needs no further measurement.
+CLEARLY = 2.0
+# The best of what only a trial can run, where that beats what the user can.
+OUT_OF_REACH = "out_of_reach"
 PICKS: dict[str, str] = {
     "lowest_latency": "step_time_s",
     "highest_throughput": "samples_per_s",
@@ -39,6 +43,7 @@ class Measured:
         feasible: Whether all constraints are held.
         repeats: Metrics of each re-measurement, by round; a round measures all finalists and the baseline in turn.
         script_side_changes: What it takes besides the DeepSpeed JSON.
+        unreproducible: Those of them that the user has no way to make.
     """
 
     trial: int
@@ -50,6 +55,7 @@ class Measured:
     feasible: bool = True
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     script_side_changes: Sequence[str] = ()
+    unreproducible: Sequence[str] = ()
 
     @property
     def usable(self) -> bool:
@@ -134,14 +140,14 @@ def _interval(measured: Measured, metric: str) -> tuple[float, float]:
 
 
 def rank(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective]) -> list[Measured]:
-    """The usable measurements, best compromise first.
+    """The usable measurements, best compromise first; those that the user could not reproduce after all others.
 
     The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over the median of all
     where the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
     """
     usable = [m for m in measured if m.usable and all(m.metrics.get(o.metric) is not None for o in objectives)]
     reference = baseline or (_typical(usable) if usable else None)
-    return sorted(usable, key=lambda m: (-log_gain(m, reference, objectives), m.trial)) if reference else []
+    return sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial)) if reference else []
 
 
 def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
@@ -202,6 +208,43 @@ def finalists(
     return list(unique.values())[:n]
 
 
+def in_race(
+    found: Sequence[Measured], measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int
+) -> list[Measured]:
+    """The finalists that may still turn out the best of something; those clearly beaten in every way need no further round.
+
+    A finalist may win as the compromise, as the compromise with the baseline's batch, or by throughput. It is out where the best
+    re-measured finalist leads by more than twice what can be told apart.
+
+    Args:
+        found: The finalists.
+        measured: Every told trial.
+        baseline: The user's own configuration, if it completed.
+        objectives: What the study optimises.
+        world_size: Ranks.
+    """
+    judge = _Judge(measured, baseline)
+    now = {m.trial: m for m in measured if m.trial in {f.trial for f in found}}
+    seen = [m for m in now.values() if m.repeats]
+    if not seen:
+        return list(found)
+    reference = baseline or seen[0]
+
+    def gain(m: Measured) -> float:
+        return log_gain(m, reference, objectives)
+
+    def throughput(m: Measured) -> float:
+        return log_ratio(m, reference, "samples_per_s")
+
+    def hopeful(m: Measured, among: Sequence[Measured], worth: Callable[[Measured], float]) -> bool:
+        return m in among and worth(m) >= max(worth(other) for other in among) - CLEARLY * judge.resolution(m)
+
+    same = [m for m in seen if baseline is not None and _same_batch(m, baseline, world_size)]
+    contests = ((seen, gain), (same, gain), (seen, throughput))
+    left = {m.trial for m in seen if any(hopeful(m, among, worth) for among, worth in contests)}
+    return [f for f in found if f.trial in left or not now[f.trial].repeats]
+
+
 def recommend(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int) -> Recommendation:
     """Picks from everything that was measured.
 
@@ -211,7 +254,8 @@ def recommend(measured: Sequence[Measured], baseline: Measured | None, objective
         objectives: What the study optimises.
         world_size: Ranks.
     """
-    ranked = rank(measured, baseline, objectives)
+    everything = rank(measured, baseline, objectives)
+    ranked = [m for m in everything if not m.unreproducible] or everything
     judge = _Judge(measured, baseline)
     if not ranked:
         return Recommendation(baseline=judge.pick(baseline, []) if baseline else None, front=[], picks={})
@@ -233,6 +277,10 @@ def recommend(measured: Sequence[Measured], baseline: Measured | None, objective
         if having and (metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")):
             extreme = max(having, key=lambda m: _better(log_ratio(m, reference, metric), metric))
             picks[name] = judge.pick(extreme, [f"the best {METRICS[metric].label} of all that ran", *_words(extreme, baseline, objectives)])
+    apart = max((m for m in everything if m.unreproducible), key=lambda m: log_gain(m, reference, objectives), default=None)
+    if apart is not None and (apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)):
+        missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
+        picks[OUT_OF_REACH] = judge.pick(apart, ["only a trial can run it, so it is ranked apart", *missing])
     return Recommendation(baseline=judge.pick(baseline, ["the configuration to beat"]) if baseline else None, front=front, picks=picks)
 
 

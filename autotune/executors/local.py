@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -36,12 +36,13 @@ class LocalExecutor:
     Args:
         modules: What the user's target imports; the server imports it once.
         log: Where the server's own output goes.
+        environment: Variables that the user's launch command sets, for the server and all its trials.
     """
 
-    def __init__(self, modules: Sequence[str], log: Path) -> None:
+    def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.cold_reason = ""
         self.mark = uuid.uuid4().hex
-        self._modules, self._log = list(modules), log
+        self._modules, self._log, self._own = list(modules), log, dict(environment or {})
         self._server: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -138,8 +139,8 @@ class LocalExecutor:
         return dict(json.loads(line)) if line else None
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
-        environment.setdefault("DS_ACCELERATOR", "" if _has_cuda_device() else "cpu")
+        environment = dict(os.environ) | self._own
+        environment.setdefault("DS_ACCELERATOR", "" if has_cuda_device() else "cpu")
         if not environment["DS_ACCELERATOR"]:
             del environment["DS_ACCELERATOR"]
         return environment | {
@@ -216,7 +217,8 @@ def sweep(mark: str) -> list[int]:
     return sorted(set(killed))
 
 
-def _has_cuda_device() -> bool:
+def has_cuda_device() -> bool:
+    """Whether this machine has an NVIDIA device, as far as that is to be seen without its libraries."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 

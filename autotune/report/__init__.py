@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 
 from autotune import UserError
 from autotune.candidate import Candidate
+from autotune.invocation import Invocation
 from autotune.objective import METRICS
 
 Data: TypeAlias = Mapping[str, Any]
 
-TITLES = {"drop_in": "drop-in"}
+TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 PICK_NOTES = {
     "recommended": "the best compromise of the objectives",
     "drop_in": "keeps the baseline's global batch",
@@ -22,6 +23,7 @@ PICK_NOTES = {
     "highest_throughput": "the most samples per second",
     "fastest_convergence": "the soonest at the baseline's final loss",
     "lowest_memory": "the least memory at its peak",
+    "out_of_reach": "the best of what only a trial can run",
 }
 
 
@@ -37,6 +39,7 @@ class StudyReport:
             known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`.
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
+        invocation: How the script is started, where a script was tuned.
     """
 
     study: Data
@@ -45,6 +48,7 @@ class StudyReport:
     trials: Sequence[Data]
     environment: Data = field(default_factory=dict)
     workload: Data = field(default_factory=dict)
+    invocation: Invocation | None = None
 
     @property
     def name(self) -> str:
@@ -55,6 +59,11 @@ class StudyReport:
     def world_size(self) -> int:
         """Ranks of every trial."""
         return int(self.study.get("ranks") or 1)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own: all of them, but for the stages of a pipeline."""
+        return int(self.study.get("data_parallel") or self.world_size)
 
     @property
     def baseline(self) -> Data | None:
@@ -70,6 +79,10 @@ class StudyReport:
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
         n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
+        n_out, n_unfit = (sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom"))
+        if n_out and n_out + n_unfit == len(self.trials):
+            predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
+            return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
         return f"{n_complete} configurations completed, but none keeps every constraint" if n_complete else "no configuration completed"
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:
@@ -129,7 +142,7 @@ class StudyReport:
     def caveats(self) -> list[str]:
         """What the user should know: about the target, and about the trials that the answer rests on."""
         shown = {point["trial"] for point in (*self.picks.values(), *([self.baseline] if self.baseline else []))}
-        found = [str(text) for text in self.workload.get("caveats") or ()]
+        found = [str(text) for text in (self.study.get("ended"), *(self.workload.get("caveats") or ())) if text]
         for trial in self.trials:
             if trial["trial"] in shown:
                 found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]

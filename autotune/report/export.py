@@ -1,15 +1,29 @@
-"""A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags for transformers; and what no file can say."""
+"""A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags for transformers, the command to paste; and what none says."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autotune import UserError
-from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, nearest, without_auto
+from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, Scalar, nearest, without_auto
+from autotune.convergence import LEARNING_RATE_RULES, LearningRate
+from autotune.invocation import (
+    DS_CONFIG,
+    EXPORTED_CONFIG,
+    Invocation,
+    has_flag,
+    pasted,
+    template_values,
+    templates_in,
+    with_flag,
+    without_flag,
+)
+from autotune.trial import ACCELERATE, TRAINER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -21,11 +35,43 @@ HF_TWINS = {
 }
 
 
+TRAINING_FIELDS = {
+    "--per_device_train_batch_size": "micro_batch_size",
+    "--gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+# Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are parsed.
+CARRIED = ("Command line:",)
+CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
+
+
 class ExportError(UserError):
-    """A format that is not known."""
+    """A format that is not known, or that the study has nothing for."""
 
 
-def export(pick: Mapping[str, Any], base: Mapping[str, Any], format: str, world_size: int) -> str:  # noqa: A002
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """How a tuned script is started, and what of its command line carries what.
+
+    Attributes:
+        invocation: How its user starts it.
+        flags: The flag that carries a candidate field, or `ds_config`, or one of transformers' arguments; by all its names.
+        config_source: The file that it reads its configuration from; empty for a dict in its code.
+        baseline: The candidate that it is untouched, as flat knob values.
+    """
+
+    invocation: Invocation
+    flags: Mapping[str, Sequence[str]]
+    config_source: str
+    baseline: Mapping[str, Scalar]
+
+
+def export(
+    pick: Mapping[str, Any],
+    base: Mapping[str, Any],
+    format: str,  # noqa: A002
+    world_size: int,
+    started: Started | None = None,
+) -> str:
     """A pick as the text of a file.
 
     Args:
@@ -33,13 +79,14 @@ def export(pick: Mapping[str, Any], base: Mapping[str, Any], format: str, world_
         base: The user's DeepSpeed configuration.
         format: One of `FORMATS`.
         world_size: Ranks that it was measured with.
+        started: How the script is started, where one was tuned.
 
     Raises:
         ExportError: The format is not known.
     """
     if format not in FORMATS:
         raise ExportError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
-    return FORMATS[format](pick, base, world_size)
+    return FORMATS[format](pick, base, world_size, started)
 
 
 def deepspeed_config(pick: Mapping[str, Any], base: Mapping[str, Any]) -> DsConfig:
@@ -54,11 +101,11 @@ def deepspeed_config(pick: Mapping[str, Any], base: Mapping[str, Any]) -> DsConf
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
 
 
-def _deepspeed(pick: Mapping[str, Any], base: Mapping[str, Any], _world_size: int) -> str:
+def _deepspeed(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> str:
     return json.dumps(deepspeed_config(pick, base), indent=2, allow_nan=False) + "\n"
 
 
-def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int) -> str:
+def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, _: Started | None) -> str:
     """`accelerate launch --config_file`, with the JSON inside.
 
     `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it Accelerate
@@ -78,12 +125,56 @@ def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: in
     return "\n".join(lines) + "\n"
 
 
-def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _world_size: int) -> str:
+def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
+    """The whole command line to paste, below comments on what no flag of it carries."""
+    if started is None:
+        raise ExportError("the study tuned a model.py, which no command line starts; use --format deepspeed")
+    candidate, how, flags = Candidate.of(pick["candidate"]), started.invocation, started.flags
+    values = template_values(candidate.values()) | {DS_CONFIG: EXPORTED_CONFIG}
+    arguments: tuple[str, ...] = how.arguments
+    for name, value in candidate.values().items():
+        if name in flags and (has_flag(arguments, flags[name]) or value != started.baseline.get(name)):
+            arguments = with_flag(arguments, flags[name], str(value))
+    carried: tuple[str, ...] = CARRIED
+    if "bf16" in flags:
+        carried += CARRIED_BY_TRAINING_ARGUMENTS
+        for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
+            arguments = without_flag(arguments, flags.get(name, ()))
+        for flag, *rest in _training_flags(candidate):
+            stays = started.baseline.get(TRAINING_FIELDS.get(flag, "")) == values.get(TRAINING_FIELDS.get(flag, ""), "")
+            if not stays or has_flag(arguments, (flag,)):
+                arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
+    comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
+    shown = templates_in([*arguments, *how.environment.values()])
+    by_accelerate = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ()))
+    if by_accelerate or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        carried += ("DeepSpeed:",)
+        comments = ["accelerate.yaml is the same pick in the format `accelerate`."]
+        launcher = ["accelerate", "launch", "--config_file", "accelerate.yaml"]
+    elif "deepspeed" in flags or DS_CONFIG in flags:
+        arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], EXPORTED_CONFIG)
+    elif DS_CONFIG not in shown:
+        source = f"{started.config_source}, which the script reads" if started.config_source else "the configuration in the script"
+        comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
+    more, command = pasted(how, arguments, values, world_size, launcher)
+    comments += more + [text for text in pick.get("script_side_changes", ()) if not text.startswith(carried)]
+    return "".join(f"# {text}\n" for text in comments) + command + "\n"
+
+
+def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> str:
     """Flags for a script that parses transformers' TrainingArguments, one a line, quoted for a shell.
 
     `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
     """
     candidate = Candidate.of(pick["candidate"])
+    flags = _training_flags(candidate)
+    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(deepspeed_config(pick, base))]
+    flags.append(("--deepspeed", EXPORTED_CONFIG))
+    return "\n".join(shlex.join(flag) for flag in flags) + "\n"
+
+
+def _training_flags(candidate: Candidate) -> list[tuple[str, ...]]:
+    """What TrainingArguments must say of a candidate besides the JSON."""
     flags: list[tuple[str, ...]] = [
         ("--per_device_train_batch_size", str(candidate.micro_batch_size)),
         ("--gradient_accumulation_steps", str(candidate.gradient_accumulation_steps)),
@@ -97,9 +188,7 @@ def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _world_size: int)
             ("--activation_checkpointing",),
             ("--activation_checkpointing_kwargs", json.dumps({"every_n_layers": candidate.checkpoint_every})),
         ]
-    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(deepspeed_config(pick, base))]
-    flags.append(("--deepspeed", "ds_config.json"))
-    return "\n".join(shlex.join(flag) for flag in flags) + "\n"
+    return flags
 
 
 def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:
@@ -120,10 +209,11 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], str]] = {
+FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, Started | None], str]] = {
     "deepspeed": _deepspeed,
     "accelerate": _accelerate,
     "hf-args": _hf_args,
+    "command": _command,
 }
 
 
@@ -152,27 +242,30 @@ def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list
     return found
 
 
-def script_side_changes(candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False) -> list[str]:
+def script_side_changes(
+    candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False, family: str = ""
+) -> list[str]:
     """Everything that a candidate needs besides its DeepSpeed JSON, in sentences with code in backticks.
 
     Args:
         candidate: What is to be used.
         baseline: What the user's script does now.
         block_class: Class of the model's repeated blocks, as the workload names it.
-        is_script: The trials ran a training script, and noted themselves what carried the batch.
+        is_script: The trials ran a training script, and noted themselves what carried the batch and which inputs were cast.
+        family: The framework of that script, which does some of it by itself.
     """
     found = _batch_changes(candidate, baseline, noted=is_script)
     if candidate.checkpoint_every != baseline.checkpoint_every:
-        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block"))
-    if candidate.precision != baseline.precision:
-        found += _precision_changes(candidate.precision, baseline.precision)
+        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
+    if candidate.precision != baseline.precision and family != TRAINER:
+        found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
     if candidate.optimizer in ONE_BIT_OPTIMIZERS and candidate.optimizer != baseline.optimizer:
         found.append(
             f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
         )
-    if candidate.zero_stage == 0 < baseline.zero_stage:
+    if candidate.zero_stage == 0 < baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
-    if candidate.zero_stage == 3 > baseline.zero_stage:
+    if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append(
             "Saving: the ranks hold parts of the weights, so every rank calls `engine.save_checkpoint(...)`; `state_dict()` is empty."
         )
@@ -192,32 +285,52 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
             f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of {baseline.gradient_accumulation_steps}; call"
             f" `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps {steps}`)."
         )
-    ratio = micro * steps / (baseline.micro_batch_size * baseline.gradient_accumulation_steps)
-    if ratio != 1:
-        found.append(
-            f"Learning rate: the global batch is {ratio:.3g} times the baseline's, and the trials kept your learning rate and schedule."
-        )
     return found
 
 
-def _checkpointing(every: int, block_class: str) -> str:
+def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool) -> list[str]:
+    """What another global batch means for the learning rate, in a sentence.
+
+    Args:
+        candidate: What is to be used.
+        baseline: What the user's script does now.
+        rate: How the trials followed the batch.
+        in_json: The DeepSpeed JSON makes the optimizer, and so states the learning rate.
+    """
+    ratio = candidate.global_batch_size(1) / baseline.global_batch_size(1)
+    if ratio == 1:
+        return []
+    more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"
+    if rate.rule == "none":
+        return [f"{more}, and the trials kept your learning rate and schedule."]
+    factor, rule = rate.factor(round(rate.baseline_batch * ratio)), f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}"
+    if in_json:
+        return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); a schedule of your own should follow."]
+    return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
+
+
+def _checkpointing(every: int, block_class: str, family: str) -> str:
+    if every == 0 and family == TRAINER:
+        return "Activation checkpointing: off, without `--gradient_checkpointing`."
     if every == 0:
         return f"Activation checkpointing: off; no longer recompute `{block_class}` (transformers: drop `--gradient_checkpointing`)."
     kwargs = f"--activation_checkpointing --activation_checkpointing_kwargs '{{\"every_n_layers\": {every}}}'"
     hf = "--gradient_checkpointing" if every == 1 else kwargs
     which = f"{_every(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
+    if family == TRAINER:
+        return f"Activation checkpointing: recompute {which}: `{hf}`."
     return (
         f"Activation checkpointing: recompute {which}: call `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`"
         f" instead of `block(x)` (transformers: `{hf}`)."
     )
 
 
-def _precision_changes(precision: str, before: str) -> list[str]:
-    if precision in DTYPES:
+def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]:
+    if precision in DTYPES and not noted:
         dtype = DTYPES[precision]
         return [f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer tokens stay."]
     found = []
-    if before in DTYPES:
+    if before in DTYPES and precision not in DTYPES and not noted:
         found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
     if precision.startswith("torch_autocast"):
         found.append("Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away.")

@@ -118,7 +118,7 @@ def losses(report: StudyReport) -> list[dict[str, Any]]:
 
 def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, Any]:
     values, candidate, times = one["losses"], one["candidate"], one.get("step_times_s") or []
-    batch = candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.world_size
+    batch = candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
     pieces = _cut(len(values), PIECES)
     found = [[values[i] for i in piece if values[i] is not None] for piece in pieces]
     middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]

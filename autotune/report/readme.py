@@ -218,7 +218,9 @@ def _use(report: StudyReport) -> list[str]:
     return [
         '`ds_config.json` is the recommended configuration, complete: `deepspeed.initialize(..., config="ds_config.json")`.',
         f"```\nautotune export {name} --format accelerate -o accelerate.yaml   # Accelerate\n"
-        f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n```",
+        f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n"
+        + (f"autotune export {name} --format command                          # the whole command line\n" if report.invocation else "")
+        + "```",
         other + "All of them, with intervals and reasons, are in `recommended.json`; the front is in `front.json`.",
         "\n".join(["What to know:", "", *(f"- {_plain(caveat)}" for caveat in caveats)]) if caveats else "",
     ]

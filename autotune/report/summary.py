@@ -14,7 +14,7 @@ from autotune.analysis.recommend import Measured, Recommendation
 from autotune.candidate import Candidate
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
-from autotune.report.export import deepspeed_config, script_side_changes
+from autotune.report.export import Started, deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
 from autotune.trial import Outcome
 
@@ -47,24 +47,28 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     name, kept = study.study_name, store.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
-    measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept.base_config)]
+    measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept)]
     baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
-    found = recommend.recommend(measured, baseline, kept.objectives, kept.world_size)
+    found = recommend.recommend(measured, baseline, kept.objectives, kept.data_parallel)
     trials = _trials(study, measured, folder if series else None)
     return StudyReport(
         study={
             "name": name,
             "target": kept.target,
             "ranks": kept.world_size,
+            "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
             "weights": {o.metric: o.weight for o in kept.objectives},
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
+            "baseline": Candidate.from_key(kept.baseline).values(),
+            "ended": study.user_attrs.get(store.ENDED_ATTR, ""),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
+        invocation=kept.invocation,
         recommended=_recommended(found),
         front=[recommend.point(m) for m in found.front],
         trials=trials,
@@ -82,14 +86,29 @@ def _threads(kept: StudyRecord) -> int | None:
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     baseline = Candidate.from_key(kept.baseline)
     point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
+    script = kept.workload.script
     return replace(
         measured,
         ds_config=deepspeed_config(point, kept.base_config),
         script_side_changes=[
             *measured.script_side_changes,
-            *script_side_changes(measured.candidate, baseline, kept.workload.block_class, is_script=kept.workload.script is not None),
+            *script_side_changes(
+                _as_seen_outside(measured.candidate, kept),
+                baseline,
+                kept.workload.block_class,
+                is_script=script is not None,
+                family=script.family if script else "",
+            ),
+            *learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json="optimizer" in measured.ds_config),
         ],
     )
+
+
+def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
+    """The candidate without what the JSON alone does: a pipeline recomputes as its own section says."""
+    pipeline = kept.workload.script is not None and kept.workload.script.pipeline_stages > 0
+    own = Candidate.from_key(kept.baseline).checkpoint_every
+    return replace(candidate, checkpoint_every=own) if pipeline else candidate
 
 
 def _recommended(found: Recommendation) -> dict[str, Any]:
@@ -147,13 +166,23 @@ def write(report: StudyReport, folder: Path) -> list[Path]:
     return written
 
 
+def started(report: StudyReport) -> Started | None:
+    """How the study's script is started; None where a model.py was tuned."""
+    script = report.workload.get("script")
+    if report.invocation is None or not script:
+        return None
+    return Started(
+        invocation=report.invocation, flags=script["flags"], config_source=script["config_source"], baseline=report.study["baseline"]
+    )
+
+
 def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     """How far a study is, for programs."""
     outcomes: dict[str, int] = {}
     for row in report.trials:
         outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
-    study = {name: value for name, value in report.study.items() if name != "base_config"}
+    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline")}
     return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
 
 

@@ -7,7 +7,6 @@ and torch's `DataLoader`. They are patched before the script runs, so that it bi
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import contextlib
 import copy
@@ -18,32 +17,28 @@ import os
 import sys
 import sysconfig
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
-from autotune.candidate import SIDE_EFFECT_KEYS, Candidate, DsConfig
-from autotune.trial import Probed, Script, TrialRequest, Workload
-from autotune.worker import contract, observe
+from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
+from autotune.trial import Probed, TrialRequest, Workload
+from autotune.worker import contract, frameworks, observe, pipeline, script
 from autotune.worker import run as rank_run
+from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
+from autotune.worker.patching import patch
+from autotune.worker.traces import Traces
 
 PROBE_STEPS = 3
-# What scripts call these flags; the first one whose value is the one that ran is taken.
-DESTINATIONS = {
-    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size micro_batch_size
-        per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
-    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps grad_accum_steps
-        grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
-}
-SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-MOST_FILES_NAMED = 5
+# What torch's checkpoint takes for itself.
+CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 class ScriptError(UserError):
@@ -59,80 +54,79 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
     memory = rank_run.prepare_device(request)
     recorder.enter("build")
     rank_run.connect(request, rank, listener, cuda=memory.cuda)
-    hooks = _Hooks(recorder, request, memory)
+    hooks = Hooks(recorder, request, memory)
     hooks.install()
     try:
-        _execute(Path(request.target), hooks.script)
+        script.execute(Path(request.target), hooks.script)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise ScriptError(f"the script exited with status {end.code}") from None
+            hooks.abort(ScriptError(f"the script exited with status {end.code}"))
+    except BaseException as error:
+        hooks.abort(error)
     hooks.script_ended()
 
 
-def _execute(path: Path, script: Script) -> None:
-    """Runs the file as `__main__`, in its folder and with its arguments, as its user would."""
-    os.chdir(script.working_dir)
-    sys.argv = [str(path), *script.arguments]
-    sys.path.insert(0, str(path.parent))
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in script.assignments:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[node.targets[0].id])), node.value)
-    main = types.ModuleType("__main__")
-    main.__file__ = str(path)
-    sys.modules["__main__"] = main
-    exec(compile(tree, str(path), "exec", dont_inherit=True), main.__dict__)  # or it would get our own __future__
+class Hooks:
+    """What is patched, and what it has seen. Without a candidate (a probe) it only looks.
 
+    Adapters of frameworks use `candidate`, `request`, `script`, `recorder`, `scratch`, `value`, `changed`, `once`, `abort`, and
+    set `family`.
 
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-class _Hooks:
-    """What is patched, and what it has seen. Without a candidate (a probe) it only looks."""
+    Attributes:
+        candidate: What is tried; None in a probe.
+        family: What a person calls such a script, as the framework that it uses says; empty for one that only uses DeepSpeed.
+        scratch: A folder of the trial's own, for what a framework writes whatever it is told.
+        recomputers: Frameworks' own ways to recompute every k-th block of a model (none for 0); each tells whether it could.
+        casts_inputs: Floating-point inputs are given the type of 16-bit weights, which a framework may do itself.
+        batch_factor: Micro-batches in the batch of a loader, where a framework splits it between the ranks.
+    """
 
     def __init__(self, recorder: rank_run.Recorder, request: TrialRequest, memory: observe.Memory) -> None:
         assert request.script is not None
-        self.recorder, self.request, self.memory, self.script = recorder, request, memory, request.script
+        self.recorder, self.request, self.memory = recorder, request, memory
+        self.script = script.in_rank(request.script, recorder.folder.ds_config)
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
+        self.family = self.config_source = ""
+        self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
         self.plain_backward = False
-        self._begun = self._inside_backward = self._overflowed = self._ragged = False
+        self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
+        self.batch_factor = 1
+        self.casts_inputs = True
+        self._script_recomputes = True
+        self._unrecomputed = ""  # where recomputation was asked for and not carried out
+        self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
+        self._skipped = 0
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
         self._n_backward = 0
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._files: list[str] = []
+        self._traces = Traces(self, users_caller)
 
     def install(self) -> None:
         """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
         import deepspeed
 
-        for field in self.script.carried:
-            was = getattr(self.script, field)
-            if self.candidate is not None and getattr(self.candidate, field) != was:
-                self._changed(f"Script: what carries {{{field}}} in your command is {getattr(self.candidate, field)} instead of {was}.")
-        os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
-        _patch(deepspeed, "initialize", self._initialize)
-        _patch(deepspeed.zero.Init, "__init__", self._zero_init)
-        for name in SAVERS:
-            if hasattr(deepspeed.DeepSpeedEngine, name):
-                _patch(deepspeed.DeepSpeedEngine, name, functools.partial(self._not_saved, f"engine.{name}"))
-        _patch(torch, "save", self._torch_save)
-        _patch(torch.Tensor, "backward", self._tensor_backward)
-        _patch(argparse.ArgumentParser, "parse_known_args", self._parse_known_args)
-        _patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
+        for text in self.script.side_changes:
+            self.changed(text)
+        patch(deepspeed, "initialize", self._initialize)
+        patch(deepspeed.zero.Init, "__init__", self._zero_init)
+        patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
+        patch(checkpointing, "checkpoint", self._checkpoint)
+        patch(torch.Tensor, "backward", self._tensor_backward)
+        trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
+        arguments = Arguments(self.value, trial_config, self.changed, self.report.flags)
+        patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
+        patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
         self._count_draws()
         # The ranks are joined already, over a socket that nobody can take.
-        _patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
-        _patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
-        sys.addaudithook(self._audit)
+        patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
+        patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        frameworks.install(self)
+        self._traces.install()
 
     def script_ended(self) -> None:
         """The script came to its end by itself.
@@ -151,19 +145,22 @@ class _Hooks:
     # The configuration
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from deepspeed.runtime.pipe.module import PipelineModule
-
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
-        namespace = given.get("args")
+        namespace: Any = given.get("args")
+        if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
+            namespace.device_rank = int(os.environ["LOCAL_RANK"])
         stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
-        own = _read_config(stated)
+        try:
+            own = _read_config(stated)
+        except ScriptError as error:  # the script must not catch it
+            self.abort(error)
+        if not isinstance(stated, dict):
+            self.config_source = str(stated)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
-        if isinstance(given.get("model"), PipelineModule):
-            self._abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
         first = self.meter is None
-        checkpointer = self._before(given, own) if first else None
+        watch = self._before(given, own) if first else None
         config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = 10**9
         if isinstance(stated, dict):  # the script may look into it later
@@ -174,30 +171,83 @@ class _Hooks:
         given.pop("config_params", None)
         with _without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
-        if first:
-            self._attach(result[0], checkpointer)
+        if watch is not None:
+            self._attach(result[0], watch)
         return result
 
     def _config(self, own: DsConfig, *, first: bool) -> DsConfig:
         if self.candidate is None:
             return own
         # A second trained model (a critic) keeps its own settings, but for what is tuned.
-        return copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config.setdefault("zero_optimization", {"stage": 0})  # a framework may look there
+        return config
 
-    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Checkpointer | None:
+    def early_config(self, own: DsConfig) -> DsConfig:
+        """The trial's configuration for a framework that reads it before `deepspeed.initialize`, what it fills in left "auto".
+
+        Args:
+            own: The script's configuration before anything was filled in.
+        """
+        if self.candidate is None:
+            return own
+        config = self._config(own, first=True)
+        _keep_auto(config, own, OWNED_PATHS)
+        # Counted from the batch, and refused by transformers where the two differ.
+        for name in ("total_num_steps", "warmup_num_steps"):
+            if name in config.get("scheduler", {}).get("params", {}):
+                config["scheduler"]["params"][name] = "auto"
+        return config
+
+    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Recomputations | pipeline.Recomputed:
         """Looks at the model before DeepSpeed changes it."""
+        from deepspeed.runtime.pipe.module import PipelineModule
+
         self.recorder.enter("initialize")
-        self.own_config = copy.deepcopy(own)
+        # Frameworks write infinity here, which is no JSON.
+        self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         model = given["model"]
         blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
-        if self.candidate is None or not self.candidate.checkpoint_every:
-            return None
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False  # a recomputed block would append to the cache twice
-        return observe.Checkpointer(blocks, self.candidate.checkpoint_every)
+        if isinstance(model, PipelineModule):
+            self.family = self.family or "DeepSpeed PipelineModule"
+            self.workload = pipeline.whole(self.workload, model)
+            return pipeline.recompute(self, model, own)
+        if self.candidate is not None and self.candidate.precision not in DTYPES:
+            self._widen(model)
+        if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
+            self._recompute(model, blocks, self.candidate.checkpoint_every)
+        return observe.Recomputations(blocks)
+
+    def _widen(self, model: torch.nn.Module) -> None:
+        """Gives a model that was loaded in 16 bits the weights that a candidate without them needs."""
+        narrow = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+        if narrow and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            model.float()
+            self.changed("Model: load its weights in 32 bits, with `dtype=torch.float32`.")
+
+    def _recompute(self, model: torch.nn.Module, blocks: list[torch.nn.Module], every: int) -> None:
+        """Has every k-th block recomputed, and nothing else, whatever the script does."""
+        if any(recomputer(model, every) for recomputer in self.recomputers):
+            return
+        self._script_recomputes = False
+        if every:
+            config: Any = getattr(model, "config", None)
+            if getattr(config, "use_cache", None):
+                config.use_cache = False  # a recomputed block would append to the cache twice
+            observe.Checkpointer(blocks, every)
+
+    def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._script_recomputes:
+            return original(function, *args, **kwargs)
+        if not self._unrecomputed:
+            self._unrecomputed = users_caller() or "a library"
+            if self._unrecomputed == "a library":
+                self.changed(
+                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.", reproducible=False
+                )
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -212,50 +262,38 @@ class _Hooks:
 
     # The batch
 
-    def _value(self, field: str) -> tuple[int, int] | None:
+    def value(self, field: str) -> tuple[int, int] | None:
         """What a field is in the untouched script and what it is to be; None if it stays, or the user carries it himself."""
         if self.candidate is None or field in self.script.carried:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
 
-    def _parse_known_args(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parsed, rest = original(*args, **kwargs)
-        values = vars(parsed)
-        if isinstance(values.get("local_rank", ""), int | None):
-            parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
-        for field, names in DESTINATIONS.items():
-            change = self._value(field)
-            name = next((name for name in names if change and values.get(name) == change[0]), None)
-            if change and name:
-                setattr(parsed, name, change[1])
-                self._changed(f"Command line: `--{name} {change[1]}` instead of {change[0]}.")
-        if self.candidate is not None and isinstance(values.get("deepspeed_config"), str):
-            parsed.deepspeed_config = str(self.recorder.folder.ds_config)  # a script may open the file itself
-        return parsed, rest
-
     def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change = _users_caller(), self._value("micro_batch_size")
+        place, change = users_caller(), self.value("micro_batch_size")
         if place and change:
-            was, wanted = change
+            was, wanted = (self.batch_factor * size for size in change)
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
-                self._changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
+                self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
-                self._changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+                _remember(bound.arguments["self"], wanted)
+                self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         original(*bound.args, **bound.kwargs)
 
     def _count_draws(self) -> None:
         """Counts the samples of each batch where a loader draws their indices: a leading dimension can be something else."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+        from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
         def next_index(original: Callable[..., Any], iterator: Any) -> Any:
             index = original(iterator)
             queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
-            queue.append(len(index) if hasattr(index, "__len__") else None)
+            # What is drawn from a stream is what is asked for; its end has less.
+            known = hasattr(index, "__len__") and iterator._dataset_kind != _DatasetKind.Iterable
+            queue.append(len(index) if known else None)
             return index
 
         def next_batch(original: Callable[..., Any], iterator: Any) -> Any:
@@ -267,76 +305,117 @@ class _Hooks:
                 queue.popleft()
             return batch
 
-        _patch(_BaseDataLoaderIter, "_next_index", next_index)
-        _patch(_BaseDataLoaderIter, "__next__", next_batch)
+        def reset(original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            iterator.__dict__.pop("_autotune_draws", None)  # of an epoch that was left early
+            return original(iterator, *args, **kwargs)
+
+        patch(_BaseDataLoaderIter, "_reset", reset)
+        patch(_BaseDataLoaderIter, "_next_index", next_index)
+        patch(_BaseDataLoaderIter, "__next__", next_batch)
 
     # The steps
 
-    def _attach(self, engine: Any, checkpointer: observe.Checkpointer | None) -> None:
-        if self.candidate is not None:
-            engine.register_forward_pre_hook(self._cast, with_kwargs=True)
+    def _attach(self, engine: Any, watch: observe.Recomputations | pipeline.Recomputed) -> None:
         batches = observe.BatchObserver(engine, forgiving=True)
-        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, checkpointer)
-        engine.backward = functools.partial(self._engine_backward, engine.backward)
-        engine.step = functools.partial(self._engine_step, engine.step)
+        self._watch = watch
+        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
+        if hasattr(engine, "train_batch"):
+            pipeline.attach(self, meter, engine)
+        else:
+            engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
+            engine.backward = functools.partial(self._engine_backward, engine.backward)
+            engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
         self._restart_clock()
 
-    def _cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if self.meter is not None and torch.is_grad_enabled() and engine.training:
+            self.meter.enter("forward")
+        return self.cast(engine, args, kwargs)
+
+    def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Gives 16-bit weights 16-bit inputs, which a script written for another precision does not."""
-        assert self.candidate is not None
+        if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
+            return None  # the script knows what its own precision needs
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(self.candidate.precision)
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
             return None
-        self._changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
+        self.changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
         cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
         return cast
 
-    def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-        self._went_backward(loss)
-        self._inside_backward = True
+    @contextlib.contextmanager
+    def inside_backward(self) -> Iterator[None]:
+        """What is called meanwhile is a part of an engine's backward pass, and no pass of the script's own."""
+        before, self._inside_backward = self._inside_backward, True
         try:
-            return original(loss, *args, **kwargs)
+            yield
         finally:
-            self._inside_backward = False
+            self._inside_backward = before
+
+    def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.inside_backward():  # of any engine: a critic's passes are none of ours
+            return original(*args, **kwargs)
+
+    def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
+        self._summed = kwargs.get("scale_wrt_gas") is False
+        return self._backward(original, loss, *args, **kwargs)
 
     def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = self.meter is not None and not self._inside_backward and self.meter.batches.went_forward
-        if ours:
-            self.plain_backward = True
-            self._went_backward(tensor)
-        return original(tensor, *args, **kwargs)
+        if self.meter is None or self._inside_backward or not self.meter.batches.went_forward:
+            return original(tensor, *args, **kwargs)
+        self.plain_backward = True
+        return self._backward(original, tensor, *args, **kwargs)
 
-    def _went_backward(self, loss: Any) -> None:
-        if self.meter is None:
-            return
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.meter is not None
         self.meter.batches.backward()
+        self._note_loss(loss)
+        self.meter.enter("backward")
+        with self.inside_backward():
+            result = original(loss, *args, **kwargs)
+        self.meter.enter("step")
+        return result
+
+    def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             value = loss.detach().float().reshape(())
             self._total = value if self._total is None else self._total + value
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.meter is not None
+        self.meter.enter("step")
+        result = original(*args, **kwargs)
+        self.stepped()
+        self.meter.enter("data")
+        return result
+
+    def stepped(self, loss: Any = None) -> None:
+        """Notes that the engine may have taken an optimizer step, with its loss where that is not known from backward passes."""
         meter = self.meter
         assert meter is not None
-        skipped = meter.engine.skipped_steps
-        result = original(*args, **kwargs)
-        if meter.batches.step():
-            try:
-                self._boundary(meter, overflowed=meter.engine.skipped_steps > skipped)
-            except BaseException as error:  # the script must not catch it
-                self._abort(error)
-        return result
+        if loss is not None:
+            self._note_loss(loss)
+        if not meter.batches.step():
+            return
+        overflowed, self._skipped = meter.engine.skipped_steps > self._skipped, meter.engine.skipped_steps
+        try:
+            self._boundary(meter, overflowed=overflowed)
+        except BaseException as error:  # the script must not catch it
+            self.abort(error)
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
-        self._losses.append(total.to(meter.device) / max(1, self._n_backward))
+        self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
         self._overflowed |= overflowed
         self._ragged |= meter.batches.ragged
         if len(self._losses) < meter.window_steps():
             return
+        meter.enter("")
         meter.synchronize()
         wall, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         meter.gather(wall, cpu, self._losses, overflowed=self._overflowed, ragged=self._ragged)
@@ -347,6 +426,7 @@ class _Hooks:
         else:
             if not self._begun and n >= min(2, self.request.max_steps):
                 meter.begin()
+                self._watch.stop()
                 self._begun = True
             if self._begun and meter.done():
                 self._end()
@@ -355,6 +435,8 @@ class _Hooks:
     def _restart_clock(self) -> None:
         self._losses, self._overflowed, self._ragged = [], False, False
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        if self.meter is not None and self.candidate is not None and len(self.report.step_times_s) == 1:
+            self.meter.take_apart()
 
     def _end(self, caveat: str = "") -> None:
         """Writes what was seen and ends the process; all ranks come here at the same step."""
@@ -363,8 +445,7 @@ class _Hooks:
         if caveat:
             self.report.caveats.append(caveat)
         self._compare_data(meter)
-        for path in self._files[:MOST_FILES_NAMED]:
-            self.report.caveats.append(f"the script itself writes {path}, in every trial")
+        self._traces.close()
         if self.candidate is not None:
             meter.finish()
         else:
@@ -376,75 +457,95 @@ class _Hooks:
                     f" is {seen.micro_batch_size or 'not constant'}"
                 )
             probed = Probed(
-                ds_config=self.own_config,
+                ds_config=self._with_dtype(seen.dtype),
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
+                family=self.family or "raw DeepSpeed",
+                checkpoint_every=self._watch.every,
                 plain_backward=self.plain_backward,
+                flags=self.report.flags,
+                config_source=self.config_source,
+                configured_accumulation=meter.engine.gradient_accumulation_steps(),
+                model_parallel_size=self.request.world_size // meter.data_parallel,
+                pipeline_stages=getattr(meter.engine, "num_stages", 0),
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
                 trial.write(self.recorder.folder.workload, replace(self.workload, script=probed, caveats=caveats))
         rank_run.complete(self.recorder)
 
+    def _with_dtype(self, dtype: str) -> DsConfig:
+        """The script's configuration, which says what type the weights are even where the script does not tell DeepSpeed."""
+        section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+        if section is None or precision_of(without_auto(self.own_config)) != "fp32":
+            return self.own_config
+        self.once(
+            f"the script trains {dtype} weights that DeepSpeed is not told of, without an fp32 copy;"
+            f" the baseline says `{section}` in its configuration, and has one"
+        )
+        return {**self.own_config, section: {"enabled": True}}
+
     def _compare_data(self, meter: Meter) -> None:
-        own = torch.tensor((meter.batches.checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
+        # Of a pipeline only the first stages take data in.
+        checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
+        own = torch.tensor((checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
         rows = [torch.empty_like(own, device=meter.device) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own.to(meter.device))
+        rows = [row for row in rows if row.any()]
         if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
             self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
 
-    def _abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> NoReturn:
+        """Reports an error and ends the process, so that the script cannot catch it."""
+        self._traces.close()
         rank_run.abort(self.recorder, error)
 
-    def _changed(self, text: str) -> None:
+    def changed(self, text: str, *, reproducible: bool = True) -> None:
+        """Notes what a trial needed besides the DeepSpeed configuration, as a sentence with code in backticks.
+
+        Args:
+            text: The sentence; `Command line:` before what a flag carries.
+            reproducible: The user can change it too, by a flag, a constant or a line of his own.
+        """
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
+            if not reproducible:
+                self.report.unreproducible.append(text)
 
-    # No traces
+    def saver(self, name: str) -> Callable[..., Any]:
+        """A hook for a function that would save or upload: it only notes that it was called."""
 
-    def _not_saved(self, name: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        self._once(f"{name} is not carried out in trials")
-        return True
+        def not_saved(*_args: Any, **_kwargs: Any) -> bool:
+            self.once(f"{name} is not carried out in trials")
+            return True
 
-    def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        target = args[1] if len(args) > 1 else kwargs.get("f")
-        if isinstance(target, str | os.PathLike):
-            self._once("torch.save is not carried out in trials")
-        else:
-            original(*args, **kwargs)
+        return not_saved
 
-    def _once(self, caveat: str) -> None:
+    def once(self, caveat: str) -> None:
+        """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
-            return
-        if not arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            return
-        path = os.path.abspath(arguments[0])
-        ours = (str(self.recorder.folder.path.absolute()), "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
-        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and _users_caller():
-            self._files.append(path)
+
+def _remember(loader: Any, batch_size: int) -> None:
+    """Lightning makes a loader anew for its own sampler, from the arguments that it noted."""
+    noted, names = getattr(loader, "__pl_saved_kwargs", None), getattr(loader, "__pl_saved_arg_names", ())
+    if noted is None:
+        return
+    if "batch_size" in noted or "batch_size" not in names[: len(loader.__pl_saved_args)]:
+        object.__setattr__(loader, "__pl_saved_kwargs", {**noted, "batch_size": batch_size})
+    else:
+        given = list(loader.__pl_saved_args)
+        given[names.index("batch_size")] = batch_size
+        object.__setattr__(loader, "__pl_saved_args", tuple(given))
 
 
-def _patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replaces a function by one that calls `hook(original, ...)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    setattr(owner, name, patched)
-
-
-def _users_caller() -> str | None:
+def users_caller() -> str | None:
     """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if not f"{module}.".startswith(("torch.", "autotune.", "functools.", "contextlib.")):
+        if not f"{module}.".startswith(_TRANSPARENT):
             path = os.path.abspath(frame.f_code.co_filename)
             installed = any(path.startswith(folder) for folder in _INSTALLED)
             return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
@@ -452,7 +553,19 @@ def _users_caller() -> str | None:
     return None
 
 
+# Modules that only pass a call on: ours, and where Lightning notes the arguments of loaders.
+_TRANSPARENT = ("torch.", "autotune.", "functools.", "contextlib.", "lightning.fabric.utilities.data.", "lightning_fabric.utilities.data.")
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
+    """Sets to "auto" what is so in `own` and there in `config`, but for the paths that are fixed."""
+    for key, value in own.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _keep_auto(config[key], value, fixed, f"{path}.")
+        elif value == "auto" and key in config and path not in fixed:
+            config[key] = "auto"
 
 
 def _config_flag(namespace: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import functools
 import os
 import resource
 import threading
@@ -24,6 +26,8 @@ WATCH_INTERVAL_S, TRIM_INTERVAL_S = 0.01, 0.2
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Batches of each rank that are compared between ranks.
 N_CHECKSUMS = 2
+# Draws of a loader that may lie between a batch and its use.
+MOST_AHEAD = 1024
 
 
 class BatchObserver:
@@ -46,7 +50,7 @@ class BatchObserver:
         self._micro = self._tokens = 0
         self._sizes: list[int] = []
         self._draws: list[int | None] = []
-        self._drawn: int | None = None
+        self._drawn: collections.deque[int | None] = collections.deque(maxlen=MOST_AHEAD)
         self._fresh = True
         self._steps = engine.global_steps
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
@@ -57,11 +61,19 @@ class BatchObserver:
         return not self._fresh
 
     def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._fresh or not torch.is_grad_enabled() or not self._engine.training:
+        if not torch.is_grad_enabled() or not self._engine.training:
+            if self._drawn:
+                self._drawn.pop()  # evaluation: it was the last to draw
+            return
+        if not self._fresh:
             return  # a loss may call the model more than once for one micro-batch
+        self.micro_batch(args, kwargs)
+
+    def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a micro-batch that goes forward."""
         self._fresh = False
-        self._draws.append(self._drawn)
-        self._drawn = None
+        # A framework may draw the micro-batches of a whole step, or one of the next step, before the first goes forward.
+        self._draws.append(self._drawn.popleft() if self._drawn else None)
         tensor = counted_tensor(args, kwargs)
         if tensor is None or tensor.dim() == 0:
             return
@@ -72,8 +84,12 @@ class BatchObserver:
             self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
     def drew(self, n_samples: int | None) -> None:
-        """Notes the samples that the loader drew for the coming micro-batch."""
-        self._drawn = n_samples
+        """Notes the samples that the loader drew for a coming micro-batch."""
+        self._drawn.append(n_samples)
+
+    def forget_draws(self) -> None:
+        """What was drawn so far is none of the coming micro-batches."""
+        self._drawn.clear()
 
     def backward(self) -> None:
         """Notes a backward call."""
@@ -88,6 +104,8 @@ class BatchObserver:
         # A loader decides only if each micro-batch was one draw: else the script cuts up or joins what it draws.
         draws = [n for n in self._draws if n is not None]
         drawn = draws if len(draws) == len(self._draws) else []
+        if len(set(drawn)) > 1 and len(set(self._sizes)) == 1:
+            drawn = []  # something else drew in between
         samples = sum(drawn or self._sizes)
         self.ragged = self._forgiving and samples < max(self.samples_per_step, default=0)
         if not self.ragged:
@@ -98,6 +116,7 @@ class BatchObserver:
             self.tokens_per_step.add(self._tokens)
         self._micro = self._tokens = 0
         self._sizes, self._draws = [], []
+        self._drawn.clear()
         return True
 
 
@@ -137,6 +156,8 @@ class Checkpointer:
     def _recomputing(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         from torch.utils.checkpoint import checkpoint
 
+        checkpoint = getattr(checkpoint, "original", checkpoint)  # a script's own calls may be turned off
+
         def observed(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # inside a backward pass: this is the recomputation
                 self.recomputed.add(id(block))
@@ -148,6 +169,39 @@ class Checkpointer:
             return checkpoint(observed, *args, use_reentrant=False, **kwargs)
 
         return recomputing
+
+
+class Recomputations:
+    """Sees which blocks are recomputed in a backward pass, whoever has them recomputed.
+
+    Args:
+        blocks: The repeated blocks of the model.
+    """
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.recomputed: set[int] = set()
+        self._n_blocks = len(blocks)
+        # A block's own forward may be what is checkpointed, and then runs once only; what lies in it runs again.
+        self._handles = [
+            inner.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
+            for block in blocks
+            for inner in block.children()
+        ]
+
+    def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.recomputed.add(block)
+
+    @property
+    def every(self) -> int:
+        """What `Candidate.checkpoint_every` is, as far as seen."""
+        return round(self._n_blocks / len(self.recomputed)) if self.recomputed else 0
+
+    def stop(self) -> None:
+        """Looks no longer, so that timed steps are not slowed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 class Memory:
@@ -165,10 +219,8 @@ class Memory:
         self._phase = "initialize"
         self._reserved = 0
         keep_freed_memory(False)
-        if not self.cuda:
-            hand_back_freed_memory()  # freed memory that is still resident would be used again, and not count as growth
-        self.start_bytes = resident_bytes()
         self._reset()
+        self.start_bytes = resident_bytes()
 
     def enter(self, phase: str) -> None:
         """Closes the phase under way and starts another one."""
@@ -207,6 +259,8 @@ class Memory:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             return
+        # Freed memory that is still resident would count as in use, and when used again not as growth.
+        hand_back_freed_memory()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM of this process; ru_maxrss cannot be reset
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
+from autotune.convergence import NoiseTerms
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe
-from autotune.worker.meter import Diverged, Meter, NotApplied
+from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
+from autotune.worker.noise import NoiseMeter
 
 OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
 
@@ -45,6 +47,16 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         _watch_memory(recorder, request)
         if request.mode == "inspect":
             trial.write(recorder.folder.workload, _inspect(request))
+        elif request.mode == "profile":
+            from deepspeed.accelerator import get_accelerator
+
+            from autotune.worker.profile import profile
+
+            trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
+        elif request.mode == "rates":
+            from autotune.worker.rates import measure_machine
+
+            measure_machine(recorder, request, rank, listener)
         elif request.script is not None:
             from autotune.worker.hooks import run_script
 
@@ -58,7 +70,8 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
 
 def complete(recorder: Recorder) -> NoReturn:
     """Reports that all went well, and ends the process when all ranks have."""
-    recorder.report.outcome = Outcome.COMPLETE
+    if recorder.report.outcome is not Outcome.STOPPED_EARLY:
+        recorder.report.outcome = Outcome.COMPLETE
     recorder.enter("done")
     recorder.write()
     if dist.is_initialized():
@@ -96,6 +109,7 @@ class _Draft:
     cpu_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     reserved_memory_bytes: int | None = None
     alloc_retries: int | None = None
@@ -103,6 +117,9 @@ class _Draft:
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
+    noise: NoiseTerms | None = None
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -193,7 +210,16 @@ def _inspect(request: TrialRequest) -> Workload:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise contract.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = contract.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
-    return workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    return replace(found, optimizer=_optimizer_class(target, model))
+
+
+def _optimizer_class(target: contract.Target, model: torch.nn.Module) -> str:
+    if target.optimizer is None:
+        return ""
+    with contextlib.suppress(Exception):  # one that looks at its values: the trials will make it from real weights
+        return type(target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])).__name__
+    return ""
 
 
 def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool) -> Workload:
@@ -210,10 +236,24 @@ def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samp
         n_blocks=len(blocks),
         block_class=", ".join(sorted({type(block).__name__ for block in blocks})),
         block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
-        float_buffers=any(buffer.is_floating_point() for buffer in model.buffers()),
+        float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,
         environment=_environment(),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def _has_float_buffers(model: torch.nn.Module) -> bool:
+    """Whether the model has floating-point buffers that must follow its weights.
+
+    Those that transformers does not save, as the frequencies of rotary embeddings, it casts itself where they are used, and in
+    16 bits they would be wrong.
+    """
+    own = any(base.__name__ == "PreTrainedModel" for module in model.modules() for base in type(module).__mro__)
+    return any(
+        buffer is not None and buffer.is_floating_point() and not (own and name in module._non_persistent_buffers_set)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
     )
 
 
@@ -284,11 +324,12 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     )
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
+    noise = NoiseMeter(model, request.world_size) if request.noise else None
     engine = _initialize(request, target, model)
     _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, *meter).train()
+    _Trainer(contract.make_loss(target, model), loader, noise, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -321,7 +362,11 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
     deepspeed.init_distributed(dist_init_required=False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=target.optimizer(parameters), config=config)
+        optimizer = target.optimizer(parameters)
+        for group in optimizer.param_groups:
+            for key in {"lr", "initial_lr"} & group.keys():
+                group[key] *= request.learning_rate_factor
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     else:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     return engine
@@ -330,9 +375,10 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader = loss, loader
+        self.loss, self.loader, self.noise = loss, loader, noise
+        self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
 
@@ -341,9 +387,18 @@ class _Trainer(Meter):
         self._window(1)
         self._taken_apart()
         self.begin()
+        self.micro_clock.forget()
         while not self.done():
             self._window(self.window_steps())
+        self.report.micro_step_s = self.micro_clock.medians_s()
         self.finish()
+
+    def enough(self) -> bool:
+        """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
+        if self.noise is None:
+            return super().enough()
+        self.report.noise = self.noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
+        return self.elapsed_s >= self.request.budget_s or self.report.noise.noise_scale().precise
 
     def _window(self, n_steps: int) -> None:
         """Trains a window of steps; the device is synchronised and the ranks compared at its end only."""
@@ -357,15 +412,28 @@ class _Trainer(Meter):
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
+        self.micro_clock.start()
         while True:
             batch = self._draw()
             loss = self.loss(self.engine, batch)
             total += loss.detach().float()
             self.engine.backward(loss)
             self.batches.backward()
-            self.engine.step()
-            if self.batches.step():
+            self._update()
+            boundary = self.batches.step()
+            self.micro_clock.lap("boundary" if boundary else "inner")
+            if boundary:
                 return total / self.candidate.gradient_accumulation_steps
+
+    def _update(self) -> None:
+        if self.noise is None:
+            self.engine.step()
+            return
+        self.noise.backward()
+        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
+        self.engine.step()
+        if self.engine.global_steps > steps:
+            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
@@ -374,46 +442,23 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "step": 0.0}
         total = torch.zeros((), device=self.device)
         skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
+        self.take_apart()
         done = False
         while not done:
-            clock = _PhaseClock(phases, self.synchronize)
+            self.enter("data")
             batch = self._draw()
-            clock.stop("data")
-            self.memory.enter("forward")
-            clock.start()
+            self.enter("forward")
             loss = self.loss(self.engine, batch)
-            clock.stop("forward")
             total += loss.detach().float()
-            self.memory.enter("backward")
-            clock.start()
+            self.enter("backward")
             self.engine.backward(loss)
-            clock.stop("backward")
             self.batches.backward()
-            self.memory.enter("step")
-            clock.start()
-            self.engine.step()
-            clock.stop("step")
+            self.enter("step")
+            self._update()
             done = self.batches.step()
-        self.report.phase_times_s = phases
+        self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
         self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
-
-
-class _PhaseClock:
-    """Adds synchronised wall time to named phases."""
-
-    def __init__(self, phases: dict[str, float], synchronize: Any) -> None:
-        self._phases, self.synchronize = phases, synchronize
-        self.start()
-
-    def start(self) -> None:
-        self.synchronize()
-        self._at = time.perf_counter()
-
-    def stop(self, phase: str) -> None:
-        self.synchronize()
-        self._phases[phase] += time.perf_counter() - self._at

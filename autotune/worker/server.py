@@ -239,7 +239,7 @@ def serve(modules: Sequence[str]) -> int:
     """The warm server: imports once, then runs the trials whose folders are named on standard input.
 
     Args:
-        modules: What the user's target imports, imported here too so that the ranks find it loaded.
+        modules: What the user's target imports, as `module` or `module:name,name`, so that the ranks find it loaded.
     """
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -276,9 +276,12 @@ def _preload(modules: Sequence[str]) -> str | None:
         deepspeed.ops.__compatible_ops__  # noqa: B018
     except Exception as error:
         return f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}"
-    for name in modules:
+    for item in modules:
+        name, _, attributes = item.partition(":")
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            for attribute in filter(None, attributes.split(",")):
+                getattr(module, attribute, None)  # packages that import lazily do so now
         except BaseException as error:  # the ranks will meet it again and report it
             print(f"autotune: not preloaded: {name}: {error}", file=sys.stderr)
     if torch.cuda.is_initialized():

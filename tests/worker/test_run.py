@@ -183,6 +183,14 @@ def test_the_zoo_trains(measured: Callable[..., TrialResult], model: str) -> Non
     assert result.tokens_per_step == (per_step * TOKENS[model] if model in TOKENS else None)
 
 
+@pytest.mark.parametrize("model", ["mixed_types", "bf16_unsafe"])
+def test_numbers_of_two_types_are_told_from_other_crashes(measured: Callable[..., TrialResult], model: str) -> None:
+    assert trial.is_dtype_mismatch(measured(model, precision="bf16")), measured(model, precision="bf16").reason
+    assert not trial.is_dtype_mismatch(measured("raises"))
+    if model == "mixed_types":
+        assert measured(model, precision="torch_autocast").outcome is Outcome.COMPLETE
+
+
 @pytest.mark.parametrize("model", ["ok", "gpt_tiny", "custom_loss"])
 def test_the_loss_really_falls(zoo: Zoo, model: str) -> None:
     losses = zoo.run(model, max_steps=60, budget_s=20.0, min_samples=10**9, micro=16).losses

@@ -1,6 +1,7 @@
 """Training scripts in real ranks: what is found, what moves, what is refused."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from autotune import UserError, plan
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.invocation import Invocation
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialRequest
 
@@ -83,10 +85,120 @@ BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
         ("dict_config.py", {"script_args": ("--batch_size", "{micro_batch_size}")}, (8, 1, BOTH)),
         ("hand_made.py", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
         ("chunks.py", {}, (8, 4, set())),
+        ("own_flags.py", {}, (8, 2, {"gradient_accumulation_steps"})),
+        ("own_flags.py", {"script_args": ("--rows", "{micro_batch_size}")}, (8, 2, BOTH)),
+        ("own_flags.py", {"script_args": ("--rows", "6"), "arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}, (6, 2, BOTH)),
+        ("own_flags.py", {"script_args": ("--mapped", "1")}, (8, 2, BOTH)),
     ],
 )
 def test_a_probe_finds_the_batch_and_what_of_it_moves(planned, name, overrides, expected):
     assert facts(planned(name, **overrides)) == expected
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, "zero_optimization": {"stage": 1},
+}  # fmt: skip
+
+
+def test_a_script_that_is_given_the_trials_json_and_other_fields_runs_what_was_asked_for(planned, measure, tmp_path):
+    arguments = ("--conf", "{ds_config}", "--rows", "{train_micro_batch_size_per_gpu}", "--zero", "{zero_stage}")
+    found = planned("own_flags.py", script_args=arguments, base_config=CONFIG, ranks=2)
+    # A template leaves no value of the user's to start from.
+    assert facts(found) == (8, 3, BOTH) and found.baseline.zero_stage == 1
+    changes = {"zero_stage": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 2}
+    result = measure(found, **changes)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.observed.mismatch(replace(found.baseline, **changes), 2) is None
+    assert f"'--conf': '{tmp_path}/trial/ds_config.json', '--rows': '3', '--zero': '2'" in (tmp_path / "trial" / "rank-1.log").read_text()
+    assert {text.partition(" in it")[0] for text in result.side_changes} == {
+        "Command line: `{micro_batch_size}`", "Command line: `{zero_stage}`",
+    }  # fmt: skip
+
+
+def test_a_module_gets_its_package_and_the_variables_of_its_launcher(executor, measure, home, tmp_path, monkeypatch):
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text((SCRIPTS / "common.py").read_text())
+    (package / "train.py").write_text((SCRIPTS / "own_flags.py").read_text().replace("from common", "from .net"))
+    how = Invocation(
+        script=str(package / "train.py"), module="pkg.train", working_dir=str(tmp_path), environment={"ROWS": "{micro_batch_size}"},
+        arguments=("--local_rank", "{local_rank}"), world_size=2, command="launcher -m pkg.train",
+    )  # fmt: skip
+    monkeypatch.chdir(home)
+    found = plan.plan(StudySpec.of_command(how, {"global_batch": "free"}), executor, tmp_path / "study")
+    assert found.world_size == 2 and facts(found) == (8, 2, BOTH)
+    assert measure(found, micro_batch_size=5).samples_per_step == 5 * 2 * 2
+    assert "'--local_rank': '1'" in (tmp_path / "trial" / "rank-1.log").read_text()
+
+
+def test_the_flags_that_carry_something_are_known_by_all_their_names(planned):
+    assert planned("dict_config.py").workload.script.flags == {"micro_batch_size": ["--batch_size"]}
+    script = planned("training_data.py").workload.script
+    assert script.flags["ds_config"] == ["--deepspeed_config"] and script.config_source.endswith("ds.json")
+    mapped = planned("own_flags.py", script_args=("--mapped", "1")).workload.script
+    assert mapped.flags == {"micro_batch_size": ["--rows"]} and mapped.config_source == ""
+
+
+MICRO, ACCUM = {"micro_batch_size"}, {"gradient_accumulation_steps"}
+
+
+@pytest.mark.parametrize(
+    ("style", "overrides", "expected"),
+    [
+        ("workers", {}, (8, 2, BOTH)),
+        ("batch sampler", {}, (8, 2, BOTH)),
+        ("packed", {}, (8, 2, BOTH)),
+        ("critic", {}, (8, 2, BOTH)),
+        ("evaluates", {}, (8, 2, BOTH)),
+        ("text flag", {}, (8, 2, BOTH)),
+        ("own sampler", {}, (8, 2, ACCUM)),
+        ("iterable", {}, (8, 2, ACCUM)),
+        ("iterable", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
+        ("only eight", {}, (8, 2, ACCUM)),
+        ("own steps", {}, (8, 4, MICRO)),
+        ("own steps", {"script_set": ["ACCUM={gradient_accumulation_steps}"]}, (8, 4, BOTH)),
+    ],
+)
+def test_every_style_of_loop_moves_as_far_as_it_can(planned, measure, style, overrides, expected):
+    found = planned("styles.py", script_args=(style,), **overrides)
+    assert facts(found) == expected
+    moved = {"micro_batch_size": 3, "gradient_accumulation_steps": 3}
+    changes = {name: value for name, value in moved.items() if name in found.workload.script.movable}
+    result = measure(found, zero_stage=1, **changes)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.samples_per_step == changes.get("micro_batch_size", 8) * changes.get("gradient_accumulation_steps", expected[1])
+    assert all(seconds > 0 for seconds in result.phase_times_s.values()) and len(result.phase_times_s) == 4
+
+
+def test_what_cannot_run_otherwise_is_frozen_with_the_reason(planned):
+    notes = planned("styles.py", script_args=("only eight",)).notes
+    assert any("micro-batch of 4" in note and "eight samples here" in note for note in notes)
+
+
+def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(planned):
+    found = planned("styles.py", script_args=("own steps",))
+    assert found.ds_config(found.baseline)["gradient_accumulation_steps"] == 1
+
+
+def test_a_big_batch_cut_up_by_a_constant_moves_as_a_whole(planned):
+    found = planned("chunks.py", script_set=["ACCUM={gradient_accumulation_steps}"], global_batch="keep")
+    assert facts(found) == (8, 4, BOTH)
+
+
+def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision(planned, measure):
+    found = planned("dict_config.py")
+    assert not any("cast" in change for change in measure(found).side_changes)
+    assert any("cast" in change for change in measure(found, precision="bf16").side_changes)
+
+
+def test_a_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(planned, measure):
+    found = planned("recomputes.py")
+    assert found.baseline.checkpoint_every == 1
+    for every, blocks in ((1, 4), (2, 2), (0, 0)):
+        result = measure(found, checkpoint_every=every)
+        assert result.outcome is Outcome.COMPLETE and result.observed.checkpointed_blocks == blocks
 
 
 def test_what_does_not_move_is_frozen_with_the_remedy(planned):
@@ -163,12 +275,26 @@ def test_ranks_fed_the_same_data_are_warned_about(planned):
 def test_a_trial_leaves_nothing_in_the_users_folder(planned, measure, home):
     result = measure(planned("own_loader.py"), steps=30)
     assert not list(home.iterdir())
-    assert "torch.save is not carried out in trials" in result.caveats
+    assert "torch.save of the model is not carried out in trials" in result.caveats
+
+
+def test_what_a_script_saves_for_itself_it_can_read_and_nobody_finds_later(planned, measure, home, tmp_path):
+    result = measure(planned("saves.py", ranks=2), steps=4)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert "torch.save of the model is not carried out in trials" in result.caveats
+    assert not list(home.iterdir()) and not (tmp_path / "trial" / "scratch").exists()
+
+
+def test_a_file_that_a_script_writes_by_itself_is_told(planned, home):
+    found = planned("saves.py", script_args=("--log",))
+    assert any(f"writes {home}/out/log.txt, in every trial" in note for note in found.notes)
+    shutil.rmtree(home / "out")
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
+        ("saves.py", ("--reload",), "best.pt back, but trials do not save the model"),
         ("no_engine.py", (), "without calling deepspeed.initialize"),
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
         ("dict_config.py", ("--steps", "0"), "ended after 0 optimizer steps"),

@@ -1,0 +1,232 @@
+"""What a batch costs in samples: gradient noise scale, statistical efficiency, and how the learning rate follows.
+
+Both sides use it, the ranks to know when they have seen enough and the driver to score.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+REPLICATES = 1000
+# Fewer steps than these give no spread worth a bootstrap.
+LEAST_STEPS = 8
+# Stands for a noise scale, or an interval, without end: no batch comes near it.
+ENDLESS = 1e15
+# An interval wider than this, high over low, does not tell batches apart that differ by a factor of two.
+WIDEST = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale:
+    """The gradient noise scale: the batch, in samples, at which gradient noise and gradient are of one size.
+
+    Attributes:
+        samples: tr(Sigma) / |G|^2; `ENDLESS` where the gradient is lost in the noise.
+        low: Lower end of its 95 % interval.
+        high: Upper end; `ENDLESS` if the interval has none.
+        resolved: The interval is narrow enough to compare batches by it; else only `low` may be believed.
+        n_samples: Samples that it was measured on.
+    """
+
+    samples: float
+    low: float
+    high: float
+    resolved: bool
+    n_samples: int
+
+    @property
+    def precise(self) -> bool:
+        """Whether more samples would change no decision: the interval's ends are within a factor of 1.5."""
+        return self.resolved and self.high <= 1.5 * self.low
+
+    def __str__(self) -> str:
+        if not self.resolved:
+            return f"noise scale > {self.low:.3g} samples, unresolved"
+        return f"noise scale {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseTerms:
+    """What the gradient noise scale is estimated from, one entry an optimizer step.
+
+    Attributes:
+        micro_batch_size: Samples behind one micro-gradient.
+        n_micro: Micro-gradients of a step: accumulation steps times ranks.
+        micro_sq: Mean squared norm of the micro-gradients.
+        mean_sq: Squared norm of their mean.
+    """
+
+    micro_batch_size: int
+    n_micro: int
+    micro_sq: list[float]
+    mean_sq: list[float]
+
+    def noise_scale(self) -> NoiseScale:
+        """The noise scale after the first third of the steps: near the initial weights it is far below what follows."""
+        first = len(self.micro_sq) // 3
+        return noise_scale(self.micro_sq[first:], self.mean_sq[first:], micro_batch_size=self.micro_batch_size, n_micro=self.n_micro)
+
+
+def noise_scale(micro_sq: Sequence[float], mean_sq: Sequence[float], *, micro_batch_size: int, n_micro: int) -> NoiseScale:
+    """Estimates the noise scale from the gradients of M equal micro-batches of b samples in each of several steps.
+
+    With q = mean |g_i|^2 over the M micro-gradients and t = |mean g_i|^2 (McCandlish et al., arXiv 1812.06162, appendix A,
+    with B_small = b and B_big = b M; the same as AdaptDL's):
+
+        |G|^2 = (M t - q) / (M - 1),   tr(Sigma) = b M (q - t) / (M - 1),   noise scale = tr(Sigma) / |G|^2
+
+    Each is unbiased in a single step but so noisy that a mean of ratios can come out negative: numerators and denominators
+    are summed over the steps and divided last. The interval is a block bootstrap of the steps, since the gradient of
+    neighbouring steps is taken at neighbouring weights.
+
+    Args:
+        micro_sq: q of each step, shape (steps,).
+        mean_sq: t of each step, shape (steps,).
+        micro_batch_size: b, samples.
+        n_micro: M, accumulation steps times ranks; at least 2.
+
+    Raises:
+        ValueError: One micro-batch a step says nothing of noise, or the two lists differ in length.
+    """
+    if n_micro < 2:
+        raise ValueError("the noise scale needs at least two micro-batches a step: more ranks or more accumulation")
+    q, t = np.asarray(micro_sq, dtype=float), np.asarray(mean_sq, dtype=float)
+    if q.shape != t.shape:
+        raise ValueError(f"{len(q)} mean squares of micro-gradients but {len(t)} squares of mean gradients")
+    gradient = (n_micro * t - q) / (n_micro - 1)
+    trace = micro_batch_size * n_micro * (q - t) / (n_micro - 1)
+    n_samples = len(q) * micro_batch_size * n_micro
+    if len(q) < LEAST_STEPS or not np.isfinite(q).all() or not np.isfinite(t).all():
+        return NoiseScale(samples=ENDLESS, low=0.0, high=ENDLESS, resolved=False, n_samples=n_samples)
+    value = _ratio(trace.sum(), gradient.sum())
+    index = _blocks(len(q), np.random.default_rng(0))
+    tops, bottoms = trace[index].sum(axis=1), gradient[index].sum(axis=1)
+    drawn = np.where(bottoms > 0, np.maximum(tops, 0.0) / np.where(bottoms > 0, bottoms, 1.0), ENDLESS)
+    low, high = (float(bound) for bound in np.quantile(drawn, (0.025, 0.975), method="nearest"))
+    resolved = high < ENDLESS and low > 0 and high / low <= WIDEST
+    return NoiseScale(samples=value, low=min(low, value), high=max(high, value), resolved=resolved, n_samples=n_samples)
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return max(0.0, top) / bottom if bottom > 0 else ENDLESS
+
+
+def _blocks(n: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Indices of a circular block bootstrap, one row a replicate."""
+    length = max(1, round(n ** (1 / 3)))
+    starts = rng.integers(0, n, size=(REPLICATES, -(-n // length)))
+    return ((starts[:, :, None] + np.arange(length)).reshape(REPLICATES, -1) % n)[:, :n]
+
+
+def efficiency(noise_samples: float, batch: float, baseline_batch: float) -> float:
+    """Progress per sample at a global batch, relative to the baseline's: (phi + B0) / (phi + B) (Pollux, OSDI 2021, section 3).
+
+    Above 1 where the batch is smaller than the baseline's. Goodput is throughput times this, and the time to a target that
+    the baseline reaches in T is T x (goodput of the baseline) / goodput: S_min (1 + phi / B) steps of B samples each.
+
+    Args:
+        noise_samples: phi, in samples; with an infinite one every sample counts in full.
+        batch: B, samples of an optimizer step.
+        baseline_batch: B0.
+    """
+    if math.isinf(noise_samples):
+        return 1.0
+    return (noise_samples + baseline_batch) / (noise_samples + batch)
+
+
+def _adascale(ratio: float, noise: float) -> float:
+    return (noise + 1.0) / (noise / ratio + 1.0) if math.isfinite(noise) else ratio
+
+
+def _surge(ratio: float, noise: float) -> float:
+    if not math.isfinite(noise) or noise == 0:
+        return math.sqrt(ratio)
+    return (math.sqrt(noise) + 1 / math.sqrt(noise)) / (math.sqrt(noise / ratio) + math.sqrt(ratio / noise))
+
+
+@dataclass(frozen=True)
+class LearningRateRule:
+    """How the learning rate follows the batch.
+
+    Attributes:
+        factor: From r = B / B0 and the noise scale in units of B0, what the learning rate is multiplied by.
+        says: The rule in words.
+    """
+
+    factor: Callable[[float, float], float]
+    says: str
+
+
+LEARNING_RATE_RULES: dict[str, LearningRateRule] = {
+    "none": LearningRateRule(lambda r, n: 1.0, "the learning rate stays"),
+    "linear": LearningRateRule(lambda r, n: r, "r times the learning rate for r times the batch (Goyal et al., arXiv 1706.02677)"),
+    "sqrt": LearningRateRule(
+        lambda r, n: math.sqrt(r), "the square root of r for r times the batch (Malladi et al., arXiv 2205.10287, for Adam)"
+    ),
+    "adascale": LearningRateRule(_adascale, "AdaScale's gain, (phi / B0 + 1) / (phi / B + 1), for SGD (Johnson et al., arXiv 2007.05105)"),
+    "surge": LearningRateRule(
+        _surge, "2 / (sqrt(phi / B) + sqrt(B / phi)) relative to B0: for Adam it falls again above phi (Li et al., arXiv 2405.14578)"
+    ),
+}
+
+
+# The rules that cannot be followed without the noise scale.
+NOISE_RULES = ("adascale", "surge")
+# Where a DeepSpeed configuration states learning rates: the optimizer's, and those of its schedulers.
+RATE_KEYS = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """How a study's trials follow the batch with their learning rate.
+
+    Attributes:
+        rule: A key of `LEARNING_RATE_RULES`.
+        baseline_batch: Samples of an optimizer step that the user's learning rate was set for.
+        noise_samples: The noise scale, for the rules that need it; None if it is not known.
+    """
+
+    rule: str = "none"
+    baseline_batch: int = 1
+    noise_samples: float | None = None
+
+    def factor(self, batch: int) -> float:
+        """What the user's learning rate is multiplied by at a global batch of so many samples."""
+        noise = math.inf if self.noise_samples is None else self.noise_samples
+        return learning_rate_factor(self.rule, batch, self.baseline_batch, noise)
+
+    def scaled(self, config: Mapping[str, Any], batch: int) -> dict[str, Any]:
+        """A copy of a DeepSpeed configuration with every learning rate that it states multiplied."""
+        scaled, factor = copy.deepcopy(dict(config)), self.factor(batch)
+        for section in ("optimizer", "scheduler"):
+            params = (scaled.get(section) or {}).get("params") or {}
+            for key in RATE_KEYS:
+                if factor != 1 and isinstance(params.get(key), int | float):
+                    params[key] = float(f"{params[key] * factor:.6g}")
+        return scaled
+
+
+def learning_rate_factor(rule: str, batch: float, baseline_batch: float, noise_samples: float = math.inf) -> float:
+    """What the learning rate is multiplied by at another global batch.
+
+    Args:
+        rule: A key of `LEARNING_RATE_RULES`.
+        batch: B, samples of an optimizer step.
+        baseline_batch: B0, the one that the learning rate was set for.
+        noise_samples: phi, samples; not needed by `none`, `linear` and `sqrt`.
+    """
+    return LEARNING_RATE_RULES[rule].factor(batch / baseline_batch, noise_samples / baseline_batch)
+
+
+def default_rule(optimizer: str) -> str:
+    """`linear` for plain SGD, `sqrt` for everything that divides by a root of squares, as Adam does."""
+    return "linear" if optimizer.lower() in ("sgd", "momentum") else "sqrt"

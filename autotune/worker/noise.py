@@ -1,0 +1,79 @@
+"""Gradient noise as a rank sees it: the size of each micro-batch's gradient beside that of the whole step's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.convergence import NoiseTerms
+
+
+class NoiseMeter:
+    """Takes |g_i|^2 of every micro-batch and |G|^2 of every optimizer step, at every ZeRO stage and precision.
+
+    A hook on each parameter sees the gradient of one micro-batch, before it is accumulated, reduced or sharded. It must be
+    set before `deepspeed.initialize`, which replaces what a gradient goes to next.
+
+    Args:
+        model: The model, not yet in the engine's hands.
+        world_size: Ranks.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.world_size = world_size
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._micro: Tensor | None = None
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        self._in_step: list[Tensor] = []
+        for parameter in self.parameters:
+            parameter.register_hook(self._hook())
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            square = gradient.detach().float().square().sum()
+            self._micro = square if self._micro is None else self._micro + square
+
+        return add
+
+    def backward(self) -> None:
+        """Closes the gradient of a micro-batch."""
+        if self._micro is not None:
+            self._in_step.append(self._micro)
+        self._micro = None
+
+    def before_step(self, engine: Any) -> Tensor | None:
+        """|G|^2 where only the parameters hold it: at stage 0 in fp32 the engine keeps no norm. They are averaged by now."""
+        if not engine.is_gradient_accumulation_boundary() or engine.zero_optimization_stage() > 0:
+            return None
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return torch.stack([gradient.float().square().sum() for gradient in gradients]).sum() if gradients else None
+
+    def after_step(self, engine: Any, own: Tensor | None, *, skipped: bool) -> None:
+        """Closes an optimizer step; one that loss scaling skipped leaves nothing."""
+        micro, self._in_step = self._in_step, []
+        norm = engine.get_global_grad_norm()
+        whole = torch.as_tensor(float(norm), device=engine.device).square() if norm is not None else own
+        if skipped or whole is None or not micro:
+            return
+        # The engine divides the loss by the accumulation steps, and fp16 multiplies it by its scale.
+        scale = len(micro) / _loss_scale(engine)
+        self._steps.append((torch.stack(micro).mean() * scale**2, whole))
+
+    def terms(self, micro_batch_size: int, accumulation: int) -> NoiseTerms:
+        """What was seen, averaged over the ranks; all of them take part."""
+        table = torch.tensor([[float(micro), float(whole)] for micro, whole in self._steps], dtype=torch.float64)
+        if len(table):
+            table = table.to(self._steps[0][0].device)
+            dist.all_reduce(table)
+        columns = (table.reshape(-1, 2) / self.world_size).T.tolist()
+        return NoiseTerms(
+            micro_batch_size=micro_batch_size, n_micro=accumulation * self.world_size, micro_sq=columns[0], mean_sq=columns[1]
+        )
+
+
+def _loss_scale(engine: Any) -> float:
+    return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)

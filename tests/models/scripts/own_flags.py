@@ -1,0 +1,27 @@
+"""Raw DeepSpeed without argparse: flags of its own naming, and a configuration from a file, or made here with DeepSpeed's arg_mappings."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from common import Net, config
+
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+rows = int(flags.get("--rows") or os.environ.get("ROWS") or 8)
+settings = config(zero_optimization={"stage": 1})
+if "--conf" in flags:
+    settings = json.loads(Path(flags["--conf"]).read_text())
+elif "--mapped" in flags:
+    settings["autotuning"] = {"enabled": True, "arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}
+print("flags", flags, flush=True)
+deepspeed.init_distributed()
+torch.manual_seed(0)
+model = Net()
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+while True:
+    x = torch.randn(rows, 16, device=engine.device)
+    engine.backward(engine(x, torch.zeros(rows, dtype=torch.long, device=engine.device)))
+    engine.step()

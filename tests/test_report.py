@@ -108,7 +108,10 @@ def one_trial(number: int, values: dict, rng: random.Random) -> dict:
     times = [metrics["step_time_s"] * rng.uniform(0.98, 1.03) for _ in range(n)]
     busy = ["the machine was busy: other processes used 0.7 cores while this trial was timed"] if number in (0, 9) else []
     censored = ["time_to_loss_s"] if number % 7 == 3 else []
-    return trial | {"metrics": metrics, "ci95": ci95, "losses": losses, "step_times_s": times, "caveats": busy, "censored": censored}
+    expected = {name: metrics[name] * (0.9 + 0.2 * (number * 0.618 % 1)) for name in ("peak_memory_bytes", "step_time_s")}
+    forecast = {name: [value, 0.9 * value, 1.12 * value] for name, value in expected.items()}
+    return trial | {"metrics": metrics, "ci95": ci95, "losses": losses, "step_times_s": times, "caveats": busy, "censored": censored,
+                    "forecast": forecast}  # fmt: skip
 
 
 EVIL = '<img src=x onerror=alert(1)></script><script>document.title="owned"</script>'

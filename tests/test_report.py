@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -310,11 +309,8 @@ def test_one_objective_is_enough_for_a_report():
     assert "samples/s" in html.render(report) and "samples/s" in render(report) and "samples/s" in printed(report, 80)
 
 
-def test_the_page_of_a_thousand_trials_is_quick_and_below_ten_megabytes(tmp_path):
-    report = study_report(1000)
-    start = time.perf_counter()
-    html.write(report, tmp_path / "report.html")
-    assert time.perf_counter() - start < 5
+def test_the_page_of_a_thousand_trials_is_below_ten_megabytes(tmp_path):
+    html.write(study_report(1000), tmp_path / "report.html")  # how long it takes: benchmarks/views.py
     assert (tmp_path / "report.html").stat().st_size < 10e6
 
 

@@ -12,7 +12,7 @@ from autotune.analysis import recommend
 from autotune.candidate import Candidate
 from autotune.report import summary
 from autotune.spec import SpecError
-from autotune.trial import Outcome, TrialRequest
+from autotune.trial import Outcome
 
 LIMIT = 1_100_000_000
 SMALL = [{"micro_batch_size": [2, 4, 8, 16, 32], "gradient_accumulation_steps": [1, 2], "precision": ["fp32", "bf16"]}]
@@ -142,14 +142,10 @@ class Stopping(Instant):
 
     def __init__(self):
         super().__init__(self.stopped)
-        self.requests = []
-
-    def submit(self, folder):
-        self.requests.append(trial.read(folder.request, TrialRequest))
-        return super().submit(folder)
 
     def stopped(self, candidate):
         whole = report(candidate)
+        whole = replace(whole, step_times_s=[10 * s for s in whole.step_times_s])
         rival = trial.beaten_by(self.requests[-1].rivals, whole.step_times_s, max(whole.peak_memory_bytes.values()))
         if rival is None:
             return whole

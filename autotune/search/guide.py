@@ -25,14 +25,12 @@ __all__ = ["Beliefs", "Bound", "Guide", "Left", "Outlook", "Told", "chance_neede
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
-COVERING_TRIALS = 8
-# A level is worth a look if its best candidate is predicted to be within this factor of the best on some objective.
-WORTH_A_LOOK = 2.5
-NEW_LEVEL_GAIN = 0.35
 FIRST_FITS, TINY = 0.9, 1e-12
-# What may be run although it may not fit: at first what has a chance of 0.2; after each trial that ran out of memory the chance
+# What is still worth a trial when all that is left is likelier to run out of memory than asked for.
+LAST_RESORT = 0.3
+# What may be run although it may not fit: at first what has a chance of 0.4; after each trial that ran out of memory the chance
 # to fail must be so much smaller.
-RISK, LESS_RISK = 0.8, 0.35
+RISK, LESS_RISK = 0.6, 0.35
 TOP, WEIGHTINGS, RANDOM_ROWS = 120, 10, 600
 # What is believed before it may end a study: so many trials that completed, and so large a share of them, each foretold from
 # the others, inside its 90 % interval.
@@ -162,16 +160,18 @@ class Guide:
             # The pool is a choice by means; nothing of it fits, so look at everything once.
             rows = np.flatnonzero(open_rows)
             fits = np.concatenate([state.fits(part) for part in _parts(rows)])
+        if not (fits >= least).any():
+            least = min(least, LAST_RESORT)
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
         if not len(rows):
             return None
         allowed = fits * state.held(rows) * state.completes(rows)
-        covering = self._covering(state, rows, allowed) if len(told) < COVERING_TRIALS else None
-        if covering is None:
-            scores = self._worth(state, rows, len(told), rng) * allowed
-            # Where nothing promises an improvement, what is most likely to fit and fast is next.
-            covering = int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
-        chosen: Candidate = self.catalogue.candidates[int(rows[covering])]
+        if not len(state.rows):  # the first must run, or nothing is learned
+            allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
+        scores = self._worth(state, rows, len(told), rng) * allowed
+        # Where nothing promises an improvement, what is most likely to fit and fast is next.
+        best = int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
+        chosen: Candidate = self.catalogue.candidates[int(rows[best])]
         return chosen
 
     def left(self, told: Sequence[Told], busy: Sequence[Candidate] = ()) -> Left:
@@ -182,7 +182,7 @@ class Guide:
             return Left(n_open=len(rows), n_fit=len(rows))
         fits = np.concatenate([state.fits(part) for part in _parts(rows)])
         least = min(float(state.memory.predict(self.catalogue.memory.take(part))[0].min()) for part in _parts(rows))
-        return Left(n_open=len(rows), n_fit=int((fits >= chance_needed(told)).sum()), least_memory_bytes=math.exp(least))
+        return Left(n_open=len(rows), n_fit=int((fits >= min(chance_needed(told), LAST_RESORT)).sum()), least_memory_bytes=math.exp(least))
 
     def beliefs(self, told: Sequence[Told], candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
@@ -273,20 +273,6 @@ class Guide:
         """How far each row is expected to be from the best, on the objective that it serves best."""
         mean, _ = state.costs(rows)
         return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
-
-    def _covering(self, state: Learned, rows: Rows, allowed: Floats) -> int | None:
-        """Among the first trials: a good candidate with promising levels that no trial has had; None if all were seen."""
-        present = self.catalogue.present
-        seen = present[list(state.known)].any(axis=0) if state.known else np.zeros(present.shape[1], dtype=bool)
-        regret = self._regret(state, rows)
-        safe = allowed >= min(FIRST_FITS, float(allowed.max()))
-        here = present[rows] > 0
-        best = np.array([regret[safe & here[:, n]].min(initial=math.inf) for n in range(present.shape[1])])
-        new = ~seen & (best <= math.log(WORTH_A_LOOK))
-        if state.known and not new.any():
-            return None
-        score = np.where(safe, NEW_LEVEL_GAIN * here[:, new].sum(axis=1) - regret, -math.inf)
-        return int(np.argmax(score))
 
     def _worth(self, state: Learned, rows: Rows, n_told: int, rng: np.random.Generator) -> Floats:
         """The acquisition whose turn it is: the hypervolume, then one objective, then the hypervolume again, and so on."""

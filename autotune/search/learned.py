@@ -33,8 +33,8 @@ HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
 DERIVED_SD = 0.02
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost is cubic.
-MOST_DERIVED, DERIVED_TRIALS = 2, 80
-CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.03
+MOST_DERIVED, DERIVED_TRIALS = 2, 50
+CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.06
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}

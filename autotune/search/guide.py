@@ -80,19 +80,21 @@ class Outlook:
     Attributes:
         gains: For each objective the largest expected improvement that is left, as a share of the best.
         hypervolume: The largest expected growth of the dominated hypervolume, as a share of it.
+        n_left: Candidates that were looked at and may be run.
         n_complete: Trials that completed.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
     """
 
     gains: Mapping[str, float]
     hypervolume: float
+    n_left: int
     n_complete: int
     covered: float
 
     def settled(self, below: float) -> bool:
         """Whether nothing better than `below` is expected of any candidate, by a model that has foretold well so far."""
         trusted = self.n_complete >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
-        return trusted and max([self.hypervolume, *self.gains.values()]) < below
+        return trusted and self.n_left > 0 and max([self.hypervolume, *self.gains.values()]) < below
 
 
 class Guide:
@@ -211,21 +213,24 @@ class Guide:
         state = self._learn(told)
         open_rows, held = self._open(state, busy), self._held_rows(state)
         covered, n_complete = state.time.covered, len(state.rows)
-        if not len(held):
-            return Outlook(gains=dict.fromkeys(self.metrics, math.inf), hypervolume=math.inf, n_complete=n_complete, covered=covered)
-        if not open_rows.any():
-            return Outlook(gains=dict.fromkeys(self.metrics, 0.0), hypervolume=0.0, n_complete=n_complete, covered=covered)
+        if not len(held) or not open_rows.any():
+            gain = 0.0 if len(held) else math.inf
+            gains = dict.fromkeys(self.metrics, gain)
+            return Outlook(gains=gains, hypervolume=gain, n_left=int(open_rows.sum()), n_complete=n_complete, covered=covered)
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
-        allowed = state.fits(rows) * state.held(rows) * state.completes(rows)
+        fits = state.fits(rows)
+        allowed = fits * state.held(rows) * state.completes(rows)
+        n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         (mean, sd), (seen, _) = state.costs(rows), state.costs(held)
-        gains = [
+        best = [
             float((acquisition.expected_improvement(mean[:, n], sd[:, n], seen[:, n].min()) * allowed).max()) for n in range(mean.shape[1])
         ]
         growth = 0.0
         if len(self.metrics) > 1:
             growth = float((acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max())
-        return Outlook(gains=dict(zip(self.metrics, gains, strict=True)), hypervolume=growth, n_complete=n_complete, covered=covered)
+        gains = dict(zip(self.metrics, best, strict=True))
+        return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_complete=n_complete, covered=covered)
 
     # Learning
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autotune.candidate import Candidate, Scalar
 from autotune.search import acquisition
 from autotune.search.catalogue import Catalogue, Prior
-from autotune.search.learned import Bound, Learned, Told, learn, time_design
+from autotune.search.learned import Bound, Learned, Told, learn
 from autotune.trial import Outcome
 
 __all__ = ["Beliefs", "Bound", "Guide", "Left", "Outlook", "Told", "chance_needed", "knobs_of"]
@@ -31,7 +31,9 @@ LAST_RESORT = 0.3
 # What may be run although it may not fit: at first what has a chance of 0.4; after each trial that ran out of memory the chance
 # to fail must be so much smaller.
 RISK, LESS_RISK = 0.6, 0.35
-TOP, WEIGHTINGS, RANDOM_ROWS = 120, 10, 600
+TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
+# The best of each level are sought among so many before all are looked through: that is where they usually are.
+LEADING = 5000
 # What is believed before it may end a study: so many trials that completed, and so large a share of them, each foretold from
 # the others, inside its 90 % interval.
 ENOUGH_TRIALS, ENOUGH_COVERED = 12, 0.75
@@ -192,7 +194,7 @@ class Guide:
         state = self._learn(told)
         rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
         return Beliefs(
-            log_step_time=state.time.predict(time_design(self.catalogue, state.memory, state.limit, rows)),
+            log_step_time=state.step_time(rows),
             log_memory=state.memory.predict(self.catalogue.memory.take(rows)),
             log_samples=state.samples.predict(self.catalogue.samples.take(rows)),
             log_useful=state.useful.predict(self.catalogue.samples.take(rows)),
@@ -270,8 +272,13 @@ class Guide:
         chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
         chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
         lead = scaled.min(axis=1)
-        present = self.catalogue.present[rows]
-        chosen += [best for column in range(present.shape[1]) if len(best := _lowest(lead, present[:, column] > 0, 6))]
+        leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
+        present = self.catalogue.present[rows[leading]] > 0
+        for column in range(present.shape[1]):
+            best = leading[_lowest(lead[leading], present[:, column], OF_A_LEVEL)]
+            if len(best) < OF_A_LEVEL:
+                best = _lowest(lead, self.catalogue.present[rows, column] > 0, OF_A_LEVEL)
+            chosen.append(best)
         return rows[np.unique(np.concatenate(chosen))]
 
     def _regret(self, state: Learned, rows: Rows) -> Floats:

@@ -145,16 +145,25 @@ class Learned:
             chance = chance * ndtr(z if below else -z)
         return np.maximum(chance, 1e-6)  # a bound that nothing seems to keep must not end the search
 
-    def cost(self, rows: Rows, metric: str) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the logarithm of a metric, signed so that less is better."""
+    def step_time(self, rows: Rows) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the log step time."""
+        return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows))
+
+    def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
+
+        Args:
+            rows: Which candidates.
+            metric: The metric.
+            step_time: Their `step_time`, where it was worked out before.
+        """
         log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
         if metric == "peak_memory_bytes":
             return self.memory.predict(self.catalogue.memory.take(rows))
-        design = time_design(self.catalogue, self.memory, self.limit, rows)
         if metric in self.extra:
-            mean, sd = self.extra[metric].predict(design)
+            mean, sd = self.extra[metric].predict(time_design(self.catalogue, self.memory, self.limit, rows))
             return _sign(metric) * mean, sd
-        mean, sd = self.time.predict(design)
+        mean, sd = step_time or self.step_time(rows)
         if metric in RATES:
             return mean - log_batch, sd
         if metric == "time_to_loss_s":
@@ -167,7 +176,8 @@ class Learned:
 
     def costs(self, rows: Rows) -> tuple[Floats, Floats]:
         """The same for all objectives, one column each."""
-        pairs = [self.cost(rows, metric) for metric in self.metrics]
+        step_time = self.step_time(rows)  # most objectives follow from it
+        pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
         return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
 
     def rough_costs(self) -> Floats:

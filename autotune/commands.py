@@ -21,7 +21,7 @@ from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
 from autotune.executors import base
 from autotune.invocation import check_templates
-from autotune.plan import Plan, executor_for, plan, shown, studies_folder
+from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
@@ -40,7 +40,11 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
-    wanted, notes = _wanted(target, overrides)
+    try:
+        wanted, notes = _wanted(target, overrides)
+    except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
+        print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
+        return INTERRUPTED
     check_sampler(wanted.sampler)
     studies = studies_folder(Path(target))
     folder = studies / wanted.name
@@ -53,6 +57,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
             with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
+                view.doing("profiling the model and the machine, once")
+                found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
                 runner = Runner(found, executor, folder, url, view)
@@ -348,6 +354,50 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     for line in [*exports.notes(chosen, base_config, form), *changes]:
         print(f"note: {line}", file=sys.stderr)
+
+
+def report(
+    study: str, storage: str | None, output: Path | None, png: Path | None, *, open_it: bool, single_file: bool, as_json: bool
+) -> None:
+    """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
+    from autotune.report import takeaway
+
+    folder, url = _locate(study, storage)
+    found = summary.load(study, url, folder)
+    if as_json:
+        print(json.dumps(takeaway.as_data(found), indent=1))
+        return
+    written = takeaway.write(found, output or folder, single_file=single_file)
+    for path in written:
+        print(f"wrote {shown(path)}")
+    if png is not None:
+        print("drawing the plots; takes some seconds", file=sys.stderr)
+        for path in takeaway.draw(written[0], png):
+            print(f"wrote {shown(path)}")
+    if open_it:
+        import webbrowser
+
+        if not webbrowser.open(written[0].absolute().as_uri()):
+            print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
+
+
+def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by."""
+    from autotune.report import diagnosis
+
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    chosen = summary.pick_or_trial(report, None, number)
+    row = next(row for row in report.trials if row["trial"] == chosen["trial"])
+    if row["outcome"] != "complete":
+        reason = f": {row['reason']}" if row["reason"] else ""
+        raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
+    found = diagnosis.of_trial(report, folder, row["trial"])
+    if as_json:
+        print(json.dumps(diagnosis.as_data(report, found), indent=1))
+        return
+    for line in diagnosis.lines(report, found):
+        print(line)
 
 
 def dashboard(storage: str | None, host: str, port: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, trial
+from autotune import UserError, profiles, trial
 from autotune.candidate import (
     SIDE_EFFECT_KEYS,
     Candidate,
@@ -20,24 +20,34 @@ from autotune.candidate import (
     check_retired,
     from_deepspeed,
     inherited_settings,
+    precision_of,
     set_path,
+    without_auto,
 )
 from autotune.convergence import LearningRate, default_rule
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
-from autotune.spec import StudySpec, Target, inspect_target
-from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, Workload
+from autotune.spec import StudySpec, Target
+from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8
 DEFAULT_LEARNING_RATE = 1e-3
-SCRIPT_BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
 # What the user can do where the tuner finds no way.
 REMEDY = {
     name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
     f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
+}
+# The same for what a trial asked for and did not see, by the first word of its reason.
+UNSEEN_REMEDIES = {
+    **REMEDY,
+    "global batch": REMEDY["micro_batch_size"],
+    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
+    " command line), or leave `checkpointing` out of the space",
 }
 # What a template stands for in the untouched script.
 UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
@@ -80,7 +90,8 @@ class Plan:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The complete DeepSpeed configuration of a candidate of this study."""
-        return candidate.to_deepspeed(self.base_config)
+        config = candidate.to_deepspeed(self.base_config)
+        return self.workload.script.completed(config, candidate) if self.workload.script else config
 
     def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
         """How the learning rate follows the batch in this study's trials.
@@ -95,7 +106,12 @@ class Plan:
             rule = "none"
         elif rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
-        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.world_size), noise_samples=noise_samples)
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
@@ -127,10 +143,17 @@ class Plan:
             "args": list(how.arguments),
             "set": self.spec.script_set,
             "working_dir": how.working_dir,
-            **({"command": self.spec.command, "environment": how.environment} if self.spec.command else {}),
+            # Not its variables: a launcher may draw a port or name a folder for the day.
+            **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
+
+
+def remedy(reason: str) -> str:
+    """What the user can do about something that a trial of a script asked for and did not see; empty where nothing is known."""
+    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
+    return "" if not found or found in reason else f". {found}"
 
 
 def studies_folder(spec_path: Path) -> Path:
@@ -142,7 +165,7 @@ def studies_folder(spec_path: Path) -> Path:
 @contextlib.contextmanager
 def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
     """The local engine, started for a study's target and ended whatever happens."""
-    target = inspect_target(spec.target)
+    target = spec.inspected()
     environment = spec.how().fixed_environment if target.kind == "script" else {}
     executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     try:
@@ -158,41 +181,23 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     Raises:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
-    target = inspect_target(spec.target)
-    workload = _inspect(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
+    target = spec.inspected()
+    workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
     environment = workload.environment
     world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
     if target.kind == "script" and world_size > 1 and not spec.ranks:
-        workload = _inspect(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
+        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
     if environment.accelerator == "cuda" and world_size > environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
-    base_config = _completed(spec, target, workload)
-    setting = Setting(
-        accelerator=environment.accelerator,
-        deepspeed_version=environment.versions["deepspeed"],
-        world_size=world_size,
-        ranks_per_node=world_size,
-        bf16=environment.bf16,
-        fp16=environment.fp16,
-        n_blocks=workload.n_blocks,
-        n_samples=workload.n_samples,
-        global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
-        client_optimizer=workload.client_optimizer and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
-        plain_backward=workload.script is not None and workload.script.plain_backward,
-        base=inherited_settings(base_config),
-    )
-    check_retired(base_config, setting.deepspeed_version, "base config")
-    baseline = _baseline(spec, base_config, workload, world_size)
-    reason = baseline.illegal(_without_batch_bounds(setting))
-    if reason is not None:
-        raise UserError(f"the baseline cannot run here: {reason}")
+    base_config, baseline, setting = grounds(spec, target, workload, world_size)
+    data_parallel = workload.data_parallel(world_size)
     space = spec.space
     if target.kind == "script":
         workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
         space = space.pinned(_frozen(spec, workload, baseline))
     if spec.global_batch == "keep":
-        space = space.keeping(baseline.global_batch_size(world_size), world_size, baseline.micro_batch_size)
+        space = space.keeping(baseline.global_batch_size(data_parallel), data_parallel, baseline.micro_batch_size)
     pruned = space.pruned(baseline, setting)
     if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
         why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
@@ -208,8 +213,53 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     )  # fmt: skip
 
 
-def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
-    is_script = inspect_target(spec.target).kind == "script"
+def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int) -> tuple[DsConfig, Candidate, Setting]:
+    """The complete configuration of a study's baseline, the baseline, and what legality depends on.
+
+    Raises:
+        UserError: The baseline cannot run here.
+    """
+    environment = workload.environment
+    base_config = _completed(spec, target, workload)
+    data_parallel = workload.data_parallel(world_size)
+    setting = Setting(
+        accelerator=environment.accelerator,
+        deepspeed_version=environment.versions["deepspeed"],
+        world_size=data_parallel,
+        ranks_per_node=data_parallel,
+        pipeline_stages=workload.script.pipeline_stages if workload.script else 0,
+        bf16=environment.bf16,
+        fp16=environment.fp16,
+        n_blocks=workload.n_blocks,
+        n_samples=workload.n_samples,
+        global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
+        client_optimizer=workload.client_optimizer and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
+        plain_backward=workload.script is not None and workload.script.plain_backward,
+        base=inherited_settings(base_config),
+    )
+    check_retired(base_config, setting.deepspeed_version, "base config")
+    baseline = _baseline(spec, base_config, workload, data_parallel)
+    reason = baseline.illegal(_without_batch_bounds(setting))
+    if reason is not None:
+        raise UserError(f"the baseline cannot run here: {reason}")
+    return base_config, baseline, setting
+
+
+def profiled(found: Plan, executor: LocalExecutor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
+    """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
+    spec = found.spec
+    trials = folder / "trials"
+    workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait)
+    return replace(found, workload=workload, notes=[*found.notes, *notes])
+
+
+def inspect_workload(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
+    """Loads a `model.py`, or runs a script untouched for a few steps, and says what it is.
+
+    Raises:
+        UserError: It cannot be, and why.
+    """
+    is_script = spec.inspected().kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
         deadline_s=spec.trial_deadline_s,
@@ -264,6 +314,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
+        precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
@@ -282,31 +333,42 @@ def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
 
 
 def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
-    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed."""
+    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed.
+
+    If it cannot run so, it is run with one of them changed at a time.
+    """
     assert workload.script is not None
-    micro, steps = baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    wanted = replace(baseline, micro_batch_size=micro - 1 if micro > 1 else 2, gradient_accumulation_steps=steps + 1)
-    request = TrialRequest(
-        target=str(spec.target), candidate=wanted.values(), ds_config=wanted.to_deepspeed(workload.script.ds_config), world_size=world_size,
-        seed=spec.seed, max_steps=2, budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
-        script=script_request(spec, workload.script, wanted, baseline),
-    )  # fmt: skip
-    result = base.run(executor, path, request)
-    seen = result.observed
-    movable, caveats = [], list(workload.caveats)
-    if seen is None:
-        caveats.append(f"with another batch the script ended with {result.outcome}: {result.reason}; so its batch is left as it is")
-    else:
-        if wanted.micro_batch_size in (seen.micro_batch_size, seen.loader_batch_size):
-            movable.append("micro_batch_size")
+    probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
+    # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
+    keeps = spec.global_batch == "keep"
+    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
+    wanted = {"micro_batch_size": micro // 2 if micro > 1 else 2, "gradient_accumulation_steps": halves if keeps else steps + 1}
+
+    def run(names: Iterable[str], folder: str) -> TrialResult:
+        candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
+        config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
+        request = TrialRequest(
+            target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size, seed=spec.seed, max_steps=2,
+            budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+            script=script_request(spec, probed, candidate, baseline),
+        )  # fmt: skip
+        return base.run(executor, path.with_name(folder), request)
+
+    both = run(SCRIPT_BATCH, path.name)
+    results = {name: both if both.observed is not None else run([name], f"{path.name}-{name}") for name in SCRIPT_BATCH}
+    movable, changes, caveats = [], list[str](), list(workload.caveats)
+    for name, result in results.items():
+        changes += [change for change in result.side_changes if change not in changes]
+        word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
+        if seen is None:
+            caveats.append(f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}")
+        elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
+            movable.append(name)
         else:
-            caveats.append(f"the micro-batch stays {micro}: nothing that the tuner can reach moves it. {REMEDY['micro_batch_size']}")
-        if wanted.gradient_accumulation_steps == seen.gradient_accumulation_steps:
-            movable.append("gradient_accumulation_steps")
-        else:
-            caveats.append(f"the accumulation stays {steps}: the script counts it itself. {REMEDY['gradient_accumulation_steps']}")
-    flags = result.flags | {name: [flag] for name, flag in mapped_flags(spec, workload.script).items()}
-    probed = replace(workload.script, movable=tuple(movable), moved_by=tuple(result.side_changes), flags=workload.script.flags | flags)
+            caveats.append(f"the {word} stays {was}: nothing that the tuner can reach moves it. {REMEDY[name]}")
+    flags = {name: names for result in results.values() for name, names in result.flags.items()}
+    flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
+    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
     return replace(workload, script=probed, caveats=caveats)
 
 

@@ -30,7 +30,9 @@ from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
 from autotune.objective import GOODPUT, Reference, Score
-from autotune.plan import Plan, shown
+from autotune.plan import Plan, remedy, shown
+from autotune.predict.forecast import Predictor, settings_of
+from autotune.predict.profile import Machine, Profile
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
@@ -376,7 +378,9 @@ class Runner:
         return True
 
     def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
-        """The result; where 16-bit weights met another type, with what becomes of that."""
+        """The result; where 16-bit weights met another type, with what becomes of that, and what can be done about the unseen."""
+        if result.outcome is Outcome.NOT_APPLIED and self.plan.target.kind == "script":
+            return replace(result, reason=result.reason + remedy(result.reason))
         if not trial.is_dtype_mismatch(result):
             return result
         found = self._under_autocast(candidate)
@@ -434,7 +438,9 @@ class Runner:
         asked.set_user_attr("outcome", str(result.outcome))
         if result.reason:
             asked.set_user_attr("reason", result.reason)
-        asked.set_user_attr(store.MEASURED_ATTR, json.dumps(_measured_data(result, score)))
+        asked.set_user_attr(
+            store.MEASURED_ATTR, json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate, result)})
+        )
         asked.set_constraint(COMPLETED, 0.0 if done else 1.0)
         for name, violation in score.violations.items():
             asked.set_constraint(name, violation if done else 1.0)
@@ -448,8 +454,31 @@ class Runner:
         if not quiet:
             self._progress(asked.number, role, candidate, result, score.metrics)
 
+    def _foreseen(self, candidate: Candidate, result: TrialResult) -> dict[str, list[float]]:
+        """What the trials before this one led to expect of it, with 90 % intervals, to be read beside what it measured."""
+        predictor = self._predictor
+        said = {"peak_memory_bytes": predictor.memory(candidate).total, "step_time_s": predictor.step_time(candidate).total}
+        if result.outcome is Outcome.COMPLETE:
+            time_s = result.steps.median_s if result.steps is not None else None
+            predictor.learn(candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=time_s)
+        return {name: [total.value, total.low, total.high] for name, total in said.items()}
+
+    @functools.cached_property
+    def _predictor(self) -> Predictor:
+        """Forecasts from the profile, corrected by what was told before."""
+        plan, workload = self.plan, self.plan.workload
+        profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+        machine = workload.machine or Machine.guess(plan.setting.accelerator, plan.world_size, workload.environment.n_cores)
+        predictor = Predictor(profile, machine, settings_of(plan.base_config))
+        for told in self._told():
+            data = store.told_data(told)
+            if data["outcome"] == Outcome.COMPLETE:
+                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
+                predictor.learn(store.told_candidate(told), **metrics)
+        return predictor
+
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        batch = candidate.global_batch_size(self.plan.world_size)
+        batch = candidate.global_batch_size(self.plan.data_parallel)
         ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
@@ -529,7 +558,7 @@ class Runner:
         """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
         measured = self.measured()
         baseline = _baseline(measured)
-        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
+        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.data_parallel)
         if not found:
             return
         while True:

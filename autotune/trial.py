@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,11 +16,14 @@ from pydantic import TypeAdapter
 from autotune import stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
+from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
 # With this much of the machine in other hands, a step time is no longer the configuration's own.
 BUSY_CORES = 0.3
+# Families of scripts, in words, that others than the worker look at.
+TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 # What a rank goes through, in order.
 PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
 T = TypeVar("T")
@@ -74,6 +78,16 @@ def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None)
     return max(1, n_cores // world_size)
 
 
+def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    """The names to which a script's text assigns a value at its top level, as `--set` may replace it, and where."""
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                yield name, node
+            case ast.If() | ast.With() | ast.Try():
+                yield from module_constants([*node.body, *getattr(node, "orelse", [])])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """How a training script is run.
@@ -86,6 +100,7 @@ class Script:
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
+        precision: The same.
         checkpoint_every: The same, as far as it recomputes activations itself.
         carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
         side_changes: What they carry, in words, where it is not what the untouched script does.
@@ -98,6 +113,7 @@ class Script:
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    precision: str = ""
     checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
     side_changes: tuple[str, ...] = ()
@@ -118,6 +134,9 @@ class Probed:
         moved_by: What carried the change, as that run noted it.
         flags: The flag that carries a candidate field (or `ds_config`), by all its names.
         config_source: Where the configuration comes from: the path of a file, or empty for a dict in the code.
+        configured_accumulation: The engine's own number of micro-batches; None if it was not read.
+        model_parallel_size: Ranks that train one copy of the model together; the others have data of their own.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
     """
 
     ds_config: DsConfig
@@ -128,8 +147,27 @@ class Probed:
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
+    configured_accumulation: int | None = None
+    model_parallel_size: int = 1
+    pipeline_stages: int = 0
     flags: dict[str, list[str]] = field(default_factory=dict)
     config_source: str = ""
+
+    def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
+        """A candidate's DeepSpeed configuration as this script needs it."""
+        config = dict(config)
+        if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
+            # The script counts micro-batches itself; told of them, DeepSpeed would count them once more.
+            config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.pipeline_stages:
+            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+            if candidate.checkpoint_every and not self.checkpoint_every:
+                # Reentrant, DeepSpeed's default, gives no gradient to a first layer that is fed tokens.
+                section["use_reentrant"] = False
+            config["pipeline"] = section
+            if section == {"activation_checkpoint_interval": 0}:
+                del config["pipeline"]
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +187,8 @@ class Workload:
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
+        profile: What memory and time follow from; None where it was not profiled.
+        machine: What the machine does in a second, so many ranks at once; None where that was not measured.
     """
 
     n_parameters: int
@@ -163,6 +203,12 @@ class Workload:
     optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
+    profile: Profile | None = None
+    machine: Machine | None = None
+
+    def data_parallel(self, world_size: int) -> int:
+        """How many of the ranks have data of their own."""
+        return world_size // (self.script.model_parallel_size if self.script else 1)
 
 
 # From so many timed steps on, and so many seconds of them, a trial may be stopped for what it is seen to be: less is a hiccup.
@@ -209,7 +255,8 @@ class TrialRequest:
     Attributes:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
-            for a few steps and does the same.
+            for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
+            the machine and writes a `Machine` (both in `predict.profile`).
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.
@@ -427,7 +474,10 @@ class TrialResult:
 
 
 class TrialDir:
-    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`."""
+    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`.
+
+    `scratch` takes what a training script writes; it is removed when the trial has ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -436,7 +486,10 @@ class TrialDir:
         self.exit = path / "exit.json"
         self.result = path / "result.json"
         self.workload = path / "workload.json"
+        self.profile = path / "profile.json"
+        self.machine = path / "machine.json"
         self.events = path / "events.jsonl"
+        self.scratch = path / "scratch"
 
     def report(self, rank: int) -> Path:
         """Where rank `rank` writes its report."""

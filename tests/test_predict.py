@@ -1,13 +1,15 @@
 """Memory and step time from formulas: the tables of ZeRO, DeepSpeed's real allocations, what grows with what."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autotune.candidate import Candidate
 from autotune.predict import memory, step_time
-from autotune.predict.profile import Knobs, Machine, Profile
+from autotune.predict.forecast import Calibration, Predictor, probability_below, settings_of
+from autotune.predict.profile import Knobs, Machine, Pass, Profile
 
 P, N = 1_000_000, 4
 ZERO = "zero_optimization."
@@ -25,8 +27,8 @@ def of(*candidates, terms=memory.memory_terms, profile=PROFILE, machine=GPU):
 
 
 def states(**values):
-    """Weights, gradients, master and optimizer states, in bytes per parameter."""
-    found = of(Candidate.of({"micro_batch_size": 1000, **values}))
+    """Weights, gradients, master and optimizer states in the second of two micro-steps, in bytes per parameter."""
+    found = of(Candidate.of({"micro_batch_size": 1000, "gradient_accumulation_steps": 2, **values}))
     return [round(float(found[name][0]) / P, 6) for name in ("weights", "gradients", "master", "states")]
 
 
@@ -79,9 +81,48 @@ def test_a_device_holds_the_whole_bucket_even_for_a_smaller_model(settings, elem
     assert found["buckets"][0] == 2 * elements
 
 
+def phase(name, candidate, machine=GPU, profile=PROFILE):
+    return {key: float(column[0]) for key, column in memory.memory_phases(Knobs.of([candidate]), profile, machine)[name].items()}
+
+
 def test_on_a_cpu_only_the_touched_part_of_a_bucket_counts():
-    machine = Machine.guess("cpu", 2)
-    assert of(Candidate(micro_batch_size=100, zero_stage=1), machine=machine)["buckets"][0] == 4 * P
+    reduced = phase("reduce", Candidate(micro_batch_size=1, zero_stage=1), Machine.guess("cpu", 2))
+    assert reduced["buckets"] == 2 * 4 * P  # the bucket, and the flat copy that travels
+    assert reduced["gradients"] == 4 * P / 2  # the own part, copied out of it
+
+
+def test_an_optimizer_steps_on_a_flat_copy_of_its_shard_and_needs_scratch_for_it():
+    # torch's AdamW: sqrt(v) and sqrt(v) / c, 4 bytes each; with 16-bit weights the gradients are cast to fp32 first.
+    assert phase("step", Candidate(micro_batch_size=1, zero_stage=1, precision="bf16"))["step"] == (4 + 8) * P / N
+    assert phase("step", Candidate(micro_batch_size=1, precision="bf16"))["gradients"] == 2 * P
+
+
+def test_stage_3_keeps_small_parameters_whole():
+    sized = replace(PROFILE, sizes=((100, 1000), (90_000, 10)))
+    threshold = {"zero_stage": 3, ZERO + "stage3_param_persistence_threshold": 1000}
+    found = of(Candidate.of({"micro_batch_size": 1, **threshold}), profile=sized)["weights"][0]
+    assert found == 4 * (100 * 1000 + 90_000 * 10 / N)
+
+
+def a_pass(*moments):
+    return Pass(moments=moments, kept_bytes=(0, 0), largest_bytes=(0, 0), flops=(0, 1e9), moved_bytes=(1e6, 1e6), n_ops=100)
+
+
+def test_the_peak_of_backward_weighs_activations_against_the_gradients_that_are_complete_by_then():
+    # Early much is alive and no gradient is complete; late it is the other way round.
+    followed = replace(PROFILE, passes={"fp32/0": a_pass((0, 10e6, 0), (1e6, 1e6, P))})
+    few, many = (phase("backward", Candidate(micro_batch_size=b), profile=followed) for b in (0.1, 8))
+    assert (few["activations"], few["gradients"]) == (1e6 + 0.1e6, 4 * P)
+    assert (many["activations"], many["gradients"]) == (80e6, 0)
+    again = phase("backward", Candidate(micro_batch_size=8, gradient_accumulation_steps=2), profile=followed)
+    assert (again["activations"], again["gradients"]) == (80e6, 4 * P)  # those of the first micro-step are there all the time
+
+
+def test_a_pass_that_was_not_followed_lies_between_those_that_were():
+    followed = replace(PROFILE, passes={"fp32/0": a_pass((0, 4e6, 0)), "fp32/1": a_pass((0, 1e6, 0))})
+    every = [phase("backward", Candidate(micro_batch_size=10, checkpoint_every=k), profile=followed)["activations"] for k in (0, 1, 2)]
+    assert every == [40e6, 10e6, 25e6]
+    assert phase("backward", Candidate(micro_batch_size=10, precision="bf16"), profile=followed)["activations"] == 20e6
 
 
 def test_activations_are_linear_in_the_micro_batch_and_do_not_see_accumulation():
@@ -134,11 +175,59 @@ def test_terms_are_finite_and_not_negative_for_any_candidate():
 
 
 def test_a_forecast_adds_up_and_its_interval_holds_it():
-    for predict in (memory.predict, step_time.predict):
-        said = predict(Candidate(micro_batch_size=8, zero_stage=2, precision="bf16"), PROFILE, GPU)
+    predictor = Predictor(PROFILE, GPU)
+    candidate = Candidate(micro_batch_size=8, zero_stage=2, precision="bf16")
+    for said in (predictor.memory(candidate), predictor.step_time(candidate)):
         assert said.total.value == pytest.approx(sum(term.value for term in said.terms))
         assert all(term.low <= term.value <= term.high for term in [*said.terms, said.total])
         assert said.total.low < said.total.value < said.total.high
+        assert probability_below(said, said.total.value) == pytest.approx(0.5)
+        assert probability_below(said, said.total.high) == pytest.approx(0.95, abs=0.001)
+
+
+def test_measurements_scale_the_terms_that_are_off_and_narrow_the_interval():
+    """A machine whose runtime takes twice what is usual, and whose activations are 10 % larger."""
+    machine = Machine.guess("cpu", 2)
+    predictor = Predictor(PROFILE, machine)
+    candidates = [Candidate(micro_batch_size=b, zero_stage=z) for b in (2, 8, 32) for z in (0, 1, 2)]
+    other = Candidate(micro_batch_size=64, zero_stage=2)
+
+    def truth(candidate):
+        terms = dict(zip(memory.SPREADS, predictor.memory_terms([candidate])[0], strict=True))
+        return float(sum(v * {"workspace": 2.0, "activations": 1.1}.get(name, 1.0) for name, v in terms.items()))
+
+    before = predictor.memory(other)
+    for candidate in candidates:
+        predictor.learn(candidate, peak_memory_bytes=truth(candidate), step_time_s=None)
+    after = predictor.memory(other)
+    assert abs(before.total.value / truth(other) - 1) > 0.08
+    assert after.total.value == pytest.approx(truth(other), rel=0.02) and after.log_sd < before.log_sd / 2
+    assert after.n_measured == len(candidates)
+
+
+def test_intervals_widen_where_the_measurements_scatter_more_than_was_stated():
+    rng = np.random.default_rng(0)
+    terms = rng.uniform(1, 2, (20, 3))
+    widths = []
+    for scatter in (0.02, 0.1):
+        calibration = Calibration([0.1, 0.1, 0.1], 0.1, 0.02).fit(terms, terms.sum(axis=1) * np.exp(scatter * rng.standard_normal(20)))
+        widths.append(float(calibration.predict(terms[:1])[1][0]))
+    assert 0.01 < widths[0] < 0.04 and widths[1] > 0.07
+
+
+def test_one_spoiled_measurement_does_not_bend_the_rest():
+    terms = np.random.default_rng(0).uniform(1, 2, (20, 3))
+    measured = terms.sum(axis=1)
+    measured[3] *= 2
+    mean, _ = Calibration([0.1, 0.1, 0.1], 0.1, 0.02).fit(terms, measured).predict(terms)
+    assert np.delete(np.abs(np.exp(mean) / measured - 1), 3).max() < 0.03
+
+
+def test_settings_of_a_configuration_are_dotted_paths_and_hold_where_a_candidate_says_nothing():
+    base = settings_of({"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}})
+    assert base == {ZERO + "reduce_bucket_size": 1000}
+    said, own = (Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5}))
+    assert Knobs.of([said, own], base).reduce_bucket.tolist() == [1000, 5]
 
 
 def test_a_guessed_workload_is_less_sure_of_its_activations():

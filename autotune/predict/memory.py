@@ -1,108 +1,241 @@
-"""Memory of a rank, as DeepSpeed allocates it: model states, buckets, gathered parameters, activations, temporaries."""
+"""Memory of a rank, as DeepSpeed allocates it: model states, buckets, gathered parameters, activations, temporaries.
+
+A step is three instants that can each be the highest: inside backward, when gradients are reduced, and in the optimizer's step. Each
+is a sum of terms; the peak is the instant with the largest sum.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autotune.candidate import Candidate
-from autotune.predict.profile import MAX_LIVE_PARAMETERS, SUB_GROUP, Floats, Forecast, Knobs, Machine, Profile, forecast
+from autotune.predict.profile import ARITHMETIC, SUB_GROUP, Floats, Knobs, Machine, Profile
 
-# Standard deviation of the logarithm of each term: states follow from counting, activations and what the allocator adds do not.
+Mask = NDArray[np.bool_]
+Terms = dict[str, Floats]
+
+# Standard deviation of the logarithm of each term: states follow from counting, activations and what the runtime adds do not.
 SPREADS = {
     "weights": 0.02,
-    "gradients": 0.05,
+    "gradients": 0.1,
     "master": 0.02,
     "states": 0.02,
     "buckets": 0.15,
-    "gathered": 0.3,
-    "activations": 0.2,
-    "step": 0.25,
-    "workspace": 0.5,
+    "gathered": 0.2,
+    "activations": 0.06,
+    "step": 0.15,
+    "data": 0.1,
+    "workspace": 0.4,
+    "kernels": 0.8,
+    "allocator": 0.5,
 }
 GUESSED_ACTIVATIONS = 0.8
-# Of the bytes that fp32 activations take: a model cast to 16 bits, and autocast, which keeps some tensors (and casts of weights) in fp32.
-ACTIVATION_SCALE = {"bf16": 0.5, "fp16": 0.5, "torch_autocast": 0.65, "torch_autocast_fp16": 0.65}
-WORKSPACE_BYTES = {"cuda": 0.5e9, "cpu": 1.2e8}
+# What a process needs once it has trained a step: Python objects, thread pools, libraries' own buffers.
+WORKSPACE_BYTES = {"cuda": 1e8, "cpu": 4.5e7}
+# 16-bit arithmetic on a CPU compiles kernels of its own and keeps reordered weights.
+KERNEL_BYTES = {"cuda": 0.0, "cpu": 8e6}
+# What a caching allocator holds beyond what is in use: rounding and pieces that fit nothing.
+FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}
+# The flat copy of a stage-0 all-reduce (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE), in elements.
+ALLREDUCE_ELEMENTS = 5e8
 
 
-def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Floats]:
+def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     """Bytes of a rank at its peak, one column a term; the terms add up to the peak.
 
-    States (ZeRO, SC20; allocations as in DeepSpeed's stage_1_and_2.py, stage3.py, fused_optimizer.py, bf16_optimizer.py), with
-    P parameters, Pt trainable, N ranks, w and g bytes of a weight and of a summed gradient:
+    P parameters, Pt trainable, N ranks, w and g bytes of a weight and of a summed gradient (ZeRO, SC20; allocations as in DeepSpeed's
+    engine.py, stage_1_and_2.py, stage3.py, unfused_optimizer.py, bf16_optimizer.py):
 
     * weights w P, at stage 3 w P / N; frozen ones are never sharded below stage 3;
-    * gradients g Pt, from stage 2 on g Pt / N; a 16-bit gradient beside its fp32 sum at stage 1;
-    * fp32 master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
+    * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
     * states (8 bytes for Adam) Pt, from stage 1 on over N.
-
-    Peak = states + workspace + max(backward: activations + buckets + gathered parameters, step: an fp32 copy of the gradients).
     """
+    phases = memory_phases(knobs, profile, machine)
+    totals = np.stack([np.sum(list(terms.values()), axis=0) for terms in phases.values()])
+    if profile.guessed:
+        # Activations may be several times what was guessed, so they stay in sight where another instant is thought to be higher.
+        return phases["backward"] | {"step": totals.max(axis=0) - totals[0]}
+    highest = totals.argmax(axis=0)
+    tables = list(phases.values())
+    return {name: np.choose(highest, [terms[name] for terms in tables]) for name in SPREADS}
+
+
+def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Terms]:
+    """The terms inside backward, while gradients are reduced, and in the optimizer's step."""
+    n = len(knobs.micro)
+    fixed = _fixed(knobs, profile, machine)
+    phases = {}
+    for name, moving in (
+        ("backward", _in_backward(knobs, profile, machine)),
+        ("reduce", _in_reduction(knobs, profile, machine)),
+        ("step", _in_step(knobs, profile, machine)),
+    ):
+        terms = {key: np.zeros(n) for key in SPREADS} | fixed
+        for key, value in moving.items():
+            terms[key] = terms[key] + value
+        in_use = np.sum(list(terms.values()), axis=0)
+        terms["allocator"] = in_use * FRAGMENTATION.get(machine.accelerator, 0.0)
+        phases[name] = terms
+    return phases
+
+
+def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """What is there all the time."""
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
-    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
-    sixteen = w == 2.0
-    over_1, over_2, over_3 = (np.where(stage >= s, N, 1.0) for s in (1, 2, 3))
+    w, stage = knobs.weight_bytes, knobs.stage
+    over_1 = np.where(stage >= 1, N, 1.0)
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
-
-    weights = w * P / over_3 * param_on_device + np.where(knobs.hpz > 1, w * P / np.maximum(knobs.hpz, 1.0), 0.0)
-    both = (stage == 1) & sixteen & (g > w)  # BF16_Optimizer: fp32 sums unsharded, and the 16-bit gradients of a backward
-    gradients = np.where(both, (g + w) * Pt, g * Pt / over_2) * on_device
-    master_bytes = np.where(sixteen, np.where(knobs.master_16 > 0, 2.0, 4.0), np.where((stage == 1) | (stage == 2), 4.0, 0.0))
-    master = master_bytes * Pt / over_1 * on_device
+    # Stage 3 does not split small parameters.
+    whole = np.array([float(profile.small_elements(t)) for t in knobs.persistence]) if profile.sizes else np.zeros(len(w))
+    weights = w * np.where(stage == 3, whole + (P - whole) / N * param_on_device, P)
+    weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
+    clones = np.where((stage == 1) | (stage == 2), 4.0, 0.0)  # stage 3 shares fp32 weights with its optimizer
+    master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
     states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * on_device
-
-    buckets = _buckets(knobs, Pt, machine)
-    per_block = profile.block_share * P / max(profile.n_blocks, 1)
-    # Two blocks in flight, and what is outside the blocks; DeepSpeed caps what is gathered at once.
-    live = min(P, 2 * per_block + (1 - profile.block_share) * P, float(MAX_LIVE_PARAMETERS))
-    gathered = np.where(stage == 3, w * np.minimum(P, live + np.minimum(knobs.prefetch, P)), 0.0) * (1.0 if N > 1 else 0.5)
-    activations = _activations(knobs, profile)
-    backward = buckets + gathered + activations
-
-    shard = np.where(stage == 3, np.minimum(float(SUB_GROUP), Pt / N), Pt / over_1)
-    step = np.where(sixteen & (knobs.master_16 == 0), 4.0, np.where(stage == 0, 0.0, 4.0)) * shard * on_device
-    in_backward = backward >= step
-    workspace = np.full(len(w), WORKSPACE_BYTES.get(machine.accelerator, 1e8))
+    # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
+    gradients = np.where(stage == 3, knobs.gradient_bytes * Pt / N, np.where(_both(knobs), knobs.gradient_bytes * Pt, 0.0)) * on_device
+    sixteen = np.array([ARITHMETIC.get(str(name), "fp32") != "fp32" for name in knobs.precision])
     return {
         "weights": weights,
-        "gradients": gradients,
         "master": master,
         "states": states,
-        "buckets": np.where(in_backward, buckets, 0.0),
-        "gathered": np.where(in_backward, gathered, 0.0),
-        "activations": np.where(in_backward, activations, 0.0),
-        "step": np.where(in_backward, 0.0, step),
-        "workspace": workspace,
+        "gradients": gradients,
+        "data": np.full(len(w), profile.data_bytes if machine.accelerator == "cpu" else 0.0),
+        "workspace": np.full(len(w), machine.workspace_bytes or WORKSPACE_BYTES.get(machine.accelerator, 1e8)),
+        "kernels": np.where(sixteen, machine.kernel_bytes or KERNEL_BYTES.get(machine.accelerator, 0.0), 0.0),
     }
 
 
-def _buckets(knobs: Knobs, Pt: float, machine: Machine) -> Floats:
-    """Communication buffers: stages 1 and 2 hold one bucket per backward (two with overlap), stage 3 one for ever.
+def _both(knobs: Knobs) -> Mask:
+    """BF16_Optimizer: 16-bit gradients of a backward beside fp32 sums."""
+    return np.asarray((knobs.stage == 1) & (knobs.weight_bytes == 2.0) & (knobs.gradient_bytes > 2.0), dtype=bool)
 
-    They are allocated whole even for a smaller model; on a CPU only the pages that are touched count.
+
+def _where(*cases: tuple[Mask, Floats | float], otherwise: Floats | float) -> Floats:
+    """For each row the value of the first case that holds."""
+    found: Floats | float = otherwise
+    for holds, value in reversed(cases):
+        found = np.where(holds, value, found)
+    return np.asarray(found, dtype=float)
+
+
+def _bucket(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
+    """Elements of a bucket that count: it is allocated whole even for a smaller model, but on a CPU only pages that are touched do."""
+    size = np.minimum(knobs.reduce_bucket, float(profile.n_trainable))
+    return np.asarray(size if machine.accelerator == "cpu" else knobs.reduce_bucket, dtype=float)
+
+
+def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """Activations and temporaries at their highest, with the gradients that are complete by then."""
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
+    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
+    on_device = 1.0 - knobs.offload_optimizer
+    several, keeps_all = knobs.accumulation > 1, (stage < 2) & ~_both(knobs)
+    bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
+    waits = filled >= Pt
+    # On a CPU a bucket that nothing overflows is touched as gradients come into it, not before.
+    on_cpu = np.full(len(w), machine.accelerator == "cpu")
+    grows = waits & on_cpu
+    # Bytes that an element of a complete gradient keeps: at stages 0 and 1 all of them, until the step; from the second micro-step on
+    # all gradients are there from the start. At stage 2 what waits in the bucket and the own part of what was reduced. Stage 3 has
+    # its part from the start.
+    waiting = (stage == 2) & (grows | (waits & (knobs.contiguous == 0)))
+    early = _where(
+        (keeps_all & several, 0.0), (keeps_all | _both(knobs), w), (waiting, w), ((stage == 2) & ~waits, g / N * on_device), otherwise=0.0
+    )
+    settled = _where((keeps_all & several, w * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
+    # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
+    flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
+    in_bucket = _where(
+        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket * w), (flat, bucket * w * (1.0 + knobs.overlap)),
+        ((stage == 2) & ~waits, filled * w), otherwise=0.0,
+    )  # fmt: skip
+    activations, complete = _activations(knobs, profile, early)
+    return {
+        "activations": activations,
+        "gradients": complete + settled,
+        "buckets": in_bucket,
+        "gathered": _gathered(knobs, profile, machine),
+    }
+
+
+def _activations(knobs: Knobs, profile: Profile, gradient_bytes: Floats) -> tuple[Floats, Floats]:
+    """Bytes of activations at the highest instant of backward, and of the gradients complete by then.
+
+    From the passes that were followed, linear in the micro-batch; accumulation, stage and offload do not change them. Recomputation of
+    every k-th block where only all and none were followed lies between the two.
     """
-    size = np.minimum(knobs.reduce_bucket, Pt) if machine.accelerator == "cpu" else knobs.reduce_bucket
-    sharded = np.where((knobs.stage == 1) | (knobs.stage == 2), knobs.contiguous * (1.0 + knobs.overlap), 1.0)
-    # Stage 0 flattens gradients for the all-reduce, at most 5e8 elements at a time; alone, a rank has nothing to reduce.
-    plain = min(Pt, 5e8) if machine.world_size > 1 else 0.0
-    return np.asarray(np.where(knobs.stage == 0, plain * knobs.wire_bytes, size * knobs.weight_bytes * sharded), dtype=float)
-
-
-def _activations(knobs: Knobs, profile: Profile) -> Floats:
-    """Linear in the micro-batch; accumulation, stage and offload do not change them."""
+    live, complete = np.zeros(len(knobs.micro)), np.zeros(len(knobs.micro))
+    arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
     share = knobs.recomputed_share(profile.n_blocks)
-    kept = profile.activation_bytes_per_sample * (1 - share) + profile.checkpointed_bytes_per_sample * share
-    scale = np.array([ACTIVATION_SCALE.get(str(name), 1.0) for name in knobs.precision])
-    return np.asarray(knobs.micro * kept * scale, dtype=float)
+    for name in dict.fromkeys(arithmetic.tolist()):
+        for every in dict.fromkeys(knobs.recomputed.tolist()):
+            rows = np.flatnonzero((arithmetic == name) & (knobs.recomputed == every))
+            if not len(rows):
+                continue
+            micro, width = knobs.micro[rows], gradient_bytes[rows]
+            found = profile.highest(name, int(every), float(share[rows[0]]), micro, width)
+            live[rows], complete[rows] = found
+    return live, complete
+
+
+def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
+    """Stage 3: weights that are whole at the same time.
+
+    What is used again within the reuse distance is kept, which at the default keeps all of a model of less than half of it: its forward
+    and backward use of a weight are at most 2 P apart.
+    """
+    P, N = float(profile.n_parameters), float(machine.world_size)
+    per_block = profile.block_share * P / max(profile.n_blocks, 1)
+    flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
+    reused = np.minimum(P, knobs.reuse_distance / 2)
+    live = np.minimum(np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying)))
+    return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
+
+
+def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """The end of backward: complete gradients, the last bucket, and its flat copy in the type that travels."""
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
+    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
+    both, on_device = _both(knobs), 1.0 - knobs.offload_optimizer
+    bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
+    reduced = np.where(both, g, w)
+    # Stages 1 and 2 move gradients into the bucket and their own part out of it; at stage 1 the rest stays.
+    own = np.where(stage == 2, np.maximum(g, w), w) * Pt / N * on_device
+    gradients = _where(
+        (both, 0.0),
+        (stage == 0, w * Pt),
+        (stage == 1, np.where(filled < Pt, w * (Pt - filled), 0.0) + own),
+        (stage == 2, own),
+        otherwise=0.0,
+    )
+    flat = np.where((stage == 0) | both, min(Pt, ALLREDUCE_ELEMENTS), filled)
+    copies = reduced * flat + np.where(knobs.wire_bytes != reduced, knobs.wire_bytes * flat, 0.0)
+    # Without a contiguous buffer the gradients themselves wait.
+    kept = np.where(knobs.contiguous > 0, bucket * (1.0 + knobs.overlap), filled)
+    held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket), otherwise=kept) * w
+    return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * float(profile.largest_module), 0.0)}
+
+
+def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """The optimizer's step: gradients in the master's type, and what the optimizer needs besides."""
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
+    w, stage = knobs.weight_bytes, knobs.stage
+    on_device = 1.0 - knobs.offload_optimizer
+    shard = Pt / np.where(stage >= 1, N, 1.0)
+    tile = np.where(stage == 3, np.minimum(float(SUB_GROUP), shard), shard)
+    master = np.where(knobs.master_16 > 0, 2.0, 4.0)
+    # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy.
+    left = np.where(stage == 0, w * Pt, 0.0)
+    copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
+    single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
+    scratch = profile.optimizer_scratch * master / 4.0 * single
+    bucket = np.where(stage == 3, _bucket(knobs, profile, machine) * w, 0.0)
+    return {"gradients": left, "step": (copy + scratch) * on_device, "buckets": bucket}
 
 
 def spreads(profile: Profile) -> Mapping[str, float]:
     """How sure each term is, as the standard deviation of its logarithm."""
     return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed else SPREADS
-
-
-def predict(candidate: Candidate, profile: Profile, machine: Machine) -> Forecast:
-    """The peak memory of a rank in bytes, taken apart."""
-    return forecast("peak memory", memory_terms(Knobs.of([candidate]), profile, machine), spreads(profile))

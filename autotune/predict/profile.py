@@ -16,10 +16,51 @@ Floats = NDArray[np.float64]
 DEFAULT_BUCKET = 500_000_000
 DEFAULT_PREFETCH = 50_000_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
+MAX_REUSE_DISTANCE = 1_000_000_000
+PERSISTENCE = 100_000
 SUB_GROUP = 1_000_000_000
 GUESSED_SEQUENCE = 256
 # Bytes of a value that travels between ranks.
 WIRE_BYTES = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
+# What each precision of a candidate computes with; a pass is followed once for each.
+ARITHMETIC = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16", "torch_autocast": "autocast", "torch_autocast_fp16": "autocast"}
+# Bytes of activations in proportion to those of fp32, where a pass was not followed in the precision itself.
+ACTIVATION_SCALE = {"fp32": 1.0, "bf16": 0.5, "autocast": 0.65}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Forward and backward of one micro-batch, followed op by op; amounts are affine in the micro-batch: constant, per sample.
+
+    Attributes:
+        moments: Instants at which memory can be highest: live bytes of activations and temporaries (constant, per sample),
+            and how many elements of gradients are complete by then.
+        kept_bytes: Live when forward ends: what backward needs.
+        largest_bytes: The largest tensor of forward, often the logits.
+        flops: Of matrix products, convolutions and attention; recomputation is counted.
+        moved_bytes: Read and written by all other operations.
+        n_ops: Operations.
+    """
+
+    moments: tuple[tuple[float, float, float], ...]
+    kept_bytes: tuple[float, float]
+    largest_bytes: tuple[float, float]
+    flops: tuple[float, float]
+    moved_bytes: tuple[float, float]
+    n_ops: float
+
+    def highest(self, micro: Floats, gradient_bytes: Floats) -> tuple[Floats, Floats]:
+        """Bytes of activations and of gradients at the instant at which their sum is highest.
+
+        Args:
+            micro: Micro-batches.
+            gradient_bytes: Bytes that each element of a complete gradient takes, until the pass ends.
+        """
+        constant, slope, elements = np.array(self.moments).T
+        live = constant + np.outer(micro, slope)
+        complete = np.outer(gradient_bytes, elements)
+        at = np.argmax(live + complete, axis=1)[:, None]
+        return np.take_along_axis(live, at, axis=1)[:, 0], np.take_along_axis(complete, at, axis=1)[:, 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +77,17 @@ class Profile:
         sequence: Tokens (or positions) of a sample.
         block_share: Share of the FLOPs and parameters that lies in the blocks.
         optimizer_bytes: Optimizer state per trainable parameter in fp32: 8 for Adam, 4 for momentum, 0 for plain SGD.
+        optimizer_scratch: Bytes that its step needs besides, per element of the tensor that is updated (fp32).
+        scratch_for_all: It needs them for all tensors at once, not one after the other.
         guessed: The numbers follow from the parameter count alone.
+        passes: Forward and backward by arithmetic and recomputation (`pass_of`); empty where they were not followed.
+        n_tied: Parameters that are used under more than one name, counted once in `n_parameters`.
+        sizes: Elements of the parameters, each size with the number of parameters that have it.
+        largest_module: Elements of the largest module's own parameters: what stage 3 gathers at once.
+        data_bytes: Host memory that the target and its data set take.
+        input_s_per_sample: Time to draw a sample in a rank.
+        shapes: Shapes of one sample's tensors, as text.
+        caveats: What could not be found out, and what was assumed instead.
     """
 
     n_parameters: int
@@ -48,7 +99,65 @@ class Profile:
     sequence: int
     block_share: float = 0.9
     optimizer_bytes: float = 8.0
+    optimizer_scratch: float = 8.0
+    scratch_for_all: bool = False
     guessed: bool = False
+    passes: Mapping[str, Pass] = field(default_factory=dict, hash=False)
+    n_tied: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
+    largest_module: int = 0
+    data_bytes: float = 0.0
+    input_s_per_sample: float = 0.0
+    shapes: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter."""
+        return max((size for size, _ in self.sizes), default=int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks)))
+
+    def small_elements(self, threshold: float) -> int:
+        """Elements in parameters of at most so many: stage 3 does not split them."""
+        return sum(size * count for size, count in self.sizes if size <= threshold)
+
+    def highest(self, arithmetic: str, every: int, share: float, micro: Floats, gradient_bytes: Floats) -> tuple[Floats, Floats]:
+        """Bytes of activations and complete gradients at the highest instant of forward and backward; see `Pass.highest`.
+
+        Args:
+            arithmetic: As in `ARITHMETIC`.
+            every: `checkpoint_every`.
+            share: Share of the blocks that it recomputes.
+            micro: Micro-batches.
+            gradient_bytes: Bytes that each element of a complete gradient takes.
+        """
+        if not self.passes:
+            kept = self.activation_bytes_per_sample * (1 - share) + self.checkpointed_bytes_per_sample * share
+            return micro * kept * ACTIVATION_SCALE[arithmetic], gradient_bytes * self.n_trainable
+        for name, scale in ((arithmetic, 1.0), ("fp32", ACTIVATION_SCALE[arithmetic])):
+            exact = self.passes.get(f"{name}/{every}")
+            if exact is not None:
+                live, complete = exact.highest(micro, gradient_bytes / scale)
+                return scale * live, scale * complete
+            plain, again = self.passes.get(f"{name}/0"), self.passes.get(f"{name}/1")
+            if plain is not None and again is not None:
+                found = [each.highest(micro, gradient_bytes / scale) for each in (plain, again)]
+                live, complete = ((1 - share) * a + share * b for a, b in zip(*found, strict=True))
+                return scale * live, scale * complete
+        live, complete = self.passes["fp32/0"].highest(micro, gradient_bytes)
+        return ACTIVATION_SCALE[arithmetic] * live, complete
+
+    def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
+        """FLOPs, bytes moved by other operations, and operations of one micro-step, with all blocks recomputed or none.
+
+        Args:
+            arithmetic: As in `ARITHMETIC`.
+            every: 0 or 1.
+            micro: Micro-batches.
+        """
+        names = [f"{name}/{k}" for k in (every, 0) for name in (arithmetic, "fp32")]
+        found = self.passes[next(name for name in names if name in self.passes)]
+        flops, moved = (constant + slope * micro for constant, slope in (found.flops, found.moved_bytes))
+        return flops, moved, np.full(len(micro), found.n_ops)
 
     @classmethod
     def guess(cls, n_parameters: int, n_trainable: int, n_blocks: int, sequence: int = GUESSED_SEQUENCE) -> Profile:
@@ -87,6 +196,11 @@ class Machine:
         host_memory_bytes_per_s: Memory bandwidth of the host, for an optimizer that runs there.
         launch_s: Fixed cost of one block in one micro-step: kernel launches, Python.
         half_samples: Micro-batch at which half of the compute rate is reached.
+        op_s: Fixed cost of one operation, where a workload's operations were counted.
+        optimizer_bytes_per_s: Rate at which an optimizer's step moves its bytes; None for the memory's.
+        workspace_bytes: What a process needs once it has trained, besides tensors; 0 for the usual.
+        kernel_bytes: What 16-bit arithmetic adds to it; 0 for the usual.
+        measured: The rates were measured on this machine.
     """
 
     accelerator: str
@@ -99,6 +213,11 @@ class Machine:
     host_memory_bytes_per_s: float = 5e10
     launch_s: float = 1e-4
     half_samples: float = 0.5
+    op_s: float = 1e-5
+    optimizer_bytes_per_s: float | None = None
+    workspace_bytes: float = 0.0
+    kernel_bytes: float = 0.0
+    measured: bool = False
 
     @classmethod
     def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:
@@ -135,6 +254,9 @@ class Knobs:
         offload_param: Parameters live off the device.
         reduce_bucket: Elements.
         prefetch: Elements.
+        persistence: Elements up to which stage 3 does not split a parameter.
+        max_live: Elements that stage 3 may have whole at once.
+        reuse_distance: Elements within which it keeps what will be used again.
         overlap: Communication overlaps with backward.
         contiguous: Gradients are copied to a contiguous buffer.
         master_16: Master weights and gradients are bfloat16.
@@ -155,6 +277,9 @@ class Knobs:
     offload_param: Floats
     reduce_bucket: Floats
     prefetch: Floats
+    persistence: Floats
+    max_live: Floats
+    reuse_distance: Floats
     overlap: Floats
     contiguous: Floats
     master_16: Floats
@@ -206,6 +331,9 @@ class Knobs:
             offload_param=np.array([c.offload_param != "none" for c in candidates], dtype=float),
             reduce_bucket=column(zero + "reduce_bucket_size", DEFAULT_BUCKET),
             prefetch=column(zero + "stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
+            persistence=column(zero + "stage3_param_persistence_threshold", PERSISTENCE),
+            max_live=column(zero + "stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
+            reuse_distance=column(zero + "stage3_max_reuse_distance", MAX_REUSE_DISTANCE),
             # DeepSpeed overlaps by default at stage 3 only.
             overlap=np.where(overlap < 0, (stage == 3).astype(float), overlap),
             contiguous=column(zero + "contiguous_gradients", 1.0),
@@ -220,54 +348,3 @@ class Knobs:
         blocks = max(n_blocks, 1)
         every = np.maximum(self.recomputed, 1.0)
         return np.where(self.recomputed > 0, np.ceil(blocks / every) / blocks, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """One part of a forecast.
-
-    Attributes:
-        name: What it is.
-        value: Bytes or seconds.
-        low: Lower end of its 90 % interval.
-        high: Upper end.
-    """
-
-    name: str
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """A forecast of one candidate, taken apart.
-
-    Attributes:
-        terms: Its parts, which add up to the total.
-        total: The total with its interval.
-    """
-
-    terms: list[Term]
-    total: Term
-
-
-def forecast(name: str, table: Mapping[str, Floats], spreads: Mapping[str, float], row: int = 0) -> Forecast:
-    """One row of a table of terms as a forecast with 90 % intervals.
-
-    Args:
-        name: What the total is.
-        table: Columns of terms.
-        spreads: Standard deviation of the logarithm of each term.
-        row: Which row.
-    """
-    terms = []
-    variance = 0.0
-    for key, column in table.items():
-        value, spread = float(column[row]), spreads[key]
-        factor = float(np.exp(1.645 * spread))
-        terms.append(Term(name=key, value=value, low=value / factor, high=value * factor))
-        variance += (value * spread) ** 2
-    total = sum(term.value for term in terms)
-    factor = float(np.exp(1.645 * variance**0.5 / total)) if total > 0 else 1.0
-    return Forecast(terms=terms, total=Term(name=name, value=total, low=total / factor, high=total * factor))

@@ -1,24 +1,25 @@
-"""Time of an optimizer step: compute, recomputation, communication by volume and messages, optimizer, offload, launches."""
+"""Time of an optimizer step: compute, traffic, recomputation, communication by volume and messages, optimizer, offload, launches, input."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from autotune.candidate import Candidate
-from autotune.predict.profile import Floats, Forecast, Knobs, Machine, Profile, forecast
+from autotune.predict.profile import ARITHMETIC, Floats, Knobs, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
 SPREADS = {
     "compute": 0.25,
+    "traffic": 0.5,
     "recompute": 0.3,
     "communication": 0.5,
     "messages": 0.7,
     "optimizer": 0.4,
     "offload": 0.6,
     "launches": 0.7,
+    "input": 0.3,
 }
-# Bytes that Adam moves per parameter (read gradient, master, two moments; write master, two moments), and the 16-bit copy.
-ADAM_BYTES, COPY_BYTES = 28.0, 2.0
+# An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the 16-bit copy.
+STEP_BYTES, COPY_BYTES = 12.0, 2.0
 # What a collective cannot hide behind backward, however much there is to hide it behind.
 EXPOSED_AT_LEAST = 0.1
 
@@ -26,19 +27,19 @@ EXPOSED_AT_LEAST = 0.1
 def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Floats]:
     """Seconds of an optimizer step, one column a term; the terms add up to the step.
 
-    * compute: K micro-steps of FLOPs x (b + b_half) / rate: a small batch does not fill the device;
-    * recompute: one more forward, a third of forward and backward, of the blocks that are recomputed;
+    * compute: K micro-steps of FLOPs / rate; where the operations were not counted, x (b + b_half) / b: a small batch does not fill
+      the device;
+    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step;
+    * recompute: what a forward of the recomputed blocks adds to both;
     * communication, elements per rank and step: stages 0 and 1 reduce 2 P at the boundary only, stage 2 (K + 1) P, stage 3
       gathers twice and reduces at each micro-step, 3 K P; times (N - 1) / N; with overlap what backward does not hide;
     * messages: alpha for each bucket of each collective, 2 (N - 1) hops for an all-reduce (ring), half for its halves;
-    * optimizer: 28 bytes a parameter (and 2 of the 16-bit copy) over the memory bandwidth, from stage 1 on over N ranks.
+    * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate, from stage 1 on over N ranks;
+    * launches: a fixed cost of each operation; input: what drawing the samples takes.
     """
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
-    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.precision])
-    compute = K * profile.flops_per_sample * (b + machine.half_samples) / rates
-    recompute = compute * knobs.recomputed_share(profile.n_blocks) * profile.block_share / 3.0
-    launches = K * machine.launch_s * max(profile.n_blocks, 1) * (1.0 + 0.5 * (stage == 3))
+    compute, traffic, recompute, launches = _micro_step(knobs, profile, machine)
 
     ring = (N - 1.0) / N
     gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
@@ -46,7 +47,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     reduced = np.where(stage >= 2, K, np.where(stage == 1, 1.0, 2.0)) * Pt * knobs.wire_bytes
     gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
     wire_s = ring * (reduced + gathered) / machine.link_bytes_per_s
-    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, compute, compute / K)) * knobs.overlap
+    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     communication = wire_s - hidden
 
     calls = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
@@ -55,26 +56,42 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     messages = machine.link_alpha_s * (calls * hops * np.where(stage >= 2, K, 1.0) + per_block * (N - 1.0))
 
     shard = Pt / np.where(stage >= 1, N, 1.0)
-    sixteen = knobs.weight_bytes == 2.0
-    moved = ADAM_BYTES + np.where(sixteen, COPY_BYTES, 0.0)
-    bandwidth = np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, machine.memory_bytes_per_s)
-    optimizer = moved * shard / bandwidth
+    moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
+    rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
+    optimizer = moved * shard / np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, rate)
     # Gradients to the host and weights back, once a step; parameters in for forward and backward of each micro-step.
     offload = (
         knobs.offload_optimizer * 2.0 * knobs.weight_bytes * shard / machine.host_bytes_per_s
         + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
     )
     return {
-        "compute": compute,
-        "recompute": recompute,
+        "compute": K * compute,
+        "traffic": K * traffic,
+        "recompute": K * recompute,
         "communication": communication,
         "messages": messages,
         "optimizer": optimizer,
         "offload": offload,
-        "launches": launches,
+        "launches": K * launches * (1.0 + 0.5 * (stage == 3)),
+        "input": K * b * profile.input_s_per_sample,
     }
 
 
-def predict(candidate: Candidate, profile: Profile, machine: Machine) -> Forecast:
-    """The time of an optimizer step in seconds, taken apart."""
-    return forecast("step time", step_time_terms(Knobs.of([candidate]), profile, machine), SPREADS)
+def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:
+    """Compute, traffic, recomputation and launches of one micro-step."""
+    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.precision])
+    share = knobs.recomputed_share(profile.n_blocks)
+    if not profile.passes:
+        compute = profile.flops_per_sample * (knobs.micro + machine.half_samples) / rates
+        launches = np.full(len(rates), machine.launch_s * max(profile.n_blocks, 1))
+        return compute, np.zeros(len(rates)), compute * share * profile.block_share / 3.0, launches
+    plain, more = np.zeros((3, len(rates))), np.zeros((3, len(rates)))
+    arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
+    for name in dict.fromkeys(arithmetic.tolist()):
+        rows = np.flatnonzero(arithmetic == name)
+        first, second = (np.array(profile.work(name, every, knobs.micro[rows])) for every in (0, 1))
+        plain[:, rows], more[:, rows] = first, (second - first) * share[rows]
+    weights = 3.0 * knobs.weight_bytes * profile.n_parameters
+    bandwidth = machine.memory_bytes_per_s
+    compute, traffic, launches = plain[0] / rates, (plain[1] + weights) / bandwidth, plain[2] * machine.op_s
+    return compute, traffic, more[0] / rates + more[1] / bandwidth + more[2] * machine.op_s, launches

@@ -61,6 +61,11 @@ class StudyReport:
         return int(self.study.get("ranks") or 1)
 
     @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own: all of them, but for the stages of a pipeline."""
+        return int(self.study.get("data_parallel") or self.world_size)
+
+    @property
     def baseline(self) -> Data | None:
         """The user's own configuration, measured; None if it did not complete."""
         return self.recommended.get("baseline") or None

@@ -74,9 +74,10 @@ class AnalyticPrior:
 
 
 def generic_prior(workload: Workload, setting: Setting) -> AnalyticPrior:
-    """What to expect of a workload of which only the size is known: a transformer of that size on a typical machine."""
-    profile = Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
-    return AnalyticPrior(profile, Machine.guess(setting.accelerator, setting.world_size, workload.environment.n_cores), dict(setting.base))
+    """What to expect of a workload: from its profile and the machine's rates, else a transformer of its size on a typical machine."""
+    profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+    machine = workload.machine or Machine.guess(setting.accelerator, setting.world_size, workload.environment.n_cores)
+    return AnalyticPrior(profile, machine, dict(setting.base))
 
 
 class PhysicsSampler(LegalSampler):

@@ -47,6 +47,16 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         _watch_memory(recorder, request)
         if request.mode == "inspect":
             trial.write(recorder.folder.workload, _inspect(request))
+        elif request.mode == "profile":
+            from deepspeed.accelerator import get_accelerator
+
+            from autotune.worker.profile import profile
+
+            trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
+        elif request.mode == "rates":
+            from autotune.worker.rates import measure_machine
+
+            measure_machine(recorder, request, rank, listener)
         elif request.script is not None:
             from autotune.worker.hooks import run_script
 
@@ -226,10 +236,24 @@ def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samp
         n_blocks=len(blocks),
         block_class=", ".join(sorted({type(block).__name__ for block in blocks})),
         block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
-        float_buffers=any(buffer.is_floating_point() for buffer in model.buffers()),
+        float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,
         environment=_environment(),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def _has_float_buffers(model: torch.nn.Module) -> bool:
+    """Whether the model has floating-point buffers that must follow its weights.
+
+    Those that transformers does not save, as the frequencies of rotary embeddings, it casts itself where they are used, and in
+    16 bits they would be wrong.
+    """
+    own = any(base.__name__ == "PreTrainedModel" for module in model.modules() for base in type(module).__mro__)
+    return any(
+        buffer is not None and buffer.is_floating_point() and not (own and name in module._non_persistent_buffers_set)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
     )
 
 
@@ -418,46 +442,23 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "step": 0.0}
         total = torch.zeros((), device=self.device)
         skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
+        self.take_apart()
         done = False
         while not done:
-            clock = _PhaseClock(phases, self.synchronize)
+            self.enter("data")
             batch = self._draw()
-            clock.stop("data")
-            self.memory.enter("forward")
-            clock.start()
+            self.enter("forward")
             loss = self.loss(self.engine, batch)
-            clock.stop("forward")
             total += loss.detach().float()
-            self.memory.enter("backward")
-            clock.start()
+            self.enter("backward")
             self.engine.backward(loss)
-            clock.stop("backward")
             self.batches.backward()
-            self.memory.enter("step")
-            clock.start()
+            self.enter("step")
             self._update()
-            clock.stop("step")
             done = self.batches.step()
-        self.report.phase_times_s = phases
+        self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
         self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
-
-
-class _PhaseClock:
-    """Adds synchronised wall time to named phases."""
-
-    def __init__(self, phases: dict[str, float], synchronize: Any) -> None:
-        self._phases, self.synchronize = phases, synchronize
-        self.start()
-
-    def start(self) -> None:
-        self.synchronize()
-        self._at = time.perf_counter()
-
-    def stop(self, phase: str) -> None:
-        self.synchronize()
-        self._phases[phase] += time.perf_counter() - self._at

@@ -365,7 +365,8 @@ class Runner:
             if candidate is None:
                 self.study.tell(asked, state=TrialState.FAIL)
                 return False
-            unfit = self._advisor.unfit(self.study, candidate) if self.spec.memory_filter and forced is None else None
+            asks = self.spec.memory_filter and self.spec.sampler != "physics" and forced is None  # physics has weighed it already
+            unfit = self._advisor.unfit(self.study, candidate) if asks else None
             if unfit is not None:
                 result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
             else:

@@ -402,7 +402,7 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         "micro_batch_size": micro,
         "gradient_accumulation_steps": steps,
         "zero_stage": zero.get("stage", 0),
-        "precision": _precision(config),
+        "precision": precision_of(config),
         "offload_optimizer": _device(zero, "offload_optimizer"),
         "offload_param": _device(zero, "offload_param"),
     }
@@ -434,7 +434,8 @@ def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int,
     return int(micro), int(steps)
 
 
-def _precision(config: Mapping[str, Any]) -> str:
+def precision_of(config: Mapping[str, Any]) -> str:
+    """The precision that a DeepSpeed configuration means, one of `PRECISIONS`."""
     for precision in ("bf16", "fp16"):
         if config.get(precision, {}).get("enabled"):
             return precision
@@ -459,8 +460,9 @@ class Setting:
     Attributes:
         accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
         deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial.
-        ranks_per_node: Ranks on one machine.
+        world_size: Ranks of a trial that have data of their own: all of them, but for the stages of a pipeline.
+        ranks_per_node: The same on one machine.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
         bf16: Whether the device computes in bfloat16.
         fp16: Whether DeepSpeed accepts fp16 on the device.
         n_blocks: Repeated blocks of the model that can be checkpointed.
@@ -476,6 +478,7 @@ class Setting:
     deepspeed_version: str = "0.19.8"
     world_size: int = 1
     ranks_per_node: int = 1
+    pipeline_stages: int = 0
     bf16: bool = True
     fp16: bool = False
     n_blocks: int = 0
@@ -572,6 +575,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
         "ZeRO stage 0: DeepSpeed refuses loss.backward() there; call engine.backward(loss)",
+    ),
+    Rule(
+        lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
+        "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, whose stages share out the model already; use 0 or 1",
     ),
     Rule(lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0, "offload_optimizer needs ZeRO stage 1 or more"),
     Rule(lambda c, k, s: c.offload_param != "none" and c.zero_stage != 3, "offload_param needs ZeRO stage 3"),

@@ -73,11 +73,14 @@ def run(
     objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
     trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
     time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: one per GPU).")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")] = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="See `autotune ls samplers`.")] = None,
+    stop_below: Annotated[str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")] = None,
+    memory_filter: Annotated[bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")] = None,
+    stop_trials: Annotated[bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
     learning_rate_rule: Annotated[
@@ -103,6 +106,9 @@ def run(
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
         "sampler": sampler,
+        "stop_below": stop_below,
+        "memory_filter": memory_filter,
+        "stop_trials": stop_trials,
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
@@ -193,6 +199,20 @@ def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -
     from autotune import commands
 
     commands.status(study, storage, as_json=as_json)
+
+
+@app.command()
+def explain(
+    study: StudyName,
+    why_not: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")] = None,
+    what_if: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why STUDY recommends what it does: what was measured, what is predicted, what a change would cost or gain."""
+    from autotune import commands
+
+    commands.explain(study, why_not, what_if, storage, as_json=as_json)
 
 
 @app.command()

@@ -40,7 +40,11 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
-    wanted, notes = _wanted(target, overrides)
+    try:
+        wanted, notes = _wanted(target, overrides)
+    except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
+        print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
+        return INTERRUPTED
     check_sampler(wanted.sampler)
     studies = studies_folder(Path(target))
     folder = studies / wanted.name
@@ -309,6 +313,24 @@ def status(study: str, storage: str | None, *, as_json: bool) -> None:
     running = f", {n_running} begun and not told (running now, or lost)" if n_running else ""
     print(f"study {study}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){running}\n")
     _print_answer(report, [], as_json=False)
+
+
+def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune explain`: the evidence for a study's answer in words."""
+    from autotune.report import explain as explanations
+
+    if why_not is not None and what_if is not None:
+        raise UserError("explain: give --why-not or --what-if, not both")
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
+    if why_not is not None:
+        said = evidence.why_not(*explanations.read_setting(why_not))
+    elif what_if is not None:
+        said = evidence.what_if(*explanations.read_setting(what_if))
+    else:
+        said = evidence.choice()
+    print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))
 
 
 def export(study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from autotune.candidate import (
     check_retired,
     from_deepspeed,
     inherited_settings,
+    precision_of,
     set_path,
+    without_auto,
 )
 from autotune.convergence import LearningRate, default_rule
 from autotune.executors import base
@@ -28,16 +30,24 @@ from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec, Target, inspect_target
-from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, Workload
+from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8
 DEFAULT_LEARNING_RATE = 1e-3
-SCRIPT_BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
 # What the user can do where the tuner finds no way.
 REMEDY = {
     name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
     f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
+}
+# The same for what a trial asked for and did not see, by the first word of its reason.
+UNSEEN_REMEDIES = {
+    **REMEDY,
+    "global batch": REMEDY["micro_batch_size"],
+    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
+    " command line), or leave `checkpointing` out of the space",
 }
 # What a template stands for in the untouched script.
 UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
@@ -71,9 +81,17 @@ class Plan:
     setting: Setting
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
+        environment = self.workload.environment
+        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else self.world_size)
+        return self.spec.device_memory_bytes or share or None
+
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The complete DeepSpeed configuration of a candidate of this study."""
-        return candidate.to_deepspeed(self.base_config)
+        config = candidate.to_deepspeed(self.base_config)
+        return self.workload.script.completed(config, candidate) if self.workload.script else config
 
     def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
         """How the learning rate follows the batch in this study's trials.
@@ -120,10 +138,17 @@ class Plan:
             "args": list(how.arguments),
             "set": self.spec.script_set,
             "working_dir": how.working_dir,
-            **({"command": self.spec.command, "environment": how.environment} if self.spec.command else {}),
+            # Not its variables: a launcher may draw a port or name a folder for the day.
+            **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
+
+
+def remedy(reason: str) -> str:
+    """What the user can do about something that a trial of a script asked for and did not see; empty where nothing is known."""
+    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
+    return "" if not found or found in reason else f". {found}"
 
 
 def studies_folder(spec_path: Path) -> Path:
@@ -166,7 +191,7 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
         workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
         space = space.pinned(_frozen(spec, workload, baseline))
     if spec.global_batch == "keep":
-        space = space.keeping(baseline.global_batch_size(world_size), world_size, baseline.micro_batch_size)
+        space = space.keeping(baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size)
     pruned = space.pruned(baseline, setting)
     if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
         why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
@@ -190,11 +215,13 @@ def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int
     """
     environment = workload.environment
     base_config = _completed(spec, target, workload)
+    data_parallel = workload.data_parallel(world_size)
     setting = Setting(
         accelerator=environment.accelerator,
         deepspeed_version=environment.versions["deepspeed"],
-        world_size=world_size,
-        ranks_per_node=world_size,
+        world_size=data_parallel,
+        ranks_per_node=data_parallel,
+        pipeline_stages=workload.script.pipeline_stages if workload.script else 0,
         bf16=environment.bf16,
         fp16=environment.fp16,
         n_blocks=workload.n_blocks,
@@ -205,7 +232,7 @@ def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int
         base=inherited_settings(base_config),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
-    baseline = _baseline(spec, base_config, workload, world_size)
+    baseline = _baseline(spec, base_config, workload, data_parallel)
     reason = baseline.illegal(_without_batch_bounds(setting))
     if reason is not None:
         raise UserError(f"the baseline cannot run here: {reason}")
@@ -281,6 +308,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
+        precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
@@ -299,31 +327,43 @@ def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
 
 
 def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
-    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed."""
+    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed.
+
+    If it cannot run so, it is run with one of them changed at a time.
+    """
     assert workload.script is not None
-    micro, steps = baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    wanted = replace(baseline, micro_batch_size=micro - 1 if micro > 1 else 2, gradient_accumulation_steps=steps + 1)
-    request = TrialRequest(
-        target=str(spec.target), candidate=wanted.values(), ds_config=wanted.to_deepspeed(workload.script.ds_config), world_size=world_size,
-        seed=spec.seed, max_steps=2, budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
-        script=script_request(spec, workload.script, wanted, baseline),
-    )  # fmt: skip
-    result = base.run(executor, path, request)
-    seen = result.observed
-    movable, caveats = [], list(workload.caveats)
-    if seen is None:
-        caveats.append(f"with another batch the script ended with {result.outcome}: {result.reason}; so its batch is left as it is")
-    else:
-        if wanted.micro_batch_size in (seen.micro_batch_size, seen.loader_batch_size):
-            movable.append("micro_batch_size")
+    probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
+    # The global batch stays where that is possible: a script may check it, and its data suffices for that one.
+    wanted = {
+        "micro_batch_size": micro // 2 if micro > 1 else 2,
+        "gradient_accumulation_steps": steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2,
+    }
+
+    def run(names: Iterable[str], folder: str) -> TrialResult:
+        candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
+        config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
+        request = TrialRequest(
+            target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size, seed=spec.seed, max_steps=2,
+            budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+            script=script_request(spec, probed, candidate, baseline),
+        )  # fmt: skip
+        return base.run(executor, path.with_name(folder), request)
+
+    both = run(SCRIPT_BATCH, path.name)
+    results = {name: both if both.observed is not None else run([name], f"{path.name}-{name}") for name in SCRIPT_BATCH}
+    movable, changes, caveats = [], list[str](), list(workload.caveats)
+    for name, result in results.items():
+        changes += [change for change in result.side_changes if change not in changes]
+        word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
+        if seen is None:
+            caveats.append(f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}")
+        elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
+            movable.append(name)
         else:
-            caveats.append(f"the micro-batch stays {micro}: nothing that the tuner can reach moves it. {REMEDY['micro_batch_size']}")
-        if wanted.gradient_accumulation_steps == seen.gradient_accumulation_steps:
-            movable.append("gradient_accumulation_steps")
-        else:
-            caveats.append(f"the accumulation stays {steps}: the script counts it itself. {REMEDY['gradient_accumulation_steps']}")
-    flags = result.flags | {name: [flag] for name, flag in mapped_flags(spec, workload.script).items()}
-    probed = replace(workload.script, movable=tuple(movable), moved_by=tuple(result.side_changes), flags=workload.script.flags | flags)
+            caveats.append(f"the {word} stays {was}: nothing that the tuner can reach moves it. {REMEDY[name]}")
+    flags = {name: names for result in results.values() for name, names in result.flags.items()}
+    flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
+    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
     return replace(workload, script=probed, caveats=caveats)
 
 

@@ -21,6 +21,7 @@ from autotune.candidate import DsConfig, check_config, nearest, read_config, wit
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, Invocation, check_templates, templates_in
 from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
 from autotune.space import SearchSpace, parse_parameters
+from autotune.trial import module_constants
 
 M = TypeVar("M", bound=BaseModel)
 Kind = Literal["search_spaces", "objectives"]
@@ -29,6 +30,7 @@ DEFAULT_OBJECTIVES = ("latency", "throughput", "convergence", "memory")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # Where a flag is not just the key with dashes.
 FLAGS = {
+    "memory_filter": "--filter",
     "name": "--study",
     "script_set": "--set",
     "objectives": "--objective",
@@ -57,9 +59,18 @@ def _read_global_batch(given: Any) -> Any:
     return tuple(value) if whole else value
 
 
+def _read_share(given: Any) -> Any:
+    text = given.strip() if isinstance(given, str) else ""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1) if text else given
+    except ValueError:
+        raise ValueError(f"{given!r} is not a share such as 0.01 or 1%") from None
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -86,6 +97,10 @@ class StudySpec(BaseModel):
             highest). By default kept if `base_config` sets a batch, else free.
         device_memory_bytes: Stated memory limit of a device; None for what it has.
         sampler: What proposes the next candidate; see `autotune ls samplers`.
+        memory_filter: Candidates that surely do not fit the device memory are not run.
+        stop_below: The study ends when no candidate is expected to improve any objective by this share; 0 for never. Only
+            `physics` knows.
+        stop_trials: A trial ends as soon as it is seen to be worse than a measured one on every objective.
         storage: Optuna storage URL; None for SQLite in `studies/autotune.db`.
         learning_rate_rule: How the learning rate follows the global batch: `linear`, `sqrt`, `adascale`, `surge`, `none`, or
             `auto`: linear for SGD, sqrt for others. A script keeps its own.
@@ -116,7 +131,10 @@ class StudySpec(BaseModel):
     base_config: DsConfig | None = None
     global_batch: Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)] = "free"
     device_memory_bytes: Bytes | None = None
-    sampler: str = "tpe"
+    sampler: str = "physics"
+    memory_filter: bool = True
+    stop_below: Share = 0.01
+    stop_trials: bool = True
     storage: str | None = None
     learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
     seed: Natural = 0
@@ -660,7 +678,6 @@ TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
 # Families of scripts that are not hooked yet: what they call, and what they import where the name alone says too little.
 FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
     ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
-    ("deepspeed.PipelineModule", ("PipelineModule",), None),
 )
 
 
@@ -675,7 +692,7 @@ class Target:
         defines: Which of the optional `optimizer`, `loss`, `collate`, `blocks` it has.
         imports: Modules that it imports at the top, without those that lie beside it; `module:name,name` where it takes names
             out of one, which may load more.
-        constants: Names that it gives a constant value at the top.
+        constants: Names that it assigns a value to at the top.
     """
 
     path: Path
@@ -811,11 +828,7 @@ def _inspect_script(path: Path, tree: ast.Module) -> Target:
             f"{path}: looks like a training script, but does not import deepspeed; only one that trains with deepspeed.initialize,"
             " transformers' Trainer or Accelerate can be tuned, or a model.py (`autotune init` shows how)"
         )
-    constants = [
-        node.targets[0].id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name)
-    ]
+    constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
     return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 import sqlalchemy
@@ -20,13 +20,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from autotune import UserError, objective, trial
 from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
 from autotune.convergence import LearningRate
 from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
 
-MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR = "measured", "role", "autotune"
+MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotune", "ended"
 HEARTBEAT_S = 10
 GRACE_S = 60
 SQLITE = "sqlite:///"
@@ -163,6 +163,25 @@ def running(study: Study) -> list[FrozenTrial]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchRecord:
+    """What the search of a study went by, so that its beliefs can be asked for later.
+
+    Attributes:
+        space: The knobs that were tuned, as `SearchSpace.parse` reads them.
+        samples_per_rank: Set where the global batch was kept.
+        setting: What legality depended on.
+        memory_limit_bytes: What a rank could use; None if that is not known.
+        bounds: What a solution had to keep: metric, which end, amount.
+    """
+
+    space: dict[str, Any]
+    samples_per_rank: int | None
+    setting: Setting
+    memory_limit_bytes: float | None
+    bounds: list[tuple[str, Literal["min", "max"], float]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyRecord:
     """What is kept with a study, so that it can be resumed, reported and exported without its target.
 
@@ -177,6 +196,7 @@ class StudyRecord:
         workload: What the target turned out to be.
         learning_rate: How the trials followed the batch.
         invocation: How the script is started, where the target is one.
+        search: What the search went by; None in studies of earlier versions.
     """
 
     fingerprint: dict[str, Any]
@@ -189,10 +209,14 @@ class StudyRecord:
     workload: Workload
     learning_rate: LearningRate = field(default_factory=LearningRate)
     invocation: Invocation | None = None
+    search: SearchRecord | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration that a candidate's trial ran."""
-        return self.learning_rate.scaled(candidate.to_deepspeed(self.base_config), candidate.global_batch_size(self.world_size))
+        config = candidate.to_deepspeed(self.base_config)
+        if self.workload.script is not None:
+            config = self.workload.script.completed(config, candidate)
+        return self.learning_rate.scaled(config, candidate.global_batch_size(self.world_size))
 
 
 def record(study: Study) -> StudyRecord | None:
@@ -213,6 +237,12 @@ def record(study: Study) -> StudyRecord | None:
 def keep(study: Study, kept: StudyRecord) -> None:
     """Keeps the record with the study."""
     study.set_user_attr(RECORD_ATTR, TypeAdapter(StudyRecord).dump_json(kept).decode())
+
+
+def note_end(study: Study, why: str) -> None:
+    """Keeps why a study ended before its budget of trials; an empty text where it did not."""
+    if study.user_attrs.get(ENDED_ATTR, "") != why:
+        study.set_user_attr(ENDED_ATTR, why)
 
 
 @contextlib.contextmanager

@@ -30,14 +30,14 @@ from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
 from autotune.objective import GOODPUT, Reference, Score
-from autotune.plan import Plan, shown
+from autotune.plan import Plan, remedy, shown
 from autotune.predict.forecast import Predictor, settings_of
 from autotune.predict.profile import Machine, Profile
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
-from autotune.store import StudyRecord
-from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
+from autotune.store import SearchRecord, StudyRecord
+from autotune.trial import Outcome, Rival, TrialDir, TrialRequest, TrialResult
 
 COMPLETED = "completed"
 # So many trials from the start that all crash for one reason (twice as many for several): the target is broken.
@@ -138,23 +138,37 @@ class Runner:
         sampler = self._sampler()
         assert self.study is not None
         self.study.sampler = sampler
+        store.note_end(self.study, "")
         for candidate in self._recover():
-            if self._n_told() < self.spec.trials and not self._out_of_time():
+            if self._n_spent() < self.spec.trials and not self._out_of_time():
                 sampler.force(candidate)
                 self._trial(role="search")
-        while self._n_told() < self.spec.trials and not self._out_of_time():
+        while self._n_spent() < self.spec.trials:
             self._stop_if_hopeless()
             sampler = self._without_unsafe(sampler)
             again = self._owed()
             if again is not None:
                 sampler.force(again)
-            if not self._trial(role="search"):
-                self.observer.say("every candidate that can run here has been measured")
+            if why := self._over():
+                self.observer.say(why)
+                store.note_end(self.study, why)
                 break
         self._stop_if_hopeless()
-        if self._n_told() < self.spec.trials and self._out_of_time():
-            self.observer.say(f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_told()} trials")
         self._confirm()
+
+    def _over(self) -> str | None:
+        """Runs the next trial, or says why there is none although the budget of trials is not spent."""
+        assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
+        if self._out_of_time():
+            return f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_spent()} trials"
+        if self.spec.sampler == "physics" and self.study.sampler.forced is None:
+            with undisturbed():
+                if why := self._advisor.settled(self.study, self.spec.stop_below):
+                    return f"stopped after {self._n_spent()} of {self.spec.trials} trials: {why}"
+        if self._trial(role="search"):
+            return None
+        n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in self._outcomes())
+        return self.study.sampler.why_exhausted + (f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else "")
 
     def open(self) -> None:
         """Opens the study if there is one to go on with.
@@ -178,7 +192,7 @@ class Runner:
         self.study = study
         self.reference, self.objectives, self.learning_rate = kept.reference, kept.objectives, kept.learning_rate
         self._spent_before_s = sum(store.told_data(told)["wall_s"] for told in self._told())
-        if n := self._n_told():
+        if n := self._n_spent():
             self.observer.say(f"resuming: {n} of {self.spec.trials} trials are already there")
 
     def _check_same(self, kept: StudyRecord) -> None:
@@ -262,21 +276,31 @@ class Runner:
             workload=plan.workload,
             learning_rate=self.learning_rate,
             invocation=plan.spec.how() if plan.workload.script else None,
-        )
+            search=SearchRecord(
+                space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
+                memory_limit_bytes=plan.memory_limit_bytes,
+                bounds=list(objective.bounds(self.objectives, plan.spec.constraints).values()),
+            ),
+        )  # fmt: skip
 
     def _sampler(self) -> LegalSampler:
         seed = self.spec.seed + (len(self.study.get_trials(deepcopy=False)) if self.study else 0)
         plan, spec = self.plan, self.spec
         if spec.sampler != "physics":
             return LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
-        environment = plan.workload.environment
-        # On a CPU the ranks share the machine's memory.
-        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else plan.world_size)
-        return PhysicsSampler(
-            plan.space, plan.baseline, plan.setting, seed, prior=generic_prior(plan.workload, plan.setting),
-            metrics=[o.metric for o in self.objectives], memory_limit_bytes=spec.device_memory_bytes or share,
+        return self._advisor
+
+    @functools.cached_property
+    def _advisor(self) -> PhysicsSampler:
+        """What is believed of candidates, whoever proposes them."""
+        plan, spec = self.plan, self.spec
+        advisor = PhysicsSampler(
+            plan.space, plan.baseline, plan.setting, spec.seed, prior=generic_prior(plan.workload, plan.setting),
+            metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
+        advisor.proposes = spec.sampler == "physics"
+        return advisor
 
     def _recover(self) -> list[Candidate]:
         """Trials that a dead run left behind: told if their result is there, else marked lost and given back to run again."""
@@ -335,8 +359,12 @@ class Runner:
             if candidate is None:
                 self.study.tell(asked, state=TrialState.FAIL)
                 return False
-            with store.heartbeat(self.study, asked._trial_id):
-                result = self._execute(candidate, self._trial_path(asked.number), role=role)
+            unfit = self._advisor.unfit(self.study, candidate) if self.spec.memory_filter and forced is None else None
+            if unfit is not None:
+                result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
+            else:
+                with store.heartbeat(self.study, asked._trial_id):
+                    result = self._execute(candidate, self._trial_path(asked.number), role=role)
         except BaseException:
             with undisturbed():
                 if candidate is None:
@@ -349,7 +377,9 @@ class Runner:
         return True
 
     def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
-        """The result; where 16-bit weights met another type, with what becomes of that."""
+        """The result; where 16-bit weights met another type, with what becomes of that, and what can be done about the unseen."""
+        if result.outcome is Outcome.NOT_APPLIED and self.plan.target.kind == "script":
+            return replace(result, reason=result.reason + remedy(result.reason))
         if not trial.is_dtype_mismatch(result):
             return result
         found = self._under_autocast(candidate)
@@ -394,12 +424,15 @@ class Runner:
         )
         self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=unsafe))
         assert self.study is not None
+        self.__dict__.pop("_advisor", None)  # it holds the candidates that were legal before
         self.study.sampler = sampler = self._sampler()
         return sampler
 
     def _tell(self, asked: Trial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
         assert self.study is not None
-        score = objective.score(result, self.objectives, self.spec.constraints, self.reference)
+        # A loss curve that was cut off says nothing of the time to the target.
+        reference = self.reference if result.outcome is not Outcome.STOPPED_EARLY else None
+        score = objective.score(result, self.objectives, self.spec.constraints, reference)
         done = result.outcome is Outcome.COMPLETE and score.values is not None
         asked.set_user_attr("outcome", str(result.outcome))
         if result.reason:
@@ -466,6 +499,7 @@ class Runner:
             device_memory_bytes=self.spec.device_memory_bytes,
             script=self.plan.script(candidate),
             learning_rate_factor=self.learning_rate.factor(batch),
+            rivals=self._rivals(candidate) if role == "search" else (),
         )
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         # Everything is compared with these, so they are worth another try where something else had the machine.
@@ -487,6 +521,12 @@ class Runner:
                     return result
                 why = f"other processes used {result.other_cores:.1f} cores meanwhile"
             self.observer.say(f"trial {number} is measured again: {why}")
+
+    def _rivals(self, candidate: Candidate) -> tuple[Rival, ...]:
+        """Whom a trial is compared with while it runs; nobody before there is a baseline to be better than."""
+        if self.study is None or self.reference is None or not self.spec.stop_trials:
+            return ()
+        return self._advisor.rivals(self.study, candidate, self.measured())
 
     def _baseline_samples(self) -> int:
         result = trial.result_in(self._trial_path(0))
@@ -520,17 +560,26 @@ class Runner:
         found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
         if not found:
             return
-        turn = [*found, *([baseline] if baseline else [])]
-        # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
-        rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
-        n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
-        while n_done < self.spec.repeats or (n_done < 2 * self.spec.repeats and self._unsettled()):
+        while True:
+            left = recommend.in_race(found, self.measured(), baseline and self._again(baseline), self.objectives, self.plan.world_size)
+            if beaten := [f"trial {m.trial}" for m in found if m not in left]:
+                self.observer.say(f"{', '.join(beaten)}: clearly beaten, so not measured again")
+            found = left
+            # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
+            turn = [*found, *([baseline] if baseline else [])]
+            rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
+            n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
+            if n_done >= self.spec.repeats and not (n_done < 2 * self.spec.repeats and self._unsettled()):
+                return
             if n_done == 0:
                 self.observer.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
-            n_done, last = n_done + 1, last + 1
             for m in turn:
-                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last), role="repeat")
+                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last + 1), role="repeat")
                 self._progress(m.trial, "repeat", m.candidate, result, {k: e.value for k, e in objective.measure(result, None).items()})
+
+    def _again(self, measured: Measured) -> Measured:
+        """The same trial with what was measured since."""
+        return next(m for m in self.measured() if m.trial == measured.trial)
 
     def _unsettled(self) -> bool:
         """Whether the rounds so far differ so much that more are worth their time."""
@@ -544,8 +593,19 @@ class Runner:
     def _told(self) -> list[FrozenTrial]:
         return store.told_trials(self.study) if self.study is not None else []
 
-    def _n_told(self) -> int:
-        return len(self._told())
+    def _outcomes(self) -> list[Outcome]:
+        return [Outcome(store.told_data(told)["outcome"]) for told in self._told()]
+
+    def _n_spent(self) -> int:
+        """Trials that count: what was predicted not to fit cost nothing, until it is as much as the whole budget."""
+        outcomes = self._outcomes()
+        n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in outcomes)
+        return len(outcomes) - min(n_unfit, self.spec.trials)
+
+    def _walls_s(self) -> list[float]:
+        """Seconds of each trial that ran."""
+        ran = [store.told_data(told) for told in self._told()]
+        return [data["wall_s"] for data in ran if data["outcome"] != Outcome.PREDICTED_OOM]
 
     def _trial_path(self, number: int) -> Path:
         return store.trial_path(self.folder, number)
@@ -553,7 +613,7 @@ class Runner:
     def _out_of_time(self) -> bool:
         if self.spec.time_budget_s is None:
             return False
-        walls = [store.told_data(t)["wall_s"] for t in self._told()]
+        walls = self._walls_s()
         # The finalists' turns at the end come out of the same budget.
         reserve = (self.spec.finalists + 1) * self.spec.repeats * (statistics.median(walls) if walls else 0.0) / 2
         return self._spent_s() + reserve >= self.spec.time_budget_s
@@ -562,7 +622,7 @@ class Runner:
         return self._spent_before_s + time.monotonic() - self._started
 
     def _stop_if_hopeless(self) -> None:
-        ends = [store.told_data(t) for t in self._told()]
+        ends = [data for t in self._told() if (data := store.told_data(t))["outcome"] != Outcome.PREDICTED_OOM]
         if len(ends) < HOPELESS_TRIALS:
             return
         crashed = [Outcome(e["outcome"]) in (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED) for e in ends]
@@ -580,14 +640,14 @@ class Runner:
         speedup = None
         if best is not None and baseline is not None:
             speedup = math.exp(recommend.log_ratio(best, baseline, "samples_per_s"))
-        walls = [store.told_data(t)["wall_s"] for t in self._told()]
-        n_left = max(0, self.spec.trials - len(walls))
+        walls, n_spent = self._walls_s(), self._n_spent()
+        n_left = max(0, self.spec.trials - n_spent)
         left = (n_left + (self.spec.finalists + 1) * self.spec.repeats / 2) * (statistics.median(walls) if walls else 0.0)
         if self.spec.time_budget_s is not None:
             left = min(left, max(0.0, self.spec.time_budget_s - self._spent_s()))
         self.observer.ended(
             Progress(
-                number=number, role=role, candidate=candidate, result=result, metrics=metrics, n_told=len(walls),
+                number=number, role=role, candidate=candidate, result=result, metrics=metrics, n_told=n_spent,
                 n_trials=self.spec.trials, best=best, best_speedup=speedup, left_s=left,
             )
         )  # fmt: skip
@@ -619,7 +679,7 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "metrics": {k: v for k, v in score.metrics.items() if math.isfinite(v)},
         "ci95": {k: list(v) for k, v in score.ci95.items() if all(map(math.isfinite, v))},
         "censored": list(score.censored), "feasible": score.feasible, "caveats": result.caveats,
-        "phase_times_s": result.phase_times_s,
+        "phase_times_s": result.phase_times_s, "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
     }  # fmt: skip

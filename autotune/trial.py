@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -75,6 +76,16 @@ def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None)
     return max(1, n_cores // world_size)
 
 
+def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    """The names to which a script's text assigns a value at its top level, as `--set` may replace it, and where."""
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                yield name, node
+            case ast.If() | ast.With() | ast.Try():
+                yield from module_constants([*node.body, *getattr(node, "orelse", [])])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """How a training script is run.
@@ -87,6 +98,7 @@ class Script:
         assignments: Module constants to replace, and by what.
         micro_batch_size: What the untouched script runs with, so that what carries it is known by its value; 0 in a probe.
         gradient_accumulation_steps: The same.
+        precision: The same.
         checkpoint_every: The same, as far as it recomputes activations itself.
         carried: The candidate fields that the user's own templates and mappings carry, so that nothing else is to.
         side_changes: What they carry, in words, where it is not what the untouched script does.
@@ -99,6 +111,7 @@ class Script:
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    precision: str = ""
     checkpoint_every: int = 0
     carried: tuple[str, ...] = ()
     side_changes: tuple[str, ...] = ()
@@ -119,6 +132,9 @@ class Probed:
         moved_by: What carried the change, as that run noted it.
         flags: The flag that carries a candidate field (or `ds_config`), by all its names.
         config_source: Where the configuration comes from: the path of a file, or empty for a dict in the code.
+        configured_accumulation: The engine's own number of micro-batches; None if it was not read.
+        model_parallel_size: Ranks that train one copy of the model together; the others have data of their own.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
     """
 
     ds_config: DsConfig
@@ -129,8 +145,27 @@ class Probed:
     plain_backward: bool = False
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
+    configured_accumulation: int | None = None
+    model_parallel_size: int = 1
+    pipeline_stages: int = 0
     flags: dict[str, list[str]] = field(default_factory=dict)
     config_source: str = ""
+
+    def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
+        """A candidate's DeepSpeed configuration as this script needs it."""
+        config = dict(config)
+        if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
+            # The script counts micro-batches itself; told of them, DeepSpeed would count them once more.
+            config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.pipeline_stages:
+            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+            if candidate.checkpoint_every and not self.checkpoint_every:
+                # Reentrant, DeepSpeed's default, gives no gradient to a first layer that is fed tokens.
+                section["use_reentrant"] = False
+            config["pipeline"] = section
+            if section == {"activation_checkpoint_interval": 0}:
+                del config["pipeline"]
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +204,47 @@ class Workload:
     profile: Profile | None = None
     machine: Machine | None = None
 
+    def data_parallel(self, world_size: int) -> int:
+        """How many of the ranks have data of their own."""
+        return world_size // (self.script.model_parallel_size if self.script else 1)
+
+
+# From so many timed steps on a trial may be stopped for what it is seen to be.
+RIVAL_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A measured configuration, and what a trial must still be able to undercut not to be worse than it on every objective.
+
+    Attributes:
+        trial: Its number.
+        step_time_s: The trial's step time from which on all objectives that follow from time are worse.
+        peak_memory_bytes: The same for its memory; None if memory is no objective.
+    """
+
+    trial: int
+    step_time_s: float
+    peak_memory_bytes: float | None = None
+
+    def beats(self, step_time_s: float, peak_memory_bytes: float) -> bool:
+        """Whether a trial that can do no better than this is beaten."""
+        return step_time_s >= self.step_time_s and (self.peak_memory_bytes is None or peak_memory_bytes >= self.peak_memory_bytes)
+
+
+def beaten_by(rivals: Sequence[Rival], times_s: Sequence[float], peak_memory_bytes: float) -> Rival | None:
+    """The rival that a trial cannot match any more; None while there is hope, or too little was timed.
+
+    Args:
+        rivals: Whom it is compared with.
+        times_s: Every optimizer step so far, set-up included; the fastest timed one bounds the step time from below.
+        peak_memory_bytes: Its peak so far, which can only grow.
+    """
+    timed = times_s[stats.SETUP_STEPS :]
+    if len(timed) < RIVAL_STEPS:
+        return None
+    return next((rival for rival in rivals if rival.beats(min(timed), peak_memory_bytes)), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
@@ -192,6 +268,7 @@ class TrialRequest:
         noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
             configuration's own.
         learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
+        rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
     """
 
     target: str
@@ -208,6 +285,7 @@ class TrialRequest:
     script: Script | None = None
     noise: bool = False
     learning_rate_factor: float = 1.0
+    rivals: tuple[Rival, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +353,7 @@ class RankReport:
         cpu_times_s: Process time (all threads) of this rank for the same steps.
         losses: Mean loss over ranks for each step; None where it was not finite.
         phase_times_s: One step taken apart: data, forward, backward, step.
+        micro_step_s: Median time of a micro-step that ends no optimizer step (`inner`) and of one that does (`boundary`).
         peak_memory_bytes: High-water mark by phase: on CPU resident growth over the rank's start, on CUDA allocated.
         reserved_memory_bytes: CUDA only: high-water mark of the caching allocator.
         alloc_retries: CUDA only: how often the allocator had to free its cache and try again.
@@ -297,6 +376,7 @@ class RankReport:
     cpu_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     reserved_memory_bytes: int | None = None
     alloc_retries: int | None = None
@@ -350,6 +430,7 @@ class TrialResult:
         peak_memory_bytes: Highest over phases and ranks; on CUDA the reserved bytes.
         memory_by_phase_bytes: The same by phase, highest over ranks.
         phase_times_s: One step taken apart, slowest rank.
+        micro_step_s: Median time of an `inner` and of a `boundary` micro-step, slowest rank.
         alloc_retries: CUDA allocator retries, summed over ranks.
         other_cores: Cores that other processes kept busy while steps were timed.
         startup_s: Seconds before the first step, slowest rank, by phase.
@@ -377,6 +458,7 @@ class TrialResult:
     peak_memory_bytes: int | None = None
     memory_by_phase_bytes: dict[str, int] = field(default_factory=dict)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     alloc_retries: int | None = None
     other_cores: float = 0.0
     startup_s: dict[str, float] = field(default_factory=dict)
@@ -390,7 +472,10 @@ class TrialResult:
 
 
 class TrialDir:
-    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`."""
+    """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`.
+
+    `scratch` takes what a training script writes; it is removed when the trial has ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -402,6 +487,7 @@ class TrialDir:
         self.profile = path / "profile.json"
         self.machine = path / "machine.json"
         self.events = path / "events.jsonl"
+        self.scratch = path / "scratch"
 
     def report(self, rank: int) -> Path:
         """Where rank `rank` writes its report."""
@@ -414,7 +500,7 @@ class TrialDir:
 
 def write(path: Path, value: Any, *, sync: bool = True) -> None:
     """Writes a dataclass or plain data as JSON, whole or not at all; see `write_text`."""
-    data = TypeAdapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
+    data = _adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
 
 
@@ -443,7 +529,17 @@ def read(path: Path, kind: type[T]) -> T:
         FileNotFoundError: There is no such file.
         pydantic.ValidationError: The file is not of that kind.
     """
-    return TypeAdapter(kind).validate_json(path.read_bytes())
+    found: T = _adapter(kind).validate_json(path.read_bytes())
+    return found
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:  # making one takes milliseconds, and a trial reads and writes nine such files
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 def result_in(path: Path) -> TrialResult | None:
@@ -561,6 +657,7 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         samples_per_step=lead.observed.samples_per_step,
         tokens_per_step=lead.observed.tokens_per_step,
         phase_times_s=_highest(report.phase_times_s for report in found.values()),
+        micro_step_s=_highest(report.micro_step_s for report in found.values()),
         alloc_retries=sum(retries) if retries else None,
         other_cores=lead.other_cores,
         observed=lead.observed,
@@ -571,9 +668,10 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
 def _verdict(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
     if end.killed == "cancel":
         return Outcome.LOST, "stopped before it ended", phase, None
-    failed = [report for report in found.values() if report.outcome is not Outcome.COMPLETE]
+    failed = [report for report in found.values() if report.outcome not in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)]
     if not failed and len(found) == request.world_size:
-        return Outcome.COMPLETE, "", "done", None  # whatever became of the processes after they had reported
+        last = found[0]  # the ranks decide together; whatever became of the processes after they had reported
+        return last.outcome, last.reason, "done" if last.outcome is Outcome.COMPLETE else "measure", None
     # The cause is the earliest failure that is not the echo of a dead peer.
     failed.sort(key=lambda report: (_is_echo(report), report.failed_at or 0.0))
     # Ranks that ended without a word, by themselves: what the agent killed had no chance to say one.

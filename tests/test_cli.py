@@ -279,11 +279,27 @@ def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, tmp_pat
     shutil.rmtree(log.parents[2])
 
 
+def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "autotune.cli", "run", "echo begun > begun; sleep 300 & sleep 301"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    _, said = driver.communicate(timeout=60)
+    assert driver.returncode == 130 and "nothing to keep" in said and processes_of(tmp_path) == []
+
+
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedProcess[str]]:
     """A folder with a study of a launch command that ran to its end."""
     folder = tmp_path_factory.mktemp("launched")
-    shutil.copyfile(models / "scripts" / "dict_config.py", folder / "train.py")
+    text = (models / "scripts" / "dict_config.py").read_text()
+    # DeepSpeed's shared-memory op would be compiled first, and leave its files in /dev/shm for ever.
+    without_op = "import deepspeed\n\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    (folder / "train.py").write_text(text.replace("import deepspeed\n", without_op, 1))
     (folder / "space.yaml").write_text("micro_batch_size: [2, 4]\nprecision: [torch_autocast]\n")
     command = "torchrun --standalone --nproc_per_node 2 train.py --batch_size 4 --steps 30"
     options = ["--space", "space.yaml", "--objective", "latency", "--trials", "2"]
@@ -299,8 +315,6 @@ def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched):
     before = told(folder)
     again = autotune("run", "studies/train/study.yaml", "--json", cwd=folder)
     assert again.returncode == 0 and told(folder) == before, again.stderr
-    other = autotune("run", command.replace("4", "2"), "--study", "train", cwd=folder)
-    assert "differs in script" in one_sentence(other) or "differs in" in one_sentence(other)
     assert processes_of(folder) == []
 
 
@@ -317,7 +331,8 @@ def test_the_exported_command_trains_as_the_trial_did(launched):
         ran = subprocess.run(
             line, shell=True, cwd=folder, env=environment | {"TMPDIR": scratch}, capture_output=True, text=True, timeout=200, check=False
         )
-    assert ran.returncode == 0 and ran.stdout.count("loss ") == 2 * 30, ran.stderr[-2000:]
+    # Two ranks write into one pipe, unbuffered, so that lines mix.
+    assert ran.returncode == 0 and ran.stdout.count("loss") == 2 * 30, ran.stderr[-2000:]
 
 
 def test_init_writes_a_study_that_can_be_read_and_never_writes_over_one(tmp_path):

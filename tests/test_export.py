@@ -365,6 +365,13 @@ def test_accelerates_launcher_takes_the_exported_config():
     assert line == "accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
 
 
+def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
+    change = "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    comments, line = command(CANDIDATES[1], changes=(change,))
+    assert line.startswith("accelerate launch --config_file accelerate.yaml train.py --bs 3")
+    assert comments == ["# accelerate.yaml is the same pick in the format `accelerate`."]
+
+
 def test_a_model_has_no_command():
     with pytest.raises(ExportError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)

@@ -332,3 +332,61 @@ def test_stated_intervals_hold_the_truth_about_as_often_as_they_say():
 
 def test_probability_below_is_that_of_a_normal():
     assert probability_below(np.array([0.0]), np.array([1.0]), 0.0)[0] == pytest.approx(0.5)
+
+
+def test_goodput_follows_from_step_time_and_what_a_useful_sample_costs():
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    phi, base = 24.0, DEFAULT.global_batch_size(2)
+
+    def goodput(c):
+        batch = c.global_batch_size(2)
+        return batch / truth(c)[0] * (phi + base) / (phi + batch)
+
+    guide = Guide(every, PRIOR, ["goodput_samples_per_s", "step_time_s"], world_size=2, reference=DEFAULT)
+    told = []
+    for _ in range(16):
+        c = guide.suggest(told) if told else DEFAULT
+        told.append(Told(candidate=c, metrics={**metrics_of(c), "goodput_samples_per_s": goodput(c)}))
+    assert max(map(goodput, (t.candidate for t in told))) >= 0.98 * max(map(goodput, every))
+    mean, _ = guide.beliefs(told, every).log_useful
+    assert np.median(np.abs(mean - [math.log((phi + c.global_batch_size(2)) / (phi + base)) for c in every])) < 0.05
+
+
+def test_two_coordinators_on_one_storage_never_run_the_same(tmp_path):
+    url = f"sqlite:///{tmp_path / 'two.db'}"
+    pair = [sampler_for() for _ in range(2)]
+    studies = [study_for(sampler, url, "two") for sampler, _ in pair]
+    running = []
+    for n in range(14):
+        (_, space), study = pair[n % 2], studies[n % 2]
+        trial = study.ask()
+        candidate = space.candidate(space.suggest(lambda parameter, trial=trial: parameter.suggest(trial), DEFAULT), DEFAULT)
+        trial.set_user_attr(CANDIDATE_ATTR, candidate.key)
+        running.append((study, trial, candidate))
+        if len(running) > 3:  # up to four run at a time
+            other, done, what = running.pop(0)
+            other.tell(done, [truth(what)[0], what.global_batch_size(2) / truth(what)[0]])
+    keys = [trial.user_attrs[CANDIDATE_ATTR] for trial in studies[0].trials]
+    assert len(set(keys)) == len(keys) == 14
+
+
+def test_a_frozen_batch_and_a_baseline_outside_the_space_are_searched_all_the_same():
+    frozen = {**KNOBS, "micro_batch_size": [3], "gradient_accumulation_steps": [1]}
+    outside = Candidate.of({"micro_batch_size": 3, "zero_stage": 1, "precision": "bf16", "zero_optimization.reduce_bucket_size": 12345})
+    sampler, space = sampler_for(frozen, default=outside, limit=4e9)
+    study = study_for(sampler)
+    sampler.force(outside)
+    tried = [step(study, sampler, space, 4e9) for _ in range(10)]
+    assert tried[0] == outside and len(set(tried)) == 10 and {c.micro_batch_size for c in tried} == {3}
+
+
+def test_without_a_known_limit_what_ran_out_of_memory_still_teaches():
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    guide = Guide(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)
+    told = [told_of(DEFAULT)]
+    for _ in range(16):
+        told.append(told_of(guide.suggest(told), 4e9))
+    assert sum(t.outcome is Outcome.OOM for t in told) <= 3
+    assert max(t.metrics.get("samples_per_s", 0.0) for t in told) >= 0.9 * max(
+        metrics_of(c)["samples_per_s"] for c in every if truth(c)[1] <= 4e9
+    )

@@ -186,5 +186,5 @@ def test_tpe_finds_a_good_candidate_sooner_than_chance():
 
 
 def test_an_unknown_sampler_is_refused_with_those_that_are_known():
-    with pytest.raises(UserError, match=r"unknown 'tpee'\. Did you mean 'tpe'\? Known: tpe, .*random"):
+    with pytest.raises(UserError, match=r"unknown 'tpee'\. Did you mean 'tpe'\? Known: physics, tpe, .*random"):
         check_sampler("tpee")

@@ -18,6 +18,7 @@ from autotune.analysis import recommend
 from autotune.candidate import CANDIDATE_ATTR, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.objective import Constraint
+from autotune.plan import remedy
 from autotune.study import Runner, note_agent, study_lock, undisturbed
 from autotune.trial import Outcome, TrialDir
 
@@ -197,7 +198,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
     some = Instant(
         lambda c: failed(Outcome.OOM, "over the limit") if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8) else report(c)
     )
-    runner, _, _ = run(tmp_path, some, trials=12, finalists=0)
+    runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
     outcomes = {m.outcome for m in runner.measured()}
     assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
     assert set(states(runner)) == {"COMPLETE", "PRUNED"}
@@ -205,7 +206,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
 
 def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
     executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c))
-    runner, _, watcher = run(tmp_path, executor, trials=5)
+    runner, _, watcher = run(tmp_path, executor, trials=5, memory_filter=False)
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
     assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
     assert "convergence" not in [o.name for o in runner.objectives]
@@ -248,6 +249,20 @@ def test_a_resumed_study_still_owes_the_try_under_autocast(tmp_path):
     executor = Instant(mixed)
     runner_of(tmp_path, executor, trials=2, finalists=0, space=[WITH_AUTOCAST], baseline=bf16).run()
     assert executor.ran == [replace(bf16, precision="torch_autocast")]
+
+
+def test_what_was_asked_for_and_not_seen_comes_with_the_remedy(tmp_path):
+    reason = "micro_batch_size: 4 was asked for, 8 ran"
+
+    def unmoved(candidate):
+        return report(candidate) if candidate.micro_batch_size == 8 else failed(Outcome.NOT_APPLIED, reason)
+
+    runner = runner_of(tmp_path, Instant(unmoved), trials=6, finalists=0)
+    runner.plan = replace(runner.plan, target=replace(runner.plan.target, kind="script"))
+    runner.run()
+    reasons = {text for told in store.told_trials(runner.study) if (text := store.told_data(told)["reason"])}
+    assert len(reasons) == 1 and "--set NAME={micro_batch_size}" in reasons.pop()
+    assert remedy("zero_stage: 1 was asked for") == "" and remedy(reason + remedy(reason)) == ""
 
 
 def test_a_precision_that_has_worked_once_stays(tmp_path):

@@ -17,6 +17,8 @@ from autotune.trial import Outcome
 ASSUMED_SPREAD = 0.02
 # Between first trial and re-measurement the machine's speed changes by so much before it is worth a word: 10 %.
 DRIFT = 0.1
+# A lead of so many times what can be told apart needs no further measurement.
+CLEARLY = 2.0
 # The best of what only a trial can run, where that beats what the user can.
 OUT_OF_REACH = "out_of_reach"
 PICKS: dict[str, str] = {
@@ -204,6 +206,43 @@ def finalists(
     wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
     unique = {m.trial: m for m in [*wanted, *ranked]}
     return list(unique.values())[:n]
+
+
+def in_race(
+    found: Sequence[Measured], measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int
+) -> list[Measured]:
+    """The finalists that may still turn out the best of something; those clearly beaten in every way need no further round.
+
+    A finalist may win as the compromise, as the compromise with the baseline's batch, or by throughput. It is out where the best
+    re-measured finalist leads by more than twice what can be told apart.
+
+    Args:
+        found: The finalists.
+        measured: Every told trial.
+        baseline: The user's own configuration, if it completed.
+        objectives: What the study optimises.
+        world_size: Ranks.
+    """
+    judge = _Judge(measured, baseline)
+    now = {m.trial: m for m in measured if m.trial in {f.trial for f in found}}
+    seen = [m for m in now.values() if m.repeats]
+    if not seen:
+        return list(found)
+    reference = baseline or seen[0]
+
+    def gain(m: Measured) -> float:
+        return log_gain(m, reference, objectives)
+
+    def throughput(m: Measured) -> float:
+        return log_ratio(m, reference, "samples_per_s")
+
+    def hopeful(m: Measured, among: Sequence[Measured], worth: Callable[[Measured], float]) -> bool:
+        return m in among and worth(m) >= max(worth(other) for other in among) - CLEARLY * judge.resolution(m)
+
+    same = [m for m in seen if baseline is not None and _same_batch(m, baseline, world_size)]
+    contests = ((seen, gain), (same, gain), (seen, throughput))
+    left = {m.trial for m in seen if any(hopeful(m, among, worth) for among, worth in contests)}
+    return [f for f in found if f.trial in left or not now[f.trial].repeats]
 
 
 def recommend(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int) -> Recommendation:

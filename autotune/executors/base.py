@@ -81,6 +81,7 @@ def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable
     finally:
         if status is Status.RUNNING:
             job.cancel()
+    shutil.rmtree(folder.scratch, ignore_errors=True)
     result = conclude(folder, request)
     trial.write(folder.result, result)
     return result

@@ -133,7 +133,7 @@ class StudyReport:
     def caveats(self) -> list[str]:
         """What the user should know: about the target, and about the trials that the answer rests on."""
         shown = {point["trial"] for point in (*self.picks.values(), *([self.baseline] if self.baseline else []))}
-        found = [str(text) for text in self.workload.get("caveats") or ()]
+        found = [str(text) for text in (self.study.get("ended"), *(self.workload.get("caveats") or ())) if text]
         for trial in self.trials:
             if trial["trial"] in shown:
                 found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]

@@ -139,7 +139,9 @@ def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int,
             arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
     shown = templates_in([*arguments, *how.environment.values()])
-    if how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    by_accelerate = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ()))
+    if by_accelerate or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        carried += ("DeepSpeed:",)
         comments = ["accelerate.yaml is the same pick in the format `accelerate`."]
         launcher = ["accelerate", "launch", "--config_file", "accelerate.yaml"]
     elif "deepspeed" in flags or DS_CONFIG in flags:

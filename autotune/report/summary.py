@@ -62,6 +62,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
+            "ended": study.user_attrs.get(store.ENDED_ATTR, ""),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),

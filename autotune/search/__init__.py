@@ -6,8 +6,8 @@ from autotune import UserError
 from autotune.candidate import nearest
 
 SAMPLERS = {
-    "tpe": "multivariate tree-structured Parzen estimator with constraints; follows conditional knobs (the default)",
-    "physics": "analytic prior of memory and step time, corrected by every trial; passes by what will not fit",
+    "physics": "analytic prior of memory and step time, corrected by every trial; stops by itself (the default)",
+    "tpe": "multivariate tree-structured Parzen estimator with constraints; follows conditional knobs",
     "gp": "Gaussian process with constraints; strong on smooth spaces, seconds a suggestion where there are several objectives",
     "nsga2": "genetic algorithm for several objectives; needs many trials",
     "random": "uniform over what can run",

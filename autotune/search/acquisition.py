@@ -18,7 +18,7 @@ def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
 
 
 def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.random.Generator) -> Floats:
-    """Expected growth of the dominated hypervolume for each row, the costs taken as independent.
+    """Expected growth of the dominated hypervolume for each row, as a share of it; the costs are taken as independent.
 
     It is the integral, over the part of the box that the front does not dominate, of the probability that the row
     dominates the point there; the integral is a mean over random points.
@@ -32,13 +32,15 @@ def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.ran
     low = np.minimum(front.min(axis=0), (mean - 1.5 * sd).min(axis=0))
     high = front.max(axis=0) + 0.1 * np.maximum(front.max(axis=0) - low, 0.05)
     points = low + (high - low) * rng.random((DRAWN, len(low)))
-    free = points[~dominated(points, front)][:KEPT]
+    free = points[~dominated(points, front)]
+    ratio = len(free) / max(1, len(points) - len(free))
+    free = free[:KEPT]
     if not len(free):
         return np.zeros(len(mean))
     total = np.ones((len(mean), len(free)))
     for column in range(len(low)):
         total *= ndtr((free[None, :, column] - mean[:, column, None]) / sd[:, column, None])
-    return np.asarray(total.mean(axis=1), dtype=float)
+    return np.asarray(ratio * total.mean(axis=1), dtype=float)
 
 
 def dominated(points: Floats, by: Floats) -> NDArray[np.bool_]:

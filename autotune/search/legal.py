@@ -42,6 +42,7 @@ class LegalSampler(BaseSampler):
     def __init__(self, name: str, space: SearchSpace, default: Candidate, setting: Setting, seed: int) -> None:
         check_sampler(name)
         self.exhausted = False
+        self.why_exhausted = "every candidate that can run here has been measured"
         self.forced: Candidate | None = None
         self._space, self._default, self._setting = space, default, setting
         self._draws = DRAWS[name]

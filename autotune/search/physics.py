@@ -19,14 +19,17 @@ from optuna.distributions import BaseDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.analysis.recommend import Measured
 from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
 from autotune.predict import memory, step_time
 from autotune.predict.profile import Knobs, Machine, Profile
+from autotune.search import advice
 from autotune.search.catalogue import Prediction, Prior
-from autotune.search.guide import Beliefs, Bound, Guide, Told
+from autotune.search.guide import Beliefs, Guide
+from autotune.search.learned import Bound, Told
 from autotune.search.legal import LegalSampler, encoded
 from autotune.space import SearchSpace
-from autotune.trial import Outcome, Workload
+from autotune.trial import Outcome, Rival, Workload
 
 # Written by `store`, which lies beside this package: what a told trial yielded, as JSON.
 MEASURED_ATTR = "measured"
@@ -89,6 +92,9 @@ class PhysicsSampler(LegalSampler):
         metrics: The objectives' metrics, in order.
         memory_limit_bytes: What a rank may use; None if that is not known.
         bounds: Bounds on metrics that a solution must keep, as `objective.bounds` gives them.
+
+    Attributes:
+        proposes: Whether it is to propose candidates: one that is only asked about them need not look at the whole space.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class PhysicsSampler(LegalSampler):
         super().__init__("random", space, default, setting, seed)
         self._metrics, self._prior, self._limit, self._bounds = list(metrics), prior, memory_limit_bytes, list(bounds)
         self._guide: Guide | None = None
-        self._whole = True
+        self._whole = self.proposes = True
 
     @property
     def guide(self) -> Guide:
@@ -115,7 +121,7 @@ class PhysicsSampler(LegalSampler):
             space, default, setting = self._space, self._default, self._setting
             self._whole = space.size(default) <= MOST_CANDIDATES
             drawn = space.candidates(default) if self._whole else space.draw(random.Random(0), default, DRAWN)
-            legal = list(dict.fromkeys(c for c in drawn if c.illegal(setting) is None))
+            legal = list(dict.fromkeys(c for c in drawn if c.illegal(setting) is None)) if self.proposes else []
             values = {p.name: list(p.all_values()) for p in space.parameters}
             self._guide = Guide(
                 legal, self._prior, self._metrics, world_size=setting.world_size, memory_limit_bytes=self._limit,
@@ -135,7 +141,7 @@ class PhysicsSampler(LegalSampler):
         busy = [Candidate.from_key(key) for key in known if key]
         proposed = guide.suggest(told, busy)
         if proposed is None:
-            self.exhausted = True
+            self.exhausted, self.why_exhausted = True, advice.nothing_left(guide.left(told, busy), guide.limit)
             return {}
         return encoded(self._space, proposed)
 
@@ -148,6 +154,19 @@ class PhysicsSampler(LegalSampler):
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         found = [self._as_told(t) for t in study.get_trials(deepcopy=False, states=states)]
         return [t for t in found if t is not None]
+
+    def unfit(self, study: Study, candidate: Candidate) -> str | None:
+        """Why a candidate would surely run out of memory; None where it may fit."""
+        return advice.unfit(self.guide, self.told(study), candidate)
+
+    def settled(self, study: Study, below: float) -> str | None:
+        """Why nothing better than a share `below` is to be expected of any candidate; None if something is."""
+        busy = [Candidate.from_key(key) for key in self._known(study) if key]
+        return advice.settled(self.guide, self.told(study), busy, below)
+
+    def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[Rival, ...]:
+        """Whom a trial of the candidate is compared with while it runs."""
+        return advice.rivals(self.guide, self.told(study), candidate, measured, self._default)
 
     def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
@@ -174,7 +193,7 @@ class PhysicsSampler(LegalSampler):
         if MEASURED_ATTR in attrs:
             data = json.loads(attrs[MEASURED_ATTR])
             outcome = Outcome(data["outcome"])
-            inner, boundary = _micro_steps(data.get("phase_times_s") or {}, candidate, self._setting.world_size)
+            inner, boundary = _micro_steps(data, candidate, self._setting.world_size)
             ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
             return Told(
                 candidate=candidate, outcome=outcome, metrics=data["metrics"], ci95=ci95, censored=data.get("censored", ()),
@@ -211,14 +230,16 @@ class PhysicsSampler(LegalSampler):
         return firsts
 
 
-def _micro_steps(phases: Mapping[str, float], candidate: Candidate, world_size: int) -> tuple[float | None, float | None]:
-    """Times of an inner and of a boundary micro-step from one step taken apart (data, forward, backward, step).
+def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int) -> tuple[float | None, float | None]:
+    """Times of an inner and of a boundary micro-step: timed as such, or from one step taken apart (data, forward, backward, step).
 
-    Only where micro-steps are alike up to the optimizer: at ZeRO stages 0 and 1 with several ranks the last backward also
-    reduces the gradients, and its share is not known.
+    The latter only where micro-steps are alike up to the optimizer: at ZeRO stages 0 and 1 with several ranks the last
+    backward also reduces the gradients, and its share is not known.
     """
-    steps = candidate.gradient_accumulation_steps
+    timed, phases = data.get("micro_step_s") or {}, data.get("phase_times_s") or {}
+    if {"inner", "boundary"} <= timed.keys():
+        return timed["inner"], timed["boundary"]
     if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
         return None, None
-    inner = (phases.get("data", 0.0) + phases["forward"] + phases["backward"]) / steps
+    inner = (phases.get("data", 0.0) + phases["forward"] + phases["backward"]) / candidate.gradient_accumulation_steps
     return inner, inner + phases["step"]

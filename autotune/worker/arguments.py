@@ -51,15 +51,16 @@ class Arguments:
         typed = own is None or list(own) == sys.argv[1:]
         for field, names in DESTINATIONS.items():
             change = self._value(field)
-            name = next((name for name in names if change and values.get(name) == change[0]), None)
+            name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
-                setattr(parsed, name, change[1])
+                setattr(parsed, name, type(values[name])(change[1]))
                 self._moved(parser, field, name, *change, typed=typed)
         for name in CONFIG_DESTINATIONS:
-            if isinstance(values.get(name), str) and values[name].endswith(".json"):
+            given = isinstance(values.get(name), str) and values[name].endswith(".json")
+            if typed and (given or (name in values and name == "deepspeed_config")):
                 self._flags["ds_config"] = _options(parser, name)
-                if self._ds_config is not None and name != "deepspeed":  # transformers' flag, which its adapter sees to
-                    setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
+            if given and self._ds_config is not None and name != "deepspeed":  # transformers' flag, which its adapter sees to
+                setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
         if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(parser, name))})
         return parsed, rest

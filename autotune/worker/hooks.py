@@ -29,15 +29,14 @@ from torch.utils import checkpoint as checkpointing
 from autotune import UserError, stats, trial
 from autotune.candidate import OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig
 from autotune.trial import Probed, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe, script
+from autotune.worker import contract, frameworks, observe, pipeline, script
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
+from autotune.worker.traces import Traces
 
 PROBE_STEPS = 3
-SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-MOST_FILES_NAMED = 5
 # What torch's checkpoint takes for itself.
 CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -87,7 +86,7 @@ class Hooks:
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
         self.family = self.config_source = ""
-        self.scratch = recorder.folder.path / "scratch"
+        self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
@@ -96,12 +95,14 @@ class Hooks:
         self.batch_factor = 1
         self.casts_inputs = True
         self._script_recomputes = True
+        self._unrecomputed = ""  # where recomputation was asked for and not carried out
         self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
+        self._skipped = 0
         self._losses: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
         self._n_backward = 0
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._files: list[str] = []
+        self._traces = Traces(self, users_caller)
 
     def install(self) -> None:
         """Patches every entry point; nothing is ever put back, since the process ends with the trial."""
@@ -109,12 +110,9 @@ class Hooks:
 
         for text in self.script.side_changes:
             self.changed(text)
-        os.environ |= {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
         patch(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
-        for name in SAVERS:
-            patch(deepspeed.DeepSpeedEngine, name, self.saver(f"engine.{name}"))
-        patch(torch, "save", self._torch_save)
+        patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
         patch(checkpointing, "checkpoint", self._checkpoint)
         patch(torch.Tensor, "backward", self._tensor_backward)
         trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
@@ -126,7 +124,7 @@ class Hooks:
         patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
         patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
         frameworks.install(self)
-        sys.addaudithook(self._audit)
+        self._traces.install()
 
     def script_ended(self) -> None:
         """The script came to its end by itself.
@@ -145,19 +143,20 @@ class Hooks:
     # The configuration
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from deepspeed.runtime.pipe.module import PipelineModule
-
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
-        namespace = given.get("args")
+        namespace: Any = given.get("args")
+        if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
+            namespace.device_rank = int(os.environ["LOCAL_RANK"])
         stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
-        own = _read_config(stated)
+        try:
+            own = _read_config(stated)
+        except ScriptError as error:  # the script must not catch it
+            self.abort(error)
         if not isinstance(stated, dict):
             self.config_source = str(stated)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
-        if isinstance(given.get("model"), PipelineModule):
-            self.abort(ScriptError("the script trains a deepspeed.PipelineModule, which cannot be tuned yet"))
         first = self.meter is None
         watch = self._before(given, own) if first else None
         config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
@@ -198,8 +197,10 @@ class Hooks:
                 config["scheduler"]["params"][name] = "auto"
         return config
 
-    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Recomputations:
+    def _before(self, given: dict[str, Any], own: DsConfig) -> observe.Recomputations | pipeline.Recomputed:
         """Looks at the model before DeepSpeed changes it."""
+        from deepspeed.runtime.pipe.module import PipelineModule
+
         self.recorder.enter("initialize")
         # Frameworks write infinity here, which is no JSON.
         self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
@@ -207,6 +208,10 @@ class Hooks:
         blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
+        if isinstance(model, PipelineModule):
+            self.family = self.family or "DeepSpeed PipelineModule"
+            self.workload = pipeline.whole(self.workload, model)
+            return pipeline.recompute(self, model, own)
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
         return observe.Recomputations(blocks)
@@ -225,6 +230,12 @@ class Hooks:
     def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._script_recomputes:
             return original(function, *args, **kwargs)
+        if not self._unrecomputed:
+            self._unrecomputed = users_caller() or "a library"
+            if self._unrecomputed == "a library":
+                self.changed(
+                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.", reproducible=False
+                )
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
     def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -285,20 +296,28 @@ class Hooks:
 
     # The steps
 
-    def _attach(self, engine: Any, watch: observe.Recomputations) -> None:
-        if self.candidate is not None and self.casts_inputs:
-            engine.register_forward_pre_hook(self._cast, with_kwargs=True)
+    def _attach(self, engine: Any, watch: observe.Recomputations | pipeline.Recomputed) -> None:
         batches = observe.BatchObserver(engine, forgiving=True)
         self._watch = watch
-        self.meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
-        engine.backward = functools.partial(self._engine_backward, engine.backward)
-        engine.step = functools.partial(self._engine_step, engine.step)
+        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
+        if hasattr(engine, "train_batch"):
+            pipeline.attach(self, meter, engine)
+        else:
+            engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
+            engine.backward = functools.partial(self._engine_backward, engine.backward)
+            engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
         self._restart_clock()
 
-    def _cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if self.meter is not None and torch.is_grad_enabled() and engine.training:
+            self.meter.enter("forward")
+        return self.cast(engine, args, kwargs)
+
+    def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Gives 16-bit weights 16-bit inputs, which a script written for another precision does not."""
-        assert self.candidate is not None
+        if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
+            return None  # the script knows what its own precision needs
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(self.candidate.precision)
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
@@ -307,43 +326,67 @@ class Hooks:
         cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
         return cast
 
+    @contextlib.contextmanager
+    def inside_backward(self) -> Iterator[None]:
+        """What is called meanwhile is a part of an engine's backward pass, and no pass of the script's own."""
+        before, self._inside_backward = self._inside_backward, True
+        try:
+            yield
+        finally:
+            self._inside_backward = before
+
+    def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.inside_backward():  # of any engine: a critic's passes are none of ours
+            return original(*args, **kwargs)
+
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
         self._summed = kwargs.get("scale_wrt_gas") is False
-        self._went_backward(loss)
-        self._inside_backward = True
-        try:
-            return original(loss, *args, **kwargs)
-        finally:
-            self._inside_backward = False
+        return self._backward(original, loss, *args, **kwargs)
 
     def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = self.meter is not None and not self._inside_backward and self.meter.batches.went_forward
-        if ours:
-            self.plain_backward = True
-            self._went_backward(tensor)
-        return original(tensor, *args, **kwargs)
+        if self.meter is None or self._inside_backward or not self.meter.batches.went_forward:
+            return original(tensor, *args, **kwargs)
+        self.plain_backward = True
+        return self._backward(original, tensor, *args, **kwargs)
 
-    def _went_backward(self, loss: Any) -> None:
-        if self.meter is None:
-            return
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.meter is not None
         self.meter.batches.backward()
+        self._note_loss(loss)
+        self.meter.enter("backward")
+        with self.inside_backward():
+            result = original(loss, *args, **kwargs)
+        self.meter.enter("step")
+        return result
+
+    def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             value = loss.detach().float().reshape(())
             self._total = value if self._total is None else self._total + value
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.meter is not None
+        self.meter.enter("step")
+        result = original(*args, **kwargs)
+        self.stepped()
+        self.meter.enter("data")
+        return result
+
+    def stepped(self, loss: Any = None) -> None:
+        """Notes that the engine may have taken an optimizer step, with its loss where that is not known from backward passes."""
         meter = self.meter
         assert meter is not None
-        skipped = meter.engine.skipped_steps
-        result = original(*args, **kwargs)
-        if meter.batches.step():
-            try:
-                self._boundary(meter, overflowed=meter.engine.skipped_steps > skipped)
-            except BaseException as error:  # the script must not catch it
-                self.abort(error)
-        return result
+        if loss is not None:
+            self._note_loss(loss)
+        if not meter.batches.step():
+            return
+        overflowed, self._skipped = meter.engine.skipped_steps > self._skipped, meter.engine.skipped_steps
+        try:
+            self._boundary(meter, overflowed=overflowed)
+        except BaseException as error:  # the script must not catch it
+            self.abort(error)
 
     def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
@@ -353,6 +396,7 @@ class Hooks:
         self._ragged |= meter.batches.ragged
         if len(self._losses) < meter.window_steps():
             return
+        meter.enter("")
         meter.synchronize()
         wall, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         meter.gather(wall, cpu, self._losses, overflowed=self._overflowed, ragged=self._ragged)
@@ -372,6 +416,8 @@ class Hooks:
     def _restart_clock(self) -> None:
         self._losses, self._overflowed, self._ragged = [], False, False
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        if self.meter is not None and self.candidate is not None and len(self.report.step_times_s) == 1:
+            self.meter.take_apart()
 
     def _end(self, caveat: str = "") -> None:
         """Writes what was seen and ends the process; all ranks come here at the same step."""
@@ -380,8 +426,7 @@ class Hooks:
         if caveat:
             self.report.caveats.append(caveat)
         self._compare_data(meter)
-        for path in self._files[:MOST_FILES_NAMED]:
-            self.report.caveats.append(f"the script itself writes {path}, in every trial")
+        self._traces.close()
         if self.candidate is not None:
             meter.finish()
         else:
@@ -401,6 +446,9 @@ class Hooks:
                 plain_backward=self.plain_backward,
                 flags=self.report.flags,
                 config_source=self.config_source,
+                configured_accumulation=meter.engine.gradient_accumulation_steps(),
+                model_parallel_size=self.request.world_size // meter.data_parallel,
+                pipeline_stages=getattr(meter.engine, "num_stages", 0),
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
@@ -408,9 +456,12 @@ class Hooks:
         rank_run.complete(self.recorder)
 
     def _compare_data(self, meter: Meter) -> None:
-        own = torch.tensor((meter.batches.checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
+        # Of a pipeline only the first stages take data in.
+        checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
+        own = torch.tensor((checksums + [0] * observe.N_CHECKSUMS)[: observe.N_CHECKSUMS], dtype=torch.float64)
         rows = [torch.empty_like(own, device=meter.device) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own.to(meter.device))
+        rows = [row for row in rows if row.any()]
         if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
             self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
 
@@ -430,8 +481,6 @@ class Hooks:
             if not reproducible:
                 self.report.unreproducible.append(text)
 
-    # No traces
-
     def saver(self, name: str) -> Callable[..., Any]:
         """A hook for a function that would save or upload: it only notes that it was called."""
 
@@ -441,27 +490,10 @@ class Hooks:
 
         return not_saved
 
-    def _torch_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        target = args[1] if len(args) > 1 else kwargs.get("f")
-        if isinstance(target, str | os.PathLike):
-            self.once("torch.save is not carried out in trials")
-        else:
-            original(*args, **kwargs)
-
     def once(self, caveat: str) -> None:
         """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
-            return
-        if not arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            return
-        path = os.path.abspath(arguments[0])
-        ours = (str(self.recorder.folder.path.absolute()), "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
-        if not path.startswith(ours) and "__pycache__" not in path and path not in self._files and users_caller():
-            self._files.append(path)
 
 
 def users_caller() -> str | None:

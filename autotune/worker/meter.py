@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 WINDOW_S = 0.05
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
 MOST_SKIPPED = 30
+# What a step is taken apart into.
+PHASES = ("data", "forward", "backward", "step")
 # An epoch ends with at most one smaller step; several in a row are the script's own way.
 MOST_RAGGED = 3
 
@@ -52,7 +55,7 @@ class Meter:
         engine: Any,
         batches: observe.BatchObserver,
         memory: observe.Memory,
-        checkpointer: observe.Checkpointer | observe.Recomputations | None,
+        checkpointer: Any,
     ) -> None:
         self.recorder, self.request, self.engine = recorder, request, engine
         self.batches, self.memory, self.checkpointer = batches, memory, checkpointer
@@ -60,27 +63,66 @@ class Meter:
         self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self.device = torch.device(engine.device)
         self.cuda = self.device.type == "cuda"
+        # Ranks with data of their own; the stages of a pipeline share theirs.
+        self.data_parallel = int(getattr(engine, "dp_world_size", None) or request.world_size)
         self.elapsed_s = 0.0
         self.skipped = self.ragged = 0
         self._next_look = stats.SETUP_STEPS + stats.MIN_TIMED_STEPS
+        self._phase = ""
         memory.enter("first_step")
 
     def begin(self) -> None:
         """The first steps are over: from here on steps are timed and memory is the steady state's."""
         self.check_applied()
         self.memory.enter("steady")
+        self._peak_bytes = self._highest_peak() if self.request.rivals else 0.0
         self.recorder.enter("measure")
         self._busyness, self._cpu_before = observe.Busyness(), time.process_time()
+
+    def take_apart(self) -> None:
+        """Begins a step with the clock and the memory counters stopped after each phase; `enter` goes from one to the next."""
+        self.report.phase_times_s = dict.fromkeys(PHASES, 0.0)
+        self.synchronize()
+        self._phase, self._phase_start = "data", time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """In a step that is taken apart: closes the phase under way; a name that is no phase ends the step."""
+        if not self._phase or phase == self._phase:
+            return
+        self.synchronize()
+        self.report.phase_times_s[self._phase] += time.perf_counter() - self._phase_start
+        self._phase = phase if phase in PHASES else ""
+        if self._phase and phase != "data":
+            self.memory.enter(phase)
+        self._phase_start = time.perf_counter()
 
     def done(self) -> bool:
         """Whether the measurement may end; looks again after every tenth more of steps."""
         n = len(self.report.step_times_s)
-        if n >= self.request.max_steps:
+        if n >= self.request.max_steps or self.beaten():
             return True
         if n < self._next_look:
             return False
         self._next_look = max(n + 1, int(n * 1.1))
         return self.enough()
+
+    def beaten(self) -> bool:
+        """Whether the trial cannot be better than what was measured before; all ranks look at the same gathered numbers."""
+        rival = trial.beaten_by(self.request.rivals, self.report.step_times_s, self._peak_bytes)
+        if rival is None:
+            return False
+        timed = self.report.step_times_s[stats.SETUP_STEPS :]
+        memory = f" and at least {self._peak_bytes / 2**20:.0f} MiB" if rival.peak_memory_bytes is not None else ""
+        self.report.outcome = trial.Outcome.STOPPED_EARLY
+        self.report.reason = f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
+        return True
+
+    def _highest_peak(self) -> float:
+        """The highest memory peak of all ranks so far, as the trial's result will count it."""
+        own = max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0])
+        highest = torch.tensor(float(own), dtype=torch.float64, device=self.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        return float(highest)
 
     def finish(self) -> None:
         """Completes the report; all ranks take part.
@@ -103,7 +145,7 @@ class Meter:
         times = self.report.step_times_s
         if self.elapsed_s >= self.request.budget_s:
             return True
-        trained = len(times) * self.candidate.global_batch_size(self.request.world_size)
+        trained = len(times) * self.candidate.global_batch_size(self.data_parallel)
         return trained >= self.request.min_samples and stats.measured_enough(times)
 
     def window_steps(self) -> int:
@@ -168,21 +210,23 @@ class Meter:
         Raises:
             NotApplied: It differs.
         """
-        mismatch = self.observe().mismatch(self.candidate, self.request.world_size)
+        mismatch = self.observe().mismatch(self.candidate, self.data_parallel)
         if mismatch:
             raise NotApplied(mismatch)
 
     def observe(self) -> Observed:
         """Reads from the engine and the batches what really ran; all ranks take part."""
         seen, engine = self.batches, self.engine
+        # The later stages of a pipeline pass on what the first one took in.
+        first_stage = getattr(engine, "stage_id", 0) == 0
         local = max(seen.samples_per_step, default=0), max(seen.tokens_per_step, default=0)
-        sums = torch.tensor(local, dtype=torch.float64, device=self.device)
+        sums = torch.tensor(local if first_stage else (0, 0), dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         # DeepSpeed before 0.17 knows no torch_autocast.
         autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
         # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.
         dtypes = [parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point()]
-        self.report.observed = observed = Observed(
+        observed = Observed(
             micro_batch_size=only(seen.micro_batch_sizes),
             loader_batch_size=only(seen.loader_batch_sizes),
             gradient_accumulation_steps=only(seen.backward_counts),
@@ -193,7 +237,59 @@ class Meter:
             autocast=str(autocast).removeprefix("torch.") if autocast else None,
             checkpointed_blocks=len(self.checkpointer.recomputed) if self.checkpointer else 0,
         )
+        if hasattr(engine, "stage_id"):
+            observed = _of_all_stages(observed, self.data_parallel)
+        self.report.observed = observed
         return observed
+
+
+class MicroClock:
+    """Times micro-steps without waiting for the device: what an inner and a boundary one take prices every accumulation.
+
+    Args:
+        device: Where they run. On CUDA events mark their ends in the stream; else the wall does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._pending: list[tuple[str, Any, Any]] = []
+        self._last: Any = None
+
+    def start(self) -> None:
+        """A micro-step begins."""
+        self._last = self._now()
+
+    def lap(self, kind: str) -> None:
+        """A micro-step of that kind ends, and another one may begin."""
+        now = self._now()
+        self._pending.append((kind, self._last, now))
+        self._last = now
+
+    def forget(self) -> None:
+        """Leaves out what was timed so far."""
+        self._pending.clear()
+
+    def medians_s(self) -> dict[str, float]:
+        """Median seconds of each kind; the device has been synchronised."""
+        found: dict[str, list[float]] = {}
+        for kind, start, end in self._pending:
+            found.setdefault(kind, []).append(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
+        return {kind: float(np.median(times)) for kind, times in found.items()}
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _of_all_stages(own: Observed, n_copies: int) -> Observed:
+    """What a pipeline's first stage saw of the data, and what the stages of one copy recomputed."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
+    first: Observed = rows[0]
+    return replace(first, checkpointed_blocks=sum(row.checkpointed_blocks for row in rows) // n_copies)
 
 
 def only(values: set[int]) -> int | None:

@@ -67,6 +67,10 @@ class BatchObserver:
             return
         if not self._fresh:
             return  # a loss may call the model more than once for one micro-batch
+        self.micro_batch(args, kwargs)
+
+    def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a micro-batch that goes forward."""
         self._fresh = False
         # A framework may draw the micro-batches of a whole step, or one of the next step, before the first goes forward.
         self._draws.append(self._drawn.popleft() if self._drawn else None)
@@ -82,6 +86,10 @@ class BatchObserver:
     def drew(self, n_samples: int | None) -> None:
         """Notes the samples that the loader drew for a coming micro-batch."""
         self._drawn.append(n_samples)
+
+    def forget_draws(self) -> None:
+        """What was drawn so far is none of the coming micro-batches."""
+        self._drawn.clear()
 
     def backward(self) -> None:
         """Notes a backward call."""

@@ -26,7 +26,7 @@ from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe
-from autotune.worker.meter import Diverged, Meter, NotApplied
+from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
 from autotune.worker.noise import NoiseMeter
 
 OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
@@ -70,7 +70,8 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
 
 def complete(recorder: Recorder) -> NoReturn:
     """Reports that all went well, and ends the process when all ranks have."""
-    recorder.report.outcome = Outcome.COMPLETE
+    if recorder.report.outcome is not Outcome.STOPPED_EARLY:
+        recorder.report.outcome = Outcome.COMPLETE
     recorder.enter("done")
     recorder.write()
     if dist.is_initialized():
@@ -108,6 +109,7 @@ class _Draft:
     cpu_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     reserved_memory_bytes: int | None = None
     alloc_retries: int | None = None
@@ -362,6 +364,7 @@ class _Trainer(Meter):
     def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
         super().__init__(*meter)
         self.loss, self.loader, self.noise = loss, loader, noise
+        self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
 
@@ -370,8 +373,10 @@ class _Trainer(Meter):
         self._window(1)
         self._taken_apart()
         self.begin()
+        self.micro_clock.forget()
         while not self.done():
             self._window(self.window_steps())
+        self.report.micro_step_s = self.micro_clock.medians_s()
         self.finish()
 
     def enough(self) -> bool:
@@ -393,6 +398,7 @@ class _Trainer(Meter):
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
+        self.micro_clock.start()
         while True:
             batch = self._draw()
             loss = self.loss(self.engine, batch)
@@ -400,7 +406,9 @@ class _Trainer(Meter):
             self.engine.backward(loss)
             self.batches.backward()
             self._update()
-            if self.batches.step():
+            boundary = self.batches.step()
+            self.micro_clock.lap("boundary" if boundary else "inner")
+            if boundary:
                 return total / self.candidate.gradient_accumulation_steps
 
     def _update(self) -> None:
@@ -420,46 +428,23 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "step": 0.0}
         total = torch.zeros((), device=self.device)
         skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
+        self.take_apart()
         done = False
         while not done:
-            clock = _PhaseClock(phases, self.synchronize)
+            self.enter("data")
             batch = self._draw()
-            clock.stop("data")
-            self.memory.enter("forward")
-            clock.start()
+            self.enter("forward")
             loss = self.loss(self.engine, batch)
-            clock.stop("forward")
             total += loss.detach().float()
-            self.memory.enter("backward")
-            clock.start()
+            self.enter("backward")
             self.engine.backward(loss)
-            clock.stop("backward")
             self.batches.backward()
-            self.memory.enter("step")
-            clock.start()
+            self.enter("step")
             self._update()
-            clock.stop("step")
             done = self.batches.step()
-        self.report.phase_times_s = phases
+        self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
         self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
-
-
-class _PhaseClock:
-    """Adds synchronised wall time to named phases."""
-
-    def __init__(self, phases: dict[str, float], synchronize: Any) -> None:
-        self._phases, self.synchronize = phases, synchronize
-        self.start()
-
-    def start(self) -> None:
-        self.synchronize()
-        self._at = time.perf_counter()
-
-    def stop(self, phase: str) -> None:
-        self.synchronize()
-        self._phases[phase] += time.perf_counter() - self._at

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.trial import Script
+from autotune.trial import Script, module_constants
 
 
 def in_rank(script: Script, ds_config: Path) -> Script:
@@ -37,9 +37,9 @@ def execute(path: Path, script: Script) -> None:
     sys.argv = [str(path), *script.arguments]
     sys.path.insert(0, script.working_dir if script.module else str(path.parent))
     tree = ast.parse(path.read_bytes(), filename=str(path))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in script.assignments:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[node.targets[0].id])), node.value)
+    for name, node in module_constants(tree.body):
+        if name in script.assignments and node.value is not None:
+            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[name])), node.value)
     main = types.ModuleType("__main__")
     main.__file__ = str(path)
     if script.module:

@@ -1,6 +1,7 @@
 """Training scripts in real ranks: what is found, what moves, what is refused."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -214,12 +215,26 @@ def test_ranks_fed_the_same_data_are_warned_about(planned):
 def test_a_trial_leaves_nothing_in_the_users_folder(planned, measure, home):
     result = measure(planned("own_loader.py"), steps=30)
     assert not list(home.iterdir())
-    assert "torch.save is not carried out in trials" in result.caveats
+    assert "torch.save of the model is not carried out in trials" in result.caveats
+
+
+def test_what_a_script_saves_for_itself_it_can_read_and_nobody_finds_later(planned, measure, home, tmp_path):
+    result = measure(planned("saves.py", ranks=2), steps=4)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert "torch.save of the model is not carried out in trials" in result.caveats
+    assert not list(home.iterdir()) and not (tmp_path / "trial" / "scratch").exists()
+
+
+def test_a_file_that_a_script_writes_by_itself_is_told(planned, home):
+    found = planned("saves.py", script_args=("--log",))
+    assert any(f"writes {home}/out/log.txt, in every trial" in note for note in found.notes)
+    shutil.rmtree(home / "out")
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
+        ("saves.py", ("--reload",), "best.pt back, but trials do not save the model"),
         ("no_engine.py", (), "without calling deepspeed.initialize"),
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
         ("dict_config.py", ("--steps", "0"), "ended after 0 optimizer steps"),

@@ -148,10 +148,10 @@ class _Adapter:
 
     def _precision(self, given: dict[str, Any]) -> None:
         wanted = mixed_precision(self.hooks)
-        own = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if str(own) != wanted:
-            self.hooks.changed(f'Accelerate: `mixed_precision="{wanted}"` instead of "{own}", or none beside the JSON.')
-        given["mixed_precision"] = wanted
+        own = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        if own not in ("no", wanted):  # beside "no" the JSON decides
+            given["mixed_precision"] = wanted
+            self.hooks.changed(f'Accelerate: `mixed_precision="{wanted}"` instead of "{own}".')
 
     def _no_trackers(self, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> None:
         self.hooks.once("trackers are not started in trials")

@@ -1,0 +1,243 @@
+"""Trials answered from a table of what was measured before: claims about search are tried on it in seconds, with the real noise."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune import UserError, stats, trial
+from autotune.candidate import Candidate, Scalar
+from autotune.executors.base import Status
+from autotune.trial import Exit, Observed, Outcome, RankReport, TrialDir, TrialRequest
+
+# A row's own columns; every other one is a knob. `KNOB` marks those, so that no knob can be mistaken for a measurement.
+KNOB = "knob:"
+COLUMNS = (
+    "repeat", "outcome", "reason", "step_time_s", "ci95_s", "n_steps", "inner_s", "boundary_s", "samples_per_step", "tokens_per_step",
+    "peak_memory_bytes", "time_to_loss_s", "final_loss", "losses", "startup_s", "wall_s",
+)  # fmt: skip
+# Where nothing was noted, a trial takes so many steps, so much apart (standard deviation of the logarithm).
+STEPS, SPREAD = 24, 0.01
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class TableError(UserError):
+    """A truth table that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement of one configuration.
+
+    Attributes:
+        candidate: What was measured.
+        repeat: Which of its measurements.
+        outcome: How the trial ended.
+        reason: Why, where it is not `complete`.
+        values: The numbers that were noted, by column.
+        losses: Mean losses of equal parts of the trial, in order.
+    """
+
+    candidate: Candidate
+    repeat: int
+    outcome: Outcome
+    reason: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+
+    def to_cells(self) -> dict[str, str]:
+        """The row as it stands in the table."""
+        cells = {f"{KNOB}{name}": json.dumps(value) for name, value in self.candidate.values().items()}
+        cells |= {"repeat": str(self.repeat), "outcome": str(self.outcome), "reason": self.reason}
+        cells |= {name: f"{value:.6g}" for name, value in self.values.items() if name in COLUMNS}
+        return cells | {"losses": " ".join(f"{loss:.5g}" for loss in self.losses)}
+
+
+def read_table(path: Path) -> list[Row]:
+    """Reads a truth table, a CSV file that may be compressed (`.csv.gz`).
+
+    Raises:
+        TableError: It is not there, or is no such table.
+    """
+    try:
+        with _open(path, "rt") as file:
+            return [_row(cells) for cells in csv.DictReader(file)]
+    except OSError as error:
+        raise TableError(f"{path}: {error.strerror or error}") from None
+    except (KeyError, ValueError, UserError) as error:
+        raise TableError(f"{path}: not a truth table as benchmarks/truth.py writes it: {error}") from None
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    """Writes a truth table, whole or not at all."""
+    cells = [row.to_cells() for row in rows]
+    knobs = sorted({name for row in cells for name in row if name.startswith(KNOB)})
+    draft = path.with_name(f".{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _open(draft, "wt", compressed=path.suffix == ".gz") as file:
+        writer = csv.DictWriter(file, [*knobs, *COLUMNS], restval="")
+        writer.writeheader()
+        writer.writerows(cells)
+    draft.replace(path)
+
+
+def _open(path: Path, mode: str, *, compressed: bool | None = None) -> Any:
+    zipped = path.suffix == ".gz" if compressed is None else compressed
+    return gzip.open(path, mode, newline="") if zipped else open(path, mode, newline="")
+
+
+def _row(cells: Mapping[str, str]) -> Row:
+    knobs: dict[str, Scalar] = {n.removeprefix(KNOB): json.loads(text) for n, text in cells.items() if n.startswith(KNOB) and text}
+    texts = ("outcome", "reason", "losses", "repeat")
+    return Row(
+        candidate=Candidate.of(knobs),
+        repeat=int(cells["repeat"]),
+        outcome=Outcome(cells["outcome"]),
+        reason=cells["reason"],
+        values={name: float(cells[name]) for name in COLUMNS if name not in texts and cells.get(name)},
+        losses=[float(loss) for loss in cells["losses"].split()],
+    )
+
+
+class ReplayExecutor:
+    """Answers each trial with a measurement of its configuration: the next one each time it is asked for, in an order drawn by seed.
+
+    A trial that is stated less memory than its configuration needed runs out of it; one that its rivals beat is stopped when a
+    real one would be.
+
+    Args:
+        rows: The table.
+        seed: Of the order of the repeats, and of the steps within a trial.
+
+    Attributes:
+        spent_s: Seconds that the trials so far took when they were measured.
+        launched: The configurations, in order.
+    """
+
+    def __init__(self, rows: Sequence[Row], seed: int = 0) -> None:
+        self.spent_s = 0.0
+        self.launched: list[Candidate] = []
+        self._rng = random.Random(seed)
+        self._rows: dict[Candidate, list[Row]] = {}
+        for row in rows:
+            self._rows.setdefault(row.candidate, []).append(row)
+        for some in self._rows.values():
+            self._rng.shuffle(some)
+
+    def submit(self, folder: TrialDir) -> ReplayJob:
+        """Writes what the ranks and their agent would leave.
+
+        Raises:
+            TableError: The table does not hold the configuration.
+        """
+        request = trial.read(folder.request, TrialRequest)
+        candidate = Candidate.of(request.candidate)
+        if candidate not in self._rows:
+            raise TableError(f"the truth table holds no measurement of {candidate.describe()}")
+        some = self._rows[candidate]
+        some.append(some.pop(0))
+        row = some[-1]
+        report = self._report(request, row)
+        step_s = sum(report.step_times_s)
+        wall_s = row.values.get("startup_s", 0.0) + step_s if report.step_times_s else row.values.get("wall_s", 0.0)
+        self.spent_s += wall_s
+        self.launched.append(candidate)
+        for rank in range(request.world_size):
+            trial.write(folder.report(rank), RankReport(**{**vars(report), "rank": rank}), sync=False)
+        good = report.outcome in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
+        codes = dict.fromkeys(range(request.world_size), 0 if good else 1)
+        trial.write(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
+        return ReplayJob()
+
+    @contextlib.contextmanager
+    def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Nothing is measured, so nobody waits."""
+        yield
+
+    def build_ops(self, names: Sequence[str]) -> str | None:
+        """Nothing is compiled."""
+        return None
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def _report(self, request: TrialRequest, row: Row) -> RankReport:
+        values, limit = row.values, request.device_memory_bytes
+        peak = values.get("peak_memory_bytes", 0.0)
+        if row.outcome is Outcome.COMPLETE and limit is not None and peak > limit:
+            return RankReport(
+                rank=0, outcome=Outcome.OOM, phase="warmup", reason=f"{peak / 2**20:.0f} MiB, over the stated limit", failed_at=0.0
+            )
+        if row.outcome is not Outcome.COMPLETE:
+            return RankReport(rank=0, outcome=row.outcome, phase="measure", reason=row.reason, failed_at=0.0)
+        times, candidate = self._times(row), row.candidate
+        whole = RankReport(
+            rank=0,
+            outcome=Outcome.COMPLETE,
+            phase="done",
+            step_times_s=times,
+            cpu_times_s=times,
+            losses=self._losses(row, len(times)),
+            micro_step_s={name: values[f"{name}_s"] for name in ("inner", "boundary") if values.get(f"{name}_s")},
+            peak_memory_bytes={"step": int(peak)},
+            startup_s={"import": values.get("startup_s", 0.0)},
+            observed=Observed(
+                micro_batch_size=candidate.micro_batch_size,
+                loader_batch_size=candidate.micro_batch_size,
+                gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+                samples_per_step=int(values.get("samples_per_step") or candidate.global_batch_size(request.world_size)),
+                tokens_per_step=int(values["tokens_per_step"]) if values.get("tokens_per_step") else None,
+                zero_stage=candidate.zero_stage,
+                dtype=DTYPES.get(candidate.precision, "float32"),
+            ),
+        )
+        for n in range(1, len(times)):
+            rival = trial.beaten_by(request.rivals, times[:n], peak)
+            if rival is not None:
+                why = f"worse than trial {rival.trial} on every objective"
+                cut = replace(whole, step_times_s=times[:n], cpu_times_s=times[:n], losses=whole.losses[:n])
+                return replace(cut, outcome=Outcome.STOPPED_EARLY, reason=why, phase="measure")
+        return whole
+
+    def _times(self, row: Row) -> list[float]:
+        """Steps with the measured median, apart by as much as its interval tells."""
+        n, median = int(row.values.get("n_steps") or STEPS), row.values["step_time_s"]
+        n = max(n, stats.MIN_TIMED_STEPS)
+        # The interval of a median is 1.96 x 1.25 sd / sqrt(n) to either side.
+        spread = row.values.get("ci95_s", 0.0) / median * n**0.5 / 2.46 or SPREAD
+        drawn = [self._rng.gauss(0.0, min(spread, 0.3)) for _ in range(n)]
+        centre = sorted(drawn)[n // 2]
+        return [median * 1.05] * stats.SETUP_STEPS + [median * (1 + each - centre) for each in drawn]
+
+    @staticmethod
+    def _losses(row: Row, n: int) -> list[float | None]:
+        """The noted losses, straight lines between the middles of their parts."""
+        noted = row.losses
+        if not noted:
+            return [1.0] * n
+        found: list[float | None] = []
+        for step in range(n):
+            place = (step + 0.5) / n * len(noted) - 0.5
+            low = min(max(int(place), 0), len(noted) - 1)
+            high = min(low + 1, len(noted) - 1)
+            share = min(max(place - low, 0.0), 1.0)
+            found.append(noted[low] + share * (noted[high] - noted[low]))
+        return found
+
+
+class ReplayJob:
+    """A trial that was over before it began."""
+
+    def poll(self) -> Status:
+        """Always at its end."""
+        return Status.EXITED
+
+    def cancel(self) -> None:
+        """Nothing runs."""

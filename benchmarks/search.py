@@ -1,0 +1,207 @@
+"""Replays every sampler on truth tables: hypervolume, regret and out-of-memory trials, against trials and against seconds.
+
+`python benchmarks/search.py [benchmarks/truth/NAME.yaml ...]` runs whole studies, as `autotune run` does, whose trials are answered from
+the table with its noise (`executors/replay.py`). What is counted is the median of a configuration's repeats, not what the study saw. With
+`--memory 0.6` a rank has as much memory as 60 % of the configurations need, so that there is a cliff to fall from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import common
+import numpy as np
+import truth
+
+from autotune import store
+from autotune.candidate import Candidate
+from autotune.executors.replay import ReplayExecutor, Row, read_table
+from autotune.objective import METRICS
+from autotune.search.acquisition import dominated, front_of
+from autotune.study import Progress, Runner
+from autotune.trial import Outcome
+
+TABLES = Path(__file__).parent / "truth"
+# Name -> what the study is told besides the sampler.
+KINDS: dict[str, dict[str, Any]] = {
+    "physics": {"sampler": "physics"},
+    "physics, no trial stopped": {"sampler": "physics", "stop_trials": False},
+    "tpe": {"sampler": "tpe"},
+    "nsga2": {"sampler": "nsga2"},
+    "random": {"sampler": "random"},
+    "grid": {"sampler": "grid"},
+    "random, no filter": {"sampler": "random", "memory_filter": False, "stop_trials": False},
+    "tpe, no filter": {"sampler": "tpe", "memory_filter": False, "stop_trials": False},
+    "gp": {"sampler": "gp"},
+}
+CHECKED = (10, 20, 30, 60)
+POINTS = 20_000
+
+
+class Truth:
+    """What a table says is true: medians over repeats, and the front that they make.
+
+    Args:
+        rows: The table.
+        metrics: The objectives.
+        limit: Bytes that a rank has; None for no limit.
+    """
+
+    def __init__(self, rows: Sequence[Row], metrics: Sequence[str], limit: float | None) -> None:
+        noted = {name for row in rows for name in row.values} | {"samples_per_s"}
+        self.metrics = [metric for metric in metrics if metric in noted]  # the baseline's loss may not have fallen
+        grouped: dict[Candidate, list[Row]] = {}
+        for row in rows:
+            grouped.setdefault(row.candidate, []).append(row)
+        self.costs: dict[Candidate, np.ndarray] = {}
+        for candidate, some in grouped.items():
+            complete = [row.values for row in some if row.outcome is Outcome.COMPLETE]
+            medians = {name: statistics.median(v[name] for v in complete if name in v) for name in complete[0]} if complete else {}
+            if "samples_per_step" in medians:
+                medians["samples_per_s"] = medians["samples_per_step"] / medians["step_time_s"]
+            fits = limit is None or medians.get("peak_memory_bytes", 0.0) <= limit
+            if fits and all(medians.get(metric, 0.0) > 0 for metric in self.metrics):
+                signs = [1.0 if METRICS[metric].direction == "minimize" else -1.0 for metric in self.metrics]
+                self.costs[candidate] = np.array([s * np.log(medians[m]) for s, m in zip(signs, self.metrics, strict=True)])
+        every = np.array(list(self.costs.values()))
+        front = every[front_of(every)]
+        self.best = every.min(axis=0)
+        low, high = front.min(axis=0), np.maximum(front.max(axis=0), front.min(axis=0) + 1e-6)
+        points = low + (high - low) * np.random.default_rng(0).random((POINTS, len(low)))
+        self.reachable = points[dominated(points, front)]
+
+    def stand(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Share of the true front's hypervolume that candidates dominate (logarithms), and how far each objective is from its best."""
+        costs = np.array([self.costs[c] for c in candidates if c in self.costs])
+        if not len(costs):
+            return {"hypervolume": 0.0, **{f"{m}_regret": float("inf") for m in self.metrics}}
+        share = float(dominated(self.reachable, costs).mean()) if len(self.reachable) else 1.0
+        regret = np.expm1(costs.min(axis=0) - self.best)
+        return {"hypervolume": share, **{f"{m}_regret": float(r) for m, r in zip(self.metrics, regret, strict=True)}}
+
+
+class Silent:
+    """Nobody watches."""
+
+    def say(self, text: str) -> None: ...
+    def began(self, *_: object) -> None: ...
+    def waiting(self) -> None: ...
+    def tick(self) -> None: ...
+    def ended(self, progress: Progress) -> None: ...
+
+
+def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, limit: int | None) -> dict[str, Any]:
+    """One study; its curve has a point after each trial that was launched."""
+    changes = {"stop_below": 0.0, "finalists": 0, "trials": n_trials, "seed": seed, "device_memory_bytes": limit, **KINDS[kind]}
+    found = truth.planned(table, changes)
+    executor = ReplayExecutor(rows, seed)
+    metrics = [o.metric for o in found.spec.objectives]
+    true = Truth(rows, metrics, limit)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        runner = Runner(found, executor, Path(folder) / "study", store.default_url(Path(folder)), Silent())  # type: ignore[arg-type]
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runner.run()
+        ended = [m for m in runner.measured() if m.outcome is not Outcome.PREDICTED_OOM]
+        walls = runner._walls_s()
+    curve, tried, n_oom, spent = [], [], 0, 0.0
+    for m, wall in zip(ended, walls, strict=True):
+        spent += wall
+        n_oom += m.outcome is Outcome.OOM
+        if m.outcome is Outcome.COMPLETE:
+            tried.append(m.candidate)
+        curve.append({"seconds": spent, "oom": n_oom, **true.stand(tried)})
+    return {"curve": curve, "driver_s": time.perf_counter() - start, "stopped": sum(m.outcome is Outcome.STOPPED_EARLY for m in ended)}
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over runs after so many trials; a study that ended before stays where it was."""
+    found: dict[str, Any] = {
+        "runs": len(runs), "driver_s": round(statistics.median(r["driver_s"] for r in runs), 2),
+        "stopped_early": round(statistics.mean(r["stopped"] for r in runs), 2),
+    }  # fmt: skip
+    for n in CHECKED:
+        if n > max(len(r["curve"]) for r in runs):
+            break
+        points = [r["curve"][min(n, len(r["curve"])) - 1] for r in runs]
+        row = {name: float(np.median([p[name] for p in points])) for name in points[0]}
+        row["hypervolume_p10"] = float(np.quantile([p["hypervolume"] for p in points], 0.1))
+        row["oom_mean"] = float(np.mean([p["oom"] for p in points]))
+        found[str(n)] = {name: round(value, 4) for name, value in row.items() if np.isfinite(value)}
+    return found
+
+
+def plot(curves: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
+    """Hypervolume, regret and out-of-memory trials, medians over seeds, as one HTML page (and a PNG where kaleido is installed)."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    shown = [("hypervolume", "share of the front's hypervolume"), ("samples_per_s_regret", "throughput regret"), ("oom", "out of memory")]
+    figure = make_subplots(rows=2, cols=3, subplot_titles=[f"{label} by {by}" for by in ("trials", "seconds") for _, label in shown])
+    colours = ["#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#a463f2", "#ff8ab7", "#9498a0"]
+    for n, (kind, runs) in enumerate(curves.items()):
+        length = max(len(r["curve"]) for r in runs)
+        points = [[r["curve"][min(i, len(r["curve"]) - 1)] for r in runs] for i in range(length)]
+        by = {1: list(range(1, length + 1)), 2: [float(np.median([p["seconds"] for p in at])) for at in points]}
+        for column, (name, _) in enumerate(shown, start=1):
+            if name not in points[0][0]:
+                continue
+            y = [float(np.mean([p[name] for p in at])) if name == "oom" else float(np.median([p[name] for p in at])) for at in points]
+            for row, x in by.items():
+                line = {"color": colours[n % len(colours)]}
+                first = row == 1 and column == 1
+                figure.add_trace(go.Scatter(x=x, y=y, name=kind, legendgroup=kind, showlegend=first, line=line), row, column)
+    figure.update_layout(title=title, template="plotly_white", width=1400, height=800)
+    figure.write_html(path, include_plotlyjs=True)
+    with contextlib.suppress(Exception):  # kaleido is not among what autotune needs
+        figure.write_image(path.with_suffix(".png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", type=Path, help="studies that truth.py collected (default: all of benchmarks/truth)")
+    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--memory", type=float, help="a rank has what this share of the configurations needs")
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "gp"])
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    for table in arguments.tables or sorted(path for path in TABLES.glob("*.yaml") if path.with_suffix(".csv.gz").exists()):
+        rows = read_table(table.with_suffix(".csv.gz"))
+        sizes = [row.values["peak_memory_bytes"] for row in rows if "peak_memory_bytes" in row.values]
+        limit = int(np.quantile(sizes, arguments.memory)) if arguments.memory else None
+        print(f"{table.stem}: {len({row.candidate for row in rows})} configurations", flush=True)
+        curves: dict[str, list[dict[str, Any]]] = {}
+        for kind in arguments.only:
+            n_seeds = 1 if kind == "grid" else arguments.seeds
+            curves[kind] = [run(table, rows, kind, seed, arguments.trials, limit) for seed in range(n_seeds)]
+            found = summary(curves[kind])
+            results.setdefault(table.stem, {})[kind] = found
+            checked = [n for n in CHECKED if str(n) in found]
+            figures = "  ".join(f"@{n}: hv {found[str(n)]['hypervolume']:.2f}, oom {found[str(n)]['oom_mean']:.1f}" for n in checked)
+            seconds = found[str(checked[-1])]["seconds"] if checked else 0.0
+            print(f"  {kind:<28}{figures}  {seconds:.0f} s of trials, {found['stopped_early']:.1f} stopped early", flush=True)
+        if not arguments.dry:
+            common.RESULTS.mkdir(exist_ok=True)
+            plot(curves, common.RESULTS / f"search-{table.stem}.html", f"{table.stem}: {arguments.seeds} seeds")
+    if not arguments.dry:
+        with contextlib.redirect_stdout(io.StringIO()):
+            common.write("search", {"seeds": arguments.seeds, "trials": arguments.trials, "memory": arguments.memory, "tables": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A trial that cannot match what was measured before ends by itself, on all ranks; what it showed is kept."""
+
+from zoo import Zoo
+
+from autotune import stats, trial
+from autotune.trial import Outcome, Rival
+
+UNBEATABLE = Rival(trial=7, step_time_s=0.0, peak_memory_bytes=0.0)
+STEPS = {"budget_s": 30.0, "max_steps": 9, "min_samples": 10**9}
+
+
+def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo: Zoo) -> None:
+    result = zoo.run("gpt_tiny", zero_stage=2, gradient_accumulation_steps=2, budget_s=30.0, min_samples=10**9, rivals=(UNBEATABLE,))
+    assert result.outcome is Outcome.STOPPED_EARLY
+    assert "worse than trial 7 on every objective" in result.reason and "MiB" in result.reason
+    assert len(result.step_times_s) == stats.SETUP_STEPS + trial.RIVAL_STEPS
+    assert result.steps is not None and result.steps.median_s > 0 and (result.peak_memory_bytes or 0) > 0
+    assert result.observed is not None and result.observed.zero_stage == 2
+    assert {"inner", "boundary"} <= result.micro_step_s.keys() and min(result.micro_step_s.values()) > 0
+
+
+def test_a_trial_that_may_still_win_runs_to_its_end(zoo: Zoo) -> None:
+    small = Rival(trial=1, step_time_s=0.0, peak_memory_bytes=1e15)
+    slow = Rival(trial=2, step_time_s=1e6, peak_memory_bytes=0.0)
+    result = zoo.run("ok", rivals=(small, slow), **STEPS)
+    assert result.outcome is Outcome.COMPLETE and len(result.step_times_s) == STEPS["max_steps"]
+    assert "inner" not in result.micro_step_s and result.micro_step_s["boundary"] > 0
+
+
+def test_the_fastest_timed_step_decides_and_memory_where_it_counts() -> None:
+    times = [9.0, 9.0, 1.2, 1.1, 1.3]
+    assert trial.beaten_by([Rival(trial=1, step_time_s=1.1)], times, 0.0) is not None
+    assert trial.beaten_by([Rival(trial=1, step_time_s=1.11)], times, 0.0) is None
+    assert trial.beaten_by([Rival(trial=1, step_time_s=1.0)], times[:4], 0.0) is None
+    assert trial.beaten_by([Rival(trial=1, step_time_s=1.0, peak_memory_bytes=5.0)], times, 4.0) is None
+    assert trial.beaten_by([Rival(trial=1, step_time_s=1.0, peak_memory_bytes=5.0)], times, 5.0) is not None

@@ -224,7 +224,7 @@ def foresee_workload(spec: StudySpec) -> Foreseen:
     """
     target = inspect_target(spec.target)
     if target.kind != "model":
-        raise UserError(f"{spec.target}: only a model.py can be profiled so far; `autotune run` tunes a script by measuring it")
+        raise UserError(f"{spec.target}: only a model.py can be predicted so far; what a script needs `autotune run` finds by measuring it")
     workload, notes = _known(spec, target)
     environment, world_size = workload.environment, _world_size(spec, workload)
     local = _local_ranks(workload, world_size)

@@ -100,7 +100,7 @@ def test_values_read_as_people_write_them():
 
 
 def test_a_script_is_refused_in_one_sentence(known):
-    with pytest.raises(UserError, match=r"only a model\.py can be profiled"):
+    with pytest.raises(UserError, match=r"only a model\.py can be predicted"):
         forecasting.predict(MODELS / "scripts" / "dict_config.py", {}, [], as_json=False)
 
 

@@ -35,6 +35,10 @@ HF_TWINS = {
 }
 
 
+TRAINING_FIELDS = {
+    "--per_device_train_batch_size": "micro_batch_size",
+    "--gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 # Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are parsed.
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
@@ -137,7 +141,9 @@ def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int,
         for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
             arguments = without_flag(arguments, flags.get(name, ()))
         for flag, *rest in _training_flags(candidate):
-            arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
+            stays = started.baseline.get(TRAINING_FIELDS.get(flag, "")) == values.get(TRAINING_FIELDS.get(flag, ""), "")
+            if not stays or has_flag(arguments, (flag,)):
+                arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
     shown = templates_in([*arguments, *how.environment.values()])
     by_accelerate = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ()))
@@ -257,7 +263,7 @@ def script_side_changes(
         found.append(
             f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
         )
-    if candidate.zero_stage == 0 < baseline.zero_stage and family not in (TRAINER, ACCELERATE):
+    if candidate.zero_stage == 0 < baseline.zero_stage and not is_script:  # a script whose backward is refused there is not tried
         found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
     if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append(

@@ -58,6 +58,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "ranks": kept.world_size,
             "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
+            "weights": {o.metric: o.weight for o in kept.objectives},
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
@@ -136,6 +137,8 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "feasible": data["feasible"],
                 "wall_s": data["wall_s"],
                 "caveats": data["caveats"],
+                "phase_times_s": data.get("phase_times_s", {}),
+                "forecast": data.get("forecast", {}),
                 "losses": result.losses if result else [],
                 "step_times_s": result.step_times_s if result else [],
             }

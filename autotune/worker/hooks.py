@@ -7,17 +7,13 @@ and torch's `DataLoader`. They are patched before the script runs, so that it bi
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import copy
 import functools
 import inspect
-import json
 import os
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,9 +25,10 @@ from torch.utils import checkpoint as checkpointing
 from autotune import UserError, stats, trial
 from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe, pipeline, script
+from autotune.worker import contract, frameworks, observe, pipeline, script, stated
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
+from autotune.worker.loaders import Loaders, users_caller
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
 from autotune.worker.sketch import Sketch
@@ -123,8 +120,7 @@ class Hooks:
         trial_config = self.recorder.folder.ds_config.absolute() if self.candidate is not None else None
         arguments = Arguments(self.value, trial_config, self.changed, self.report.flags)
         patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
-        patch(torch.utils.data.DataLoader, "__init__", self._loader_init)
-        self._count_draws()
+        Loaders(self).install()
         # The ranks are joined already, over a socket that nobody can take.
         patch(dist, "init_process_group", lambda _original, *_args, **_kwargs: None)
         patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
@@ -153,26 +149,26 @@ class Hooks:
         namespace: Any = given.get("args")
         if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
             namespace.device_rank = int(os.environ["LOCAL_RANK"])
-        stated = given.get("config") or given.get("config_params") or _config_flag(namespace)
+        source = given.get("config") or given.get("config_params") or stated.config_flag(namespace)
         try:
-            own = _read_config(stated)
-        except ScriptError as error:  # the script must not catch it
+            own = stated.read(source)
+        except UserError as error:  # the script must not catch it
             self.abort(error)
-        if not isinstance(stated, dict):
-            self.config_source = str(stated)
+        if not isinstance(source, dict):
+            self.config_source = str(source)
         if given.get("optimizer") is None and "optimizer" not in own:
             return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
         first = self.meter is None
         watch = self._before(given, own) if first else None
         config = {key: value for key, value in self._config(own, first=first).items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = 10**9
-        if isinstance(stated, dict):  # the script may look into it later
-            stated.clear()
-            stated.update(config)
-            config = stated
+        if isinstance(source, dict):  # the script may look into it later
+            source.clear()
+            source.update(config)
+            config = source
         given["config"] = config
         given.pop("config_params", None)
-        with _without_config_flag(namespace):
+        with stated.without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
         if watch is not None:
             self._attach(result[0], watch)
@@ -195,7 +191,7 @@ class Hooks:
         if self.candidate is None:
             return own
         config = self._config(own, first=True)
-        _keep_auto(config, own, OWNED_PATHS)
+        stated.keep_auto(config, own, OWNED_PATHS)
         # Counted from the batch, and refused by transformers where the two differ.
         for name in ("total_num_steps", "warmup_num_steps"):
             if name in config.get("scheduler", {}).get("params", {}):
@@ -234,7 +230,7 @@ class Hooks:
         """Has every k-th block recomputed, and nothing else, whatever the script does."""
         if any(recomputer(model, every) for recomputer in self.recomputers):
             return
-        self._script_recomputes = False
+        self._script_recomputes = not self.script.checkpoint_every
         if every:
             config: Any = getattr(model, "config", None)
             if getattr(config, "use_cache", None):
@@ -271,50 +267,6 @@ class Hooks:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
-
-    def _loader_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change = users_caller(), self.value("micro_batch_size")
-        if place and change:
-            was, wanted = (self.batch_factor * size for size in change)
-            sampler = bound.arguments.get("batch_sampler")
-            if sampler is not None and getattr(sampler, "batch_size", None) == was:
-                sampler.batch_size = wanted
-                self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
-            elif sampler is None and bound.arguments.get("batch_size", 1) == was:
-                bound.arguments["batch_size"] = wanted
-                _remember(bound.arguments["self"], wanted)
-                self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
-        original(*bound.args, **bound.kwargs)
-
-    def _count_draws(self) -> None:
-        """Counts the samples of each batch where a loader draws their indices: a leading dimension can be something else."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
-
-        def next_index(original: Callable[..., Any], iterator: Any) -> Any:
-            index = original(iterator)
-            queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
-            # What is drawn from a stream is what is asked for; its end has less.
-            known = hasattr(index, "__len__") and iterator._dataset_kind != _DatasetKind.Iterable
-            queue.append(len(index) if known else None)
-            return index
-
-        def next_batch(original: Callable[..., Any], iterator: Any) -> Any:
-            batch = original(iterator)
-            queue = iterator.__dict__.get("_autotune_draws")
-            if self.meter is not None:
-                self.meter.batches.drew(queue.popleft() if queue else None)
-            elif queue:
-                queue.popleft()
-            return batch
-
-        def reset(original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            iterator.__dict__.pop("_autotune_draws", None)  # of an epoch that was left early
-            return original(iterator, *args, **kwargs)
-
-        patch(_BaseDataLoaderIter, "_reset", reset)
-        patch(_BaseDataLoaderIter, "_next_index", next_index)
-        patch(_BaseDataLoaderIter, "__next__", next_batch)
 
     # The steps
 
@@ -533,72 +485,6 @@ class Hooks:
         """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
-
-
-def _remember(loader: Any, batch_size: int) -> None:
-    """Lightning makes a loader anew for its own sampler, from the arguments that it noted."""
-    noted, names = getattr(loader, "__pl_saved_kwargs", None), getattr(loader, "__pl_saved_arg_names", ())
-    if noted is None:
-        return
-    if "batch_size" in noted or "batch_size" not in names[: len(loader.__pl_saved_args)]:
-        object.__setattr__(loader, "__pl_saved_kwargs", {**noted, "batch_size": batch_size})
-    else:
-        given = list(loader.__pl_saved_args)
-        given[names.index("batch_size")] = batch_size
-        object.__setattr__(loader, "__pl_saved_args", tuple(given))
-
-
-def users_caller() -> str | None:
-    """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if not f"{module}.".startswith(_TRANSPARENT):
-            path = os.path.abspath(frame.f_code.co_filename)
-            installed = any(path.startswith(folder) for folder in _INSTALLED)
-            return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-# Modules that only pass a call on: ours, and where Lightning notes the arguments of loaders.
-_TRANSPARENT = ("torch.", "autotune.", "functools.", "contextlib.", "lightning.fabric.utilities.data.", "lightning_fabric.utilities.data.")
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def _keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
-    """Sets to "auto" what is so in `own` and there in `config`, but for the paths that are fixed."""
-    for key, value in own.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and isinstance(config.get(key), dict):
-            _keep_auto(config[key], value, fixed, f"{path}.")
-        elif value == "auto" and key in config and path not in fixed:
-            config[key] = "auto"
-
-
-def _config_flag(namespace: Any) -> Any:
-    return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
-
-
-@contextlib.contextmanager
-def _without_config_flag(namespace: Any) -> Iterator[None]:
-    """DeepSpeed refuses a configuration given twice."""
-    names = [name for name in ("deepspeed_config", "deepscale_config") if getattr(namespace, name, None) is not None]
-    kept = {name: getattr(namespace, name) for name in names}
-    for name in names:
-        setattr(namespace, name, None)
-    yield
-    for name, value in kept.items():
-        setattr(namespace, name, value)
-
-
-def _read_config(stated: Any) -> DsConfig:
-    if isinstance(stated, dict):
-        return stated
-    if isinstance(stated, str | os.PathLike) and os.path.exists(stated):
-        read: DsConfig = json.loads(Path(stated).read_text())
-        return read
-    raise ScriptError("the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -160,7 +160,8 @@ class Recorder:
 
 def _classify(error: BaseException) -> tuple[Outcome, str]:
     text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
+    lines = text.splitlines() or [""]
+    first = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in text.lower() for words in OOM_WORDS):
         return Outcome.OOM, f"{type(error).__name__}: {first}"[:500]
     if isinstance(error, Diverged):

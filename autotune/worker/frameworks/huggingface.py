@@ -52,26 +52,29 @@ def install(hooks: Hooks) -> None:
 
 
 def recompute(model: torch.nn.Module, every: int) -> bool:
-    """Has a transformers model recompute every k-th layer, or none for 0, by the method that its users call.
+    """Has transformers models recompute every k-th layer, or none for 0, by the method that their users call.
+
+    Args:
+        model: Such a model, or one that holds some.
+        every: As in a candidate.
 
     Returns:
-        Whether it is such a model, and knows how to.
+        Whether there is one, and it knows how to; if not, it recomputes nothing any more.
     """
+    found: list[Any] = []
     for module in model.modules():
-        if not getattr(module, "supports_gradient_checkpointing", False) or not hasattr(module, "gradient_checkpointing_disable"):
-            continue
-        new = getattr(module, "activation_checkpointing_enable", None)  # transformers 5
-        if not every or (every > 1 and new is None):
-            getattr(module, "activation_checkpointing_disable", module.gradient_checkpointing_disable)()  # type: ignore[operator]
-            return not every
-        if new is None:
-            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        elif every > 1 and "every_n_layers" not in inspect.signature(new).parameters:
-            return False
+        own = getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_disable")
+        if own and not any(module is inner for outer in found for inner in outer.modules()):
+            found.append(module)
+    # The names of transformers 5, else those that it has for older code.
+    enable = [getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable) for module in found]
+    able = every <= 1 or all("every_n_layers" in inspect.signature(method).parameters for method in enable)
+    for module, method in zip(found, enable, strict=True):
+        if every and able:
+            method({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
         else:
-            new({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
-        return True
-    return False
+            getattr(module, "activation_checkpointing_disable", module.gradient_checkpointing_disable)()
+    return bool(found) and able
 
 
 class _Adapter:

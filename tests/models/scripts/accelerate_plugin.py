@@ -16,6 +16,7 @@ CONFIG = {
     "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")},
     "zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
 }
+repo_id = HfApi().create_repo("nobody/nothing", exist_ok=True).repo_id
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), mixed_precision="bf16")
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(
@@ -36,4 +37,4 @@ for epoch in range(20):
             optimizer.zero_grad()
     model.save_checkpoint("epochs", epoch)
 accelerator.unwrap_model(model).save_pretrained("out", save_function=accelerator.save)
-HfApi().upload_folder(folder_path="out", repo_id="nobody/nothing")
+HfApi().upload_folder(folder_path="out", repo_id=repo_id)

@@ -42,6 +42,7 @@ def main():
     if model_args.half:
         model = model.to(torch.bfloat16)
     trainer = PrintingTrainer(model=model, args=training_args, train_dataset=Tokens(2048), eval_dataset=Tokens(16))
+    trainer.save_model("untrained")
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)

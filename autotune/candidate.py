@@ -496,6 +496,15 @@ INHERITED_PATHS = (
     "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.nvme_path",
+    # What only forecasts look at.
+    "communication_data_type",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
 )
 
 

@@ -146,6 +146,23 @@ def check(
 
 
 @app.command()
+def predict(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py or a study.yaml.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks, also more than this machine has.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device.")] = None,
+    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
+    study: Annotated[str | None, typer.Option(metavar="NAME", help="Study whose trials correct the forecast.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds."""
+    from autotune import forecasting
+
+    overrides = {"name": study, "ranks": ranks, "device_memory_bytes": device_memory, "base_config": base_config and str(base_config)}
+    raise typer.Exit(forecasting.predict(target, overrides, settings or [], as_json=as_json))
+
+
+@app.command()
 def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:
     """Write a commented study.yaml and a model.py that runs."""
     from autotune import commands
@@ -211,6 +228,59 @@ def export(
     from autotune import commands
 
     commands.export(study, pick, trial, format, output, storage)
+
+
+@app.command()
+def report(
+    study: StudyName,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Write there (default: the study's folder).")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    single_file: Annotated[bool, typer.Option("--single-file", help="Only the page, no JSON and CSV beside it.")] = False,
+    png: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the plots as PNG, too; takes an installed Chromium.")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what STUDY found as one HTML page that works offline, and as JSON and CSV."""
+    from autotune import commands
+
+    commands.report(study, storage, output, png, open_it=open_it, single_file=single_file, as_json=as_json)
+
+
+@app.command()
+def diagnose(
+    study: StudyName,
+    trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a trial of STUDY is bound by, and which knob follows from it."""
+    from autotune import commands
+
+    commands.diagnose(study, trial, storage, as_json=as_json)
+
+
+@app.command()
+def scale(
+    target: Target,
+    script_args: ScriptArgs = None,
+    ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts to compare.")] = "1,2",
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Let the global batch grow with the ranks, or keep it.")] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
+    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="The DeepSpeed configuration to scale.")] = None,
+    script_set: ScriptSet = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how TARGET's configuration scales over ranks: speed-up, efficiency, communication."""
+    from autotune import commands
+
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "script_set": script_set or None,
+        "base_config": base_config and str(base_config),
+    }
+    raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, as_json=as_json))
 
 
 @app.command()

@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from autotune import UserError, launch, spec, store
+from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
 from autotune.executors import base
 from autotune.invocation import check_templates
-from autotune.plan import Plan, executor_for, plan, shown, studies_folder
+from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
@@ -57,6 +58,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
             with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
+                view.doing("profiling the model and the machine, once")
+                found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
                 runner = Runner(found, executor, folder, url, view)
@@ -354,6 +357,91 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
         print(f"note: {line}", file=sys.stderr)
 
 
+def report(
+    study: str, storage: str | None, output: Path | None, png: Path | None, *, open_it: bool, single_file: bool, as_json: bool
+) -> None:
+    """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
+    from autotune.report import takeaway
+
+    folder, url = _locate(study, storage)
+    found = summary.load(study, url, folder)
+    if as_json:
+        print(json.dumps(takeaway.as_data(found), indent=1))
+        return
+    written = takeaway.write(found, output or folder, single_file=single_file)
+    for path in written:
+        print(f"wrote {shown(path)}")
+    if png is not None:
+        print("drawing the plots; takes some seconds", file=sys.stderr)
+        for path in takeaway.draw(written[0], png):
+            print(f"wrote {shown(path)}")
+    if open_it:
+        import webbrowser
+
+        if not webbrowser.open(written[0].absolute().as_uri()):
+            print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
+
+
+def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by."""
+    from autotune.report import diagnosis
+
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    chosen = summary.pick_or_trial(report, None, number)
+    row = next(row for row in report.trials if row["trial"] == chosen["trial"])
+    if row["outcome"] != "complete":
+        reason = f": {row['reason']}" if row["reason"] else ""
+        raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
+    found = diagnosis.of_trial(report, folder, row["trial"])
+    if as_json:
+        print(json.dumps(diagnosis.as_data(report, found), indent=1))
+        return
+    for line in diagnosis.lines(report, found):
+        print(line)
+
+
+def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, *, as_json: bool) -> int:
+    """`autotune scale`: measures a configuration on several numbers of ranks, in turns.
+
+    Returns:
+        Exit status: 0 all of them ran, 1 not.
+    """
+    from dataclasses import asdict
+
+    from autotune import scale as measuring
+    from autotune.analysis import scaling
+    from autotune.report import scaling as page
+
+    counts = measuring.rank_counts(ranks)
+    wanted, notes = _wanted(target, {**overrides, "ranks": max(counts)})
+    folder = studies_folder(Path(target)) / wanted.name / "scaling"
+    with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
+        shutil.rmtree(folder / "trials", ignore_errors=True)
+        view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
+        with executor_for(wanted, folder) as executor:
+            found = plan(wanted, executor, folder)
+            environment = found.workload.environment
+            if environment.accelerator != "cpu" and environment.n_devices < max(counts):
+                raise UserError(f"scale: {max(counts)} ranks need as many devices; this machine has {environment.n_devices}")
+            notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
+            configurations = scaling.candidates(found.baseline, counts, mode)
+            runs, failures = measuring.measure(found, executor, folder, configurations, rounds, view)
+    scales = scaling.scaling(runs, found.workload.n_samples)
+    notes += failures
+    if scales:
+        page.write(scales, mode, wanted.name, notes, folder.parent / "scaling.html")
+    if as_json:
+        print(json.dumps({"mode": mode, "scales": [asdict(each) for each in scales], "notes": notes}, indent=1))
+    elif scales:
+        for line in page.lines(scales, mode):
+            print(line)
+        print(f"\nwrote {shown(folder.parent / 'scaling.html')}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 1 if failures or not scales else 0
+
+
 def dashboard(storage: str | None, host: str, port: int) -> None:
     """`autotune dashboard`: serves until Ctrl-C."""
     from autotune.report import dashboard as server
@@ -392,7 +480,8 @@ def doctor(*, build: bool, as_json: bool) -> int:
 def _locate(study: str, storage: str | None) -> tuple[Path, str]:
     with contextlib.suppress(ValueError):
         spec.check_name(study)
-        return STUDIES.absolute() / study, storage or store.default_url(STUDIES)
+        url = storage or store.default_url(STUDIES)
+        return store.study_folder(study, STUDIES.absolute(), url), url
     raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
 
 

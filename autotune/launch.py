@@ -28,14 +28,14 @@ CAPTURE = "AUTOTUNE_CAPTURE"
 # What a trial's own ranks get instead, and what says nothing about the script.
 OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH"
+    r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK"
     rf"|(TORCHELASTIC|OMPI|PMIX?|BASH_FUNC)_.*|{CAPTURE}"
 )
 
 
 @dataclass(frozen=True)
 class _Record:
-    """A process that would have run a script."""
+    """A process that would have run a script; what a launcher gave a rank number trains, whatever it looks like."""
 
     rank: int | None
     local_rank: int
@@ -166,7 +166,7 @@ def _record(data: Mapping[str, Any]) -> _Record:
     return _Record(
         rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, script=data["script"] or "",
         module=data["module"] or "", arguments=tuple(data["arguments"]), working_dir=data["working_dir"],
-        environment=data["environment"], python=data["python"], trains=_trains(data["script"] or ""),
+        environment=data["environment"], python=data["python"], trains=rank is not None or _trains(data["script"] or ""),
     )  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, trial
+from autotune import UserError, profiles, trial
 from autotune.candidate import (
     SIDE_EFFECT_KEYS,
     Candidate,
@@ -29,7 +29,7 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
-from autotune.spec import StudySpec, Target, inspect_target
+from autotune.spec import StudySpec, Target
 from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8
@@ -165,7 +165,7 @@ def studies_folder(spec_path: Path) -> Path:
 @contextlib.contextmanager
 def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
     """The local engine, started for a study's target and ended whatever happens."""
-    target = inspect_target(spec.target)
+    target = spec.inspected()
     environment = spec.how().fixed_environment if target.kind == "script" else {}
     executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     try:
@@ -181,15 +181,44 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     Raises:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
-    target = inspect_target(spec.target)
-    workload = _inspect(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
+    target = spec.inspected()
+    workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
     environment = workload.environment
     world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
     if target.kind == "script" and world_size > 1 and not spec.ranks:
-        workload = _inspect(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
+        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
     if environment.accelerator == "cuda" and world_size > environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
+    base_config, baseline, setting = grounds(spec, target, workload, world_size)
+    space = spec.space
+    if target.kind == "script":
+        workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
+        space = space.pinned(_frozen(spec, workload, baseline))
+    if spec.global_batch == "keep":
+        space = space.keeping(baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size)
+    pruned = space.pruned(baseline, setting)
+    if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
+        why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
+        raise UserError(f"no candidate of the search space can run here: {why}")
+    notes = list(workload.caveats)
+    if environment.n_cores < world_size and environment.accelerator == "cpu":
+        notes.append(f"{world_size} ranks share {environment.n_cores} cores: step times will read slow and noisy")
+    if executor.cold_reason:
+        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
+    return Plan(
+        spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
+        space=pruned, full_space=space, setting=setting, notes=notes,
+    )  # fmt: skip
+
+
+def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int) -> tuple[DsConfig, Candidate, Setting]:
+    """The complete configuration of a study's baseline, the baseline, and what legality depends on.
+
+    Raises:
+        UserError: The baseline cannot run here.
+    """
+    environment = workload.environment
     base_config = _completed(spec, target, workload)
     data_parallel = workload.data_parallel(world_size)
     setting = Setting(
@@ -212,29 +241,24 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     reason = baseline.illegal(_without_batch_bounds(setting))
     if reason is not None:
         raise UserError(f"the baseline cannot run here: {reason}")
-    space = spec.space
-    if target.kind == "script":
-        workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
-        space = space.pinned(_frozen(spec, workload, baseline))
-    if spec.global_batch == "keep":
-        space = space.keeping(baseline.global_batch_size(data_parallel), data_parallel, baseline.micro_batch_size)
-    pruned = space.pruned(baseline, setting)
-    if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
-        why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
-        raise UserError(f"no candidate of the search space can run here: {why}")
-    notes = list(workload.caveats)
-    if environment.n_cores < world_size and environment.accelerator == "cpu":
-        notes.append(f"{world_size} ranks share {environment.n_cores} cores: step times will read slow and noisy")
-    if executor.cold_reason:
-        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
-    return Plan(
-        spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
-        space=pruned, full_space=space, setting=setting, notes=notes,
-    )  # fmt: skip
+    return base_config, baseline, setting
 
 
-def _inspect(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
-    is_script = inspect_target(spec.target).kind == "script"
+def profiled(found: Plan, executor: LocalExecutor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
+    """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
+    spec = found.spec
+    trials = folder / "trials"
+    workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait)
+    return replace(found, workload=workload, notes=[*found.notes, *notes])
+
+
+def inspect_workload(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
+    """Loads a `model.py`, or runs a script untouched for a few steps, and says what it is.
+
+    Raises:
+        UserError: It cannot be, and why.
+    """
+    is_script = spec.inspected().kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
         deadline_s=spec.trial_deadline_s,

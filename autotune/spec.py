@@ -180,7 +180,7 @@ class StudySpec(BaseModel):
             script = Path(invocation.script)
             data = {"target": str(script), "command": invocation.command, "working_dir": "."}
             spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
-        target = inspect_target(spec.target)
+        target = spec.inspected()
         if target.kind != "script":
             raise SpecError(f"`{invocation.command}` starts {target.path}, which is no training script: autotune run {target.path.name}")
         spec._check_script(target)
@@ -205,6 +205,10 @@ class StudySpec(BaseModel):
         elif spec.script_args or spec.script_set:
             raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}")
         return spec
+
+    def inspected(self) -> Target:
+        """What the target is, from its syntax tree, or from who starts it."""
+        return inspect_target(self.target, launched=self.invocation is not None and self.invocation.world_size is not None)
 
     def how(self) -> Invocation:
         """How the script is started: as the launch command showed, or as it was named."""
@@ -285,7 +289,9 @@ class StudySpec(BaseModel):
         given.setdefault("objectives", _Given(list(DEFAULT_OBJECTIVES), where, folder))
         values: dict[str, Any] = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
         values = {key: value for key, value in values.items() if value is not None or key not in ("constraints", "global_batch")}
-        values.setdefault("global_batch", "keep" if _sets_batch(values.get("base_config")) or _is_script(values.get("target")) else "free")
+        values.setdefault(
+            "global_batch", "keep" if _sets_batch(values.get("base_config")) or invocation or _is_script(values.get("target")) else "free"
+        )
         if invocation is not None:
             values["invocation"], values["ranks"] = invocation, values.get("ranks") or invocation.world_size
         try:
@@ -702,8 +708,12 @@ class Target:
     constants: tuple[str, ...] = ()
 
 
-def inspect_target(path: Path) -> Target:
+def inspect_target(path: Path, *, launched: bool = False) -> Target:
     """Finds out what a target is, without importing it.
+
+    Args:
+        path: The file.
+        launched: A launcher starts ranks of it, so that it is a training script even where its training lies in other files.
 
     Raises:
         SpecError: In one sentence, why it cannot be tuned.
@@ -714,7 +724,7 @@ def inspect_target(path: Path) -> Target:
     text = _read_text(path, "target")
     if _is_yaml(path):
         return Target(path=path, kind="study")
-    if path.suffix != ".py":
+    if path.suffix != ".py" and not launched:
         raise SpecError(f"{path}: a target is a model.py or a study.yaml, or a training script")
     try:
         tree = ast.parse(text, filename=str(path))
@@ -723,10 +733,10 @@ def inspect_target(path: Path) -> Target:
         raise SpecError(f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}") from None
     names = dict(_definitions(tree.body))
     source = next((name for name in ("data", "batch") if _callable(names.get(name))), None)
-    if not _callable(names.get("model")) or source is None:
+    if launched or not _callable(names.get("model")) or source is None:
         whole = _with_helpers(path, tree)
-        if any(map(_trains, whole)):
-            return _inspect_script(path, tree, whole)
+        if launched or any(map(_trains, whole)):
+            return _inspect_script(path, tree, whole, launched=launched)
     if not _callable(names.get("model")):
         raise SpecError(f"{path}: {_why_no_model(names)}")
     if source is None:
@@ -805,13 +815,14 @@ def _calls(tree: ast.Module) -> Iterator[tuple[str, int]]:
     yield from sorted(found, key=lambda call: call[1])
 
 
-def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module]) -> Target:
+def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *, launched: bool) -> Target:
     """A training script of a family that can be tuned.
 
     Args:
         path: The file.
         tree: Its syntax tree.
         whole: The same, and those of the user's own modules that it imports.
+        launched: A launcher gave it a rank, so it trains, whatever it imports.
 
     Raises:
         SpecError: It is of another family.
@@ -822,7 +833,7 @@ def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module]) -
     if "Fabric" in calls and (lightning or "lightning_fabric" in modules):
         raise SpecError(f"{path}: a training script with Lightning Fabric cannot be tuned yet; one with Lightning's Trainer can")
     trainer = any(name.endswith("Trainer") for name in calls) and bool(modules & TRAINER_MODULES)
-    if not trainer and not lightning and not modules & {"deepspeed", "accelerate"}:
+    if not launched and not trainer and not lightning and not modules & {"deepspeed", "accelerate"}:
         raise SpecError(
             f"{path}: looks like a training script, but does not import deepspeed; only one that trains with deepspeed.initialize,"
             " transformers' Trainer, Accelerate or Lightning can be tuned, or a model.py (`autotune init` shows how)"

@@ -335,3 +335,9 @@ def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
 def repeat_path(folder: Path, number: int, n: int) -> Path:
     """The folder of a trial's n-th re-measurement."""
     return trial_path(folder, number) / f"repeat-{n}"
+
+
+def study_folder(name: str, studies: Path, url: str) -> Path:
+    """The folder of a study: below `studies`, or beside its SQLite database where only that has one."""
+    beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
+    return next((folder / name for folder in (studies, beside) if (folder / name).is_dir()), studies / name)

@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
+from threadpoolctl import threadpool_limits
 
 from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
@@ -31,6 +32,8 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
 from autotune.objective import GOODPUT, Reference, Score
 from autotune.plan import Plan, remedy, shown
+from autotune.predict.forecast import Predictor, settings_of
+from autotune.predict.profile import Machine, Profile
 from autotune.search import check_sampler
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
@@ -129,6 +132,11 @@ class Runner:
         Raises:
             UserError: The study cannot go on, and why.
         """
+        # The matrices of the search are small: several threads only wait for one another, 10 times as long on a busy machine.
+        with threadpool_limits(1, "blas"):
+            self._run()
+
+    def _run(self) -> None:
         self.open()
         if self.study is None:
             # The baseline runs first, since it decides what can be measured at all.
@@ -297,7 +305,7 @@ class Runner:
             metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
-        advisor.proposes = spec.sampler == "physics"
+        advisor.proposes, advisor.cautious = spec.sampler == "physics", spec.memory_filter
         return advisor
 
     def _recover(self) -> list[Candidate]:
@@ -357,7 +365,8 @@ class Runner:
             if candidate is None:
                 self.study.tell(asked, state=TrialState.FAIL)
                 return False
-            unfit = self._advisor.unfit(self.study, candidate) if self.spec.memory_filter and forced is None else None
+            asks = self.spec.memory_filter and self.spec.sampler != "physics" and forced is None  # physics has weighed it already
+            unfit = self._advisor.unfit(self.study, candidate) if asks else None
             if unfit is not None:
                 result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
             else:
@@ -435,7 +444,9 @@ class Runner:
         asked.set_user_attr("outcome", str(result.outcome))
         if result.reason:
             asked.set_user_attr("reason", result.reason)
-        asked.set_user_attr(store.MEASURED_ATTR, json.dumps(_measured_data(result, score)))
+        asked.set_user_attr(
+            store.MEASURED_ATTR, json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate, result)})
+        )
         asked.set_constraint(COMPLETED, 0.0 if done else 1.0)
         for name, violation in score.violations.items():
             asked.set_constraint(name, violation if done else 1.0)
@@ -448,6 +459,29 @@ class Runner:
             self.study.tell(asked, state=TrialState.PRUNED)
         if not quiet:
             self._progress(asked.number, role, candidate, result, score.metrics)
+
+    def _foreseen(self, candidate: Candidate, result: TrialResult) -> dict[str, list[float]]:
+        """What the trials before this one led to expect of it, with 90 % intervals, to be read beside what it measured."""
+        predictor = self._predictor
+        said = {"peak_memory_bytes": predictor.memory(candidate).total, "step_time_s": predictor.step_time(candidate).total}
+        if result.outcome is Outcome.COMPLETE:
+            time_s = result.steps.median_s if result.steps is not None else None
+            predictor.learn(candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=time_s)
+        return {name: [total.value, total.low, total.high] for name, total in said.items()}
+
+    @functools.cached_property
+    def _predictor(self) -> Predictor:
+        """Forecasts from the profile, corrected by what was told before."""
+        plan, workload = self.plan, self.plan.workload
+        profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+        machine = workload.machine or Machine.guess(plan.setting.accelerator, plan.world_size, workload.environment.n_cores)
+        predictor = Predictor(profile, machine, settings_of(plan.base_config))
+        for told in self._told():
+            data = store.told_data(told)
+            if data["outcome"] == Outcome.COMPLETE:
+                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
+                predictor.learn(store.told_candidate(told), **metrics)
+        return predictor
 
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
         batch = candidate.global_batch_size(self.plan.data_parallel)

@@ -16,11 +16,14 @@ from pydantic import TypeAdapter
 from autotune import stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
+from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
 # With this much of the machine in other hands, a step time is no longer the configuration's own.
 BUSY_CORES = 0.3
+# Families of scripts, in words, that others than the worker look at.
+TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 # What a rank goes through, in order.
 PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
 T = TypeVar("T")
@@ -184,6 +187,8 @@ class Workload:
         environment: Where this was found.
         caveats: What the user should know about the target.
         script: What a probe found, where the target is a training script.
+        profile: What memory and time follow from; None where it was not profiled.
+        machine: What the machine does in a second, so many ranks at once; None where that was not measured.
     """
 
     n_parameters: int
@@ -198,14 +203,16 @@ class Workload:
     optimizer: str = ""
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
+    profile: Profile | None = None
+    machine: Machine | None = None
 
     def data_parallel(self, world_size: int) -> int:
         """How many of the ranks have data of their own."""
         return world_size // (self.script.model_parallel_size if self.script else 1)
 
 
-# From so many timed steps on a trial may be stopped for what it is seen to be.
-RIVAL_STEPS = 3
+# From so many timed steps on, and so many seconds of them, a trial may be stopped for what it is seen to be: less is a hiccup.
+RIVAL_STEPS, RIVAL_S = 3, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +243,7 @@ def beaten_by(rivals: Sequence[Rival], times_s: Sequence[float], peak_memory_byt
         peak_memory_bytes: Its peak so far, which can only grow.
     """
     timed = times_s[stats.SETUP_STEPS :]
-    if len(timed) < RIVAL_STEPS:
+    if len(timed) < RIVAL_STEPS or sum(timed) < RIVAL_S:
         return None
     return next((rival for rival in rivals if rival.beats(min(timed), peak_memory_bytes)), None)
 
@@ -481,7 +488,6 @@ class TrialDir:
         self.workload = path / "workload.json"
         self.profile = path / "profile.json"
         self.machine = path / "machine.json"
-        self.forecast = path / "forecast.json"
         self.events = path / "events.jsonl"
         self.scratch = path / "scratch"
 

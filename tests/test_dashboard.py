@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from http import HTTPStatus
 from wsgiref.util import setup_testing_defaults
 
@@ -38,7 +39,11 @@ def studies(tmp_path_factory):
     """A folder with the study `s`, some of its trials out of memory, and a study that is not ours."""
     folder = tmp_path_factory.mktemp("studies")
     runner_of(
-        folder, Instant(sometimes_failing), trials=14, space=[{"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"]}]
+        folder,
+        Instant(sometimes_failing),
+        trials=14,
+        memory_filter=False,
+        space=[{"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"]}],
     ).run()
     log = store.trial_path(folder / "s", 0) / "rank-0.log"
     log.write_text(f"step 1\n{EVIL}\n")
@@ -49,7 +54,7 @@ def studies(tmp_path_factory):
 
 def overlay_of(folder) -> Overlay:
     url = store.default_url(folder)
-    return Overlay(store.open_storage(url, create=False), dashboard.folder_finder(folder, url))
+    return Overlay(store.open_storage(url, create=False), partial(store.study_folder, studies=folder, url=url))
 
 
 @pytest.fixture(scope="module")
@@ -298,11 +303,6 @@ def test_a_missing_extra_is_said_with_the_command_that_installs_it(studies, monk
     monkeypatch.setattr(dashboard, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'autotune\[dashboard\]'"):
         dashboard.make_server(store.default_url(studies), studies, "127.0.0.1", 0, None)
-
-
-def test_a_folder_beside_the_named_database_is_found(studies, tmp_path):
-    folder_of = dashboard.folder_finder(tmp_path, store.default_url(studies))
-    assert folder_of("s") == studies / "s" and folder_of("elsewhere") == tmp_path / "elsewhere"
 
 
 def test_the_notes_of_a_study_without_a_pick_say_why(answer):

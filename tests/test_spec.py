@@ -514,7 +514,15 @@ def test_a_command_in_a_study_is_one_line_and_stands_alone(script, text, said):
 
 def test_a_command_that_starts_a_model_is_refused(target):
     with pytest.raises(SpecError, match="no training script"):
-        StudySpec.of_command(invocation(target))
+        StudySpec.of_command(invocation(target, world_size=None))
+
+
+def test_what_a_launcher_starts_is_a_script_though_its_training_lies_elsewhere(script):
+    script.write_text("from somewhere import main\nmain()\n")
+    wanted = StudySpec.of_command(invocation(script))
+    assert wanted.inspected().kind == "script" and wanted.global_batch == "keep"
+    with pytest.raises(SpecError, match="defines no model"):
+        StudySpec.of(script)
 
 
 @pytest.mark.parametrize(

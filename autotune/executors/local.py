@@ -140,7 +140,7 @@ class LocalExecutor:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ) | self._own
-        environment.setdefault("DS_ACCELERATOR", "" if _has_cuda_device() else "cpu")
+        environment.setdefault("DS_ACCELERATOR", "" if has_cuda_device() else "cpu")
         if not environment["DS_ACCELERATOR"]:
             del environment["DS_ACCELERATOR"]
         return environment | {
@@ -217,7 +217,8 @@ def sweep(mark: str) -> list[int]:
     return sorted(set(killed))
 
 
-def _has_cuda_device() -> bool:
+def has_cuda_device() -> bool:
+    """Whether this machine has an NVIDIA device, as far as that is to be seen without its libraries."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 

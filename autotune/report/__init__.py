@@ -36,7 +36,8 @@ class StudyReport:
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `metrics`, `ci95`, `wall_s`, `caveats`, and where
-            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`.
+            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`, `phase_times_s`, `forecast` (by metric
+            what the trials before led to expect: value and both ends of the 90 % interval).
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.
@@ -79,6 +80,10 @@ class StudyReport:
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
         n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
+        n_out, n_unfit = (sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom"))
+        if n_out and n_out + n_unfit == len(self.trials):
+            predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
+            return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
         return f"{n_complete} configurations completed, but none keeps every constraint" if n_complete else "no configuration completed"
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:

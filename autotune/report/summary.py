@@ -58,6 +58,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "ranks": kept.world_size,
             "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
+            "weights": {o.metric: o.weight for o in kept.objectives},
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
@@ -85,13 +86,18 @@ def _threads(kept: StudyRecord) -> int | None:
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     baseline = Candidate.from_key(kept.baseline)
     point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
+    script = kept.workload.script
     return replace(
         measured,
         ds_config=deepspeed_config(point, kept.base_config),
         script_side_changes=[
             *measured.script_side_changes,
             *script_side_changes(
-                _as_seen_outside(measured.candidate, kept), baseline, kept.workload.block_class, is_script=kept.workload.script is not None
+                _as_seen_outside(measured.candidate, kept),
+                baseline,
+                kept.workload.block_class,
+                is_script=script is not None,
+                family=script.family if script else "",
             ),
             *learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json="optimizer" in measured.ds_config),
         ],
@@ -131,6 +137,8 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "feasible": data["feasible"],
                 "wall_s": data["wall_s"],
                 "caveats": data["caveats"],
+                "phase_times_s": data.get("phase_times_s", {}),
+                "forecast": data.get("forecast", {}),
                 "losses": result.losses if result else [],
                 "step_times_s": result.step_times_s if result else [],
             }

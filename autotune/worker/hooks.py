@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
-from autotune.candidate import OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig
+from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
 from autotune.worker import contract, frameworks, observe, pipeline, script
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
+from autotune.worker.sketch import Sketch
 from autotune.worker.traces import Traces
 
 PROBE_STEPS = 3
@@ -103,6 +104,8 @@ class Hooks:
         self._begun = self._reached = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._skipped = 0
         self._losses: list[torch.Tensor] = []
+        self._blocks: list[torch.nn.Module] = []
+        self._sketch: Sketch | None = None
         self._total: torch.Tensor | None = None
         self._n_backward = 0
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
@@ -209,16 +212,25 @@ class Hooks:
         # Frameworks write infinity here, which is no JSON.
         self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         model = given["model"]
-        blocks = contract.find_blocks(model, None)
+        self._blocks = blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
         if isinstance(model, PipelineModule):
             self.family = self.family or "DeepSpeed PipelineModule"
             self.workload = pipeline.whole(self.workload, model)
             return pipeline.recompute(self, model, own)
+        if self.candidate is not None and self.candidate.precision not in DTYPES:
+            self._widen(model)
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
         return observe.Recomputations(blocks)
+
+    def _widen(self, model: torch.nn.Module) -> None:
+        """Gives a model that was loaded in 16 bits the weights that a candidate without them needs."""
+        narrow = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+        if narrow and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            model.float()
+            self.changed("Model: load its weights in 32 bits, with `dtype=torch.float32`.")
 
     def _recompute(self, model: torch.nn.Module, blocks: list[torch.nn.Module], every: int) -> None:
         """Has every k-th block recomputed, and nothing else, whatever the script does."""
@@ -316,6 +328,8 @@ class Hooks:
             pipeline.attach(self, meter, engine)
         else:
             engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
+            if self.candidate is None and not getattr(engine, "is_compiled", False):
+                self._sketch = Sketch(engine, self._blocks)
             engine.backward = functools.partial(self._engine_backward, engine.backward)
             if hasattr(engine, "_backward_prologue"):
                 engine._backward_prologue = functools.partial(self._on_prologue, engine._backward_prologue)
@@ -464,7 +478,7 @@ class Hooks:
                     f" is {seen.micro_batch_size or 'not constant'}"
                 )
             probed = Probed(
-                ds_config=self.own_config,
+                ds_config=self._with_dtype(seen.dtype),
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",
@@ -478,8 +492,22 @@ class Hooks:
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
-                trial.write(self.recorder.folder.workload, replace(self.workload, script=probed, caveats=caveats))
+                workload = replace(self.workload, script=probed, caveats=caveats)
+                if self._sketch is not None:
+                    workload = replace(workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size))
+                trial.write(self.recorder.folder.workload, workload)
         rank_run.complete(self.recorder)
+
+    def _with_dtype(self, dtype: str) -> DsConfig:
+        """The script's configuration, which says what type the weights are even where the script does not tell DeepSpeed."""
+        section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+        if section is None or precision_of(without_auto(self.own_config)) != "fp32":
+            return self.own_config
+        self.once(
+            f"the script trains {dtype} weights that DeepSpeed is not told of, without an fp32 copy;"
+            f" the baseline says `{section}` in its configuration, and has one"
+        )
+        return {**self.own_config, section: {"enabled": True}}
 
     def _compare_data(self, meter: Meter) -> None:
         # Of a pipeline only the first stages take data in.

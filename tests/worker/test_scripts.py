@@ -121,7 +121,8 @@ def test_a_module_gets_its_package_and_the_variables_of_its_launcher(executor, m
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "net.py").write_text((SCRIPTS / "common.py").read_text())
-    (package / "train.py").write_text((SCRIPTS / "own_flags.py").read_text().replace("from common", "from .net"))
+    (package / "loop.py").write_text((SCRIPTS / "own_flags.py").read_text().replace("from common", "from .net"))
+    (package / "train.py").write_text("from . import loop\n")  # which nobody would take for a training script
     how = Invocation(
         script=str(package / "train.py"), module="pkg.train", working_dir=str(tmp_path), environment={"ROWS": "{micro_batch_size}"},
         arguments=("--local_rank", "{local_rank}"), world_size=2, command="launcher -m pkg.train",
@@ -192,6 +193,14 @@ def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision
     found = planned("dict_config.py")
     assert not any("cast" in change for change in measure(found).side_changes)
     assert any("cast" in change for change in measure(found, precision="bf16").side_changes)
+
+
+def test_a_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(planned, measure):
+    found = planned("recomputes.py")
+    assert found.baseline.checkpoint_every == 1
+    for every, blocks in ((1, 4), (2, 2), (0, 0)):
+        result = measure(found, checkpoint_every=every)
+        assert result.outcome is Outcome.COMPLETE and result.observed.checkpointed_blocks == blocks
 
 
 def test_what_does_not_move_is_frozen_with_the_remedy(planned):

@@ -1,19 +1,26 @@
 """A trial that cannot match what was measured before ends by itself, on all ranks; what it showed is kept."""
 
-from zoo import Zoo
+from zoo import MODELS, Zoo
 
-from autotune import stats, trial
-from autotune.trial import Outcome, Rival
+from autotune import trial
+from autotune.candidate import Candidate
+from autotune.executors import base
+from autotune.trial import Outcome, Rival, Script, TrialRequest
 
+SCRIPTS = MODELS / "scripts"
 UNBEATABLE = Rival(trial=7, step_time_s=0.0, peak_memory_bytes=0.0)
 STEPS = {"budget_s": 30.0, "max_steps": 9, "min_samples": 10**9}
+
+
+def assert_stopped_as_soon_as_may_be(times: list[float]) -> None:
+    assert trial.beaten_by((UNBEATABLE,), times, 1.0) is not None and trial.beaten_by((UNBEATABLE,), times[:-1], 1.0) is None
 
 
 def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo: Zoo) -> None:
     result = zoo.run("gpt_tiny", zero_stage=2, gradient_accumulation_steps=2, budget_s=30.0, min_samples=10**9, rivals=(UNBEATABLE,))
     assert result.outcome is Outcome.STOPPED_EARLY
     assert "worse than trial 7 on every objective" in result.reason and "MiB" in result.reason
-    assert len(result.step_times_s) == stats.SETUP_STEPS + trial.RIVAL_STEPS
+    assert_stopped_as_soon_as_may_be(result.step_times_s)
     assert result.steps is not None and result.steps.median_s > 0 and (result.peak_memory_bytes or 0) > 0
     assert result.observed is not None and result.observed.zero_stage == 2
     assert {"inner", "boundary"} <= result.micro_step_s.keys() and min(result.micro_step_s.values()) > 0
@@ -27,6 +34,19 @@ def test_a_trial_that_may_still_win_runs_to_its_end(zoo: Zoo) -> None:
     assert "inner" not in result.micro_step_s and result.micro_step_s["boundary"] > 0
 
 
+def test_a_script_is_stopped_in_the_middle_too(zoo: Zoo) -> None:
+    candidate = Candidate(micro_batch_size=8, gradient_accumulation_steps=2)
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    script = Script(working_dir=str(SCRIPTS), micro_batch_size=8, gradient_accumulation_steps=2)
+    request = TrialRequest(
+        target=str(SCRIPTS / "training_data.py"), candidate=candidate.values(), ds_config=candidate.to_deepspeed({"optimizer": adam}),
+        world_size=2, budget_s=30.0, min_samples=10**9, deadline_s=60.0, script=script, rivals=(UNBEATABLE,),
+    )  # fmt: skip
+    result = base.run(zoo.executor, zoo.next_folder().path, request)
+    assert result.outcome is Outcome.STOPPED_EARLY, result.reason
+    assert_stopped_as_soon_as_may_be(result.step_times_s)
+
+
 def test_the_fastest_timed_step_decides_and_memory_where_it_counts() -> None:
     times = [9.0, 9.0, 1.2, 1.1, 1.3]
     assert trial.beaten_by([Rival(trial=1, step_time_s=1.1)], times, 0.0) is not None
@@ -34,3 +54,4 @@ def test_the_fastest_timed_step_decides_and_memory_where_it_counts() -> None:
     assert trial.beaten_by([Rival(trial=1, step_time_s=1.0)], times[:4], 0.0) is None
     assert trial.beaten_by([Rival(trial=1, step_time_s=1.0, peak_memory_bytes=5.0)], times, 4.0) is None
     assert trial.beaten_by([Rival(trial=1, step_time_s=1.0, peak_memory_bytes=5.0)], times, 5.0) is not None
+    assert trial.beaten_by([Rival(trial=1, step_time_s=0.0)], [0.001] * 20, 0.0) is None

@@ -1,0 +1,349 @@
+"""`autotune predict`: what a configuration will need, before it runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from autotune import UserError, profiles
+from autotune.candidate import Candidate, DsConfig, Scalar, Setting
+from autotune.plan import executor_for, grounds, inspect_workload, studies_folder
+from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
+from autotune.predict.profile import Machine, Profile
+from autotune.spec import StudySpec, Target, inspect_target
+from autotune.trial import Outcome, TrialDir, Workload
+
+# A micro-batch that fits this surely is offered as the largest that does.
+SURE = 0.9
+MOST_SAMPLES = 4096
+# What takes this share of a step binds it; below, several things do.
+BINDING_SHARE = 0.5
+BINDS = {
+    "compute": "compute: the matrix products",
+    "traffic": "the memory bandwidth of the device",
+    "recompute": "recomputation: checkpoint less if memory allows",
+    "communication": "communication between the ranks",
+    "messages": "the latency of many messages between the ranks: larger buckets",
+    "optimizer": "the optimizer's step: accumulate more micro-batches, or shard it",
+    "offload": "the link between host and device",
+    "launches": "the fixed cost of each operation: a larger micro-batch",
+    "input": "drawing the samples",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What `autotune predict` found.
+
+    Attributes:
+        candidate: The configuration.
+        world_size: Ranks.
+        memory: Peak bytes of a rank.
+        step_time: Seconds of an optimizer step.
+        limit_bytes: What a rank may use.
+        fits: Probability that it fits.
+        largest_micro_batch_size: The largest that surely fits, all else the same; None if none does.
+        largest_tensor_bytes: Of the activations, forward's largest tensor: often the logits.
+        tokens_per_sample: None where samples are not token sequences.
+        measured: What the study measured of this very configuration, if it did.
+        study: Whose trials corrected the forecast.
+        notes: What the user should know.
+    """
+
+    candidate: Candidate
+    world_size: int
+    memory: Forecast
+    step_time: Forecast
+    limit_bytes: float
+    fits: float
+    largest_micro_batch_size: int | None
+    largest_tensor_bytes: float
+    tokens_per_sample: int | None
+    measured: Mapping[str, float]
+    study: str
+    notes: Sequence[str]
+
+    @property
+    def samples_per_s(self) -> tuple[float, float, float]:
+        """Throughput: value, low, high."""
+        samples, time = self.candidate.global_batch_size(self.world_size), self.step_time.total
+        return samples / time.value, samples / time.high, samples / time.low
+
+    @property
+    def binds(self) -> dict[str, str]:
+        """What limits memory and time."""
+        space, time = (max(said.terms, key=lambda term: term.value) for said in (self.memory, self.step_time))
+        share = time.value / self.step_time.total.value
+        alone = "" if share >= BINDING_SHARE else " (among others)"
+        return {
+            "memory": f"{space.name}, {space.value / self.memory.total.value:.0%} of the peak",
+            "time": f"{BINDS[time.name]}, {share:.0%} of the step{alone}",
+        }
+
+    def to_data(self) -> dict[str, Any]:
+        """The answer for programs."""
+        value, low, high = self.samples_per_s
+        rate = {"value": value, "low": low, "high": high}
+        tokens = self.tokens_per_sample
+        return {
+            "candidate": self.candidate.values(),
+            "ranks": self.world_size,
+            "peak_memory_bytes": _data(self.memory),
+            "step_time_s": _data(self.step_time),
+            "samples_per_s": rate,
+            "tokens_per_s": {key: amount * tokens for key, amount in rate.items()} if tokens else None,
+            "device_memory_bytes": self.limit_bytes,
+            "fits_probability": self.fits,
+            "largest_micro_batch_size": self.largest_micro_batch_size,
+            "largest_tensor_bytes": self.largest_tensor_bytes,
+            "binds": self.binds,
+            "measured": dict(self.measured),
+            "corrected_by": {"study": self.study, "memory": self.memory.n_measured, "step_time": self.step_time.n_measured},
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The answer for people."""
+        total, time, limit = self.memory.total, self.step_time.total, self.limit_bytes
+        yield f"{self.candidate.describe()}, {self.world_size} rank(s)"
+        yield ""
+        verdict = "fits" if self.fits >= SURE else "may not fit" if self.fits > 1 - SURE else "does not fit"
+        yield f"memory      {_size(total.value)} ({_size(total.low)} to {_size(total.high)}) of a rank's {_size(limit)}: {verdict}"
+        scale = max(term.value for term in self.memory.terms)
+        for term in sorted(self.memory.terms, key=lambda term: -term.value):
+            if term.value >= 0.005 * total.value:
+                bar = "#" * max(1, round(30 * term.value / scale))
+                shown = term.name == "activations" and self.largest_tensor_bytes > 0.1 * term.value
+                note = f"  (the largest tensor {_size(self.largest_tensor_bytes)})" if shown else ""
+                yield f"  {term.name:<12}{_size(term.value):>10}  {bar}{note}"
+        yield ""
+        yield f"step time   {_time(time.value)} ({_time(time.low)} to {_time(time.high)})"
+        for term in sorted(self.step_time.terms, key=lambda term: -term.value):
+            if term.value >= 0.02 * sum(term.value for term in self.step_time.terms):
+                yield f"  {term.name:<14}{_time(term.value):>10}"
+        value, low, high = self.samples_per_s
+        yield f"throughput  {value:,.4g} samples/s ({low:,.4g} to {high:,.4g})"
+        yield ""
+        yield f"binds       memory: {self.binds['memory']}"
+        yield f"            time: {self.binds['time']}"
+        largest = self.largest_micro_batch_size
+        at_least = "at least " if largest == MOST_SAMPLES else ""
+        yield f"largest micro-batch that surely fits: {at_least}{largest}" if largest else "no micro-batch surely fits"
+        if self.measured:
+            measured = self.measured
+            yield (
+                f"measured    {_size(measured['peak_memory_bytes'])}, {_time(measured['step_time_s'])} in study {self.study},"
+                " which this forecast knows"
+            )
+        n = self.memory.n_measured
+        yield f"corrected by {n} trial(s) of study {self.study}" if n else "corrected by no trial: `autotune run` makes it surer"
+        yield from (f"note: {note}" for note in self.notes)
+
+
+def predict(target: Path, overrides: Mapping[str, Any], settings: Sequence[str], *, as_json: bool) -> int:
+    """`autotune predict`: memory, step time and throughput of a configuration, each with its interval, and what binds.
+
+    Args:
+        target: A `model.py` or a `study.yaml`.
+        overrides: Values from flags.
+        settings: The configuration as KEY=VALUE, over the baseline's.
+        as_json: Print JSON.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        UserError: A knob or value is wrong, or the configuration cannot run here.
+    """
+    answer = foresee(StudySpec.of(target, overrides), read_settings(settings), studies_folder(target))
+    print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))
+    return 0
+
+
+def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path) -> Answer:
+    """The forecast for a configuration of a target.
+
+    Args:
+        spec: The study that the target means.
+        settings: Knobs that differ from the baseline's.
+        studies: Where the studies lie, whose trials correct the forecast.
+    """
+    Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
+    found = foresee_workload(spec)
+    candidate = Candidate.of({**found.baseline.values(), **settings})
+    if (reason := candidate.illegal(replace(found.setting, global_batch=None))) is not None:
+        raise UserError(f"this cannot run here: {reason}")
+    predictor = Predictor(found.profile, found.machine, settings_of(found.base_config))
+    measured = measured_in(studies / spec.name, spec.target, found.world_size)
+    for other, metrics in measured.items():
+        predictor.learn(other, peak_memory_bytes=metrics["peak_memory_bytes"], step_time_s=metrics["step_time_s"])
+    limit = float(spec.device_memory_bytes or found.share_bytes)
+    said = predictor.memory(candidate)
+    return Answer(
+        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate), limit_bytes=limit,
+        fits=probability_below(said, limit), largest_micro_batch_size=_largest(predictor, candidate, limit),
+        largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
+        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None, measured=measured.get(candidate, {}),
+        study=spec.name, notes=found.notes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What forecasts for a target rest on.
+
+    Attributes:
+        profile: The workload.
+        machine: What it runs on, with as many ranks as were asked for.
+        world_size: Ranks.
+        base_config: What candidates are laid over.
+        baseline: The user's own configuration.
+        setting: What legality depends on.
+        share_bytes: Memory of a rank's device; on a CPU its share of the machine's.
+        notes: What the user should know.
+    """
+
+    profile: Profile
+    machine: Machine
+    world_size: int
+    base_config: DsConfig
+    baseline: Candidate
+    setting: Setting
+    share_bytes: float
+    notes: list[str]
+
+
+def foresee_workload(spec: StudySpec) -> Foreseen:
+    """What is known of a target and this machine; found out in the ranks where the cache does not know it.
+
+    Raises:
+        UserError: The target cannot be profiled, and why.
+    """
+    target = inspect_target(spec.target)
+    if target.kind != "model":
+        raise UserError(f"{spec.target}: only a model.py can be predicted so far; what a script needs `autotune run` finds by measuring it")
+    workload, notes = _known(spec, target)
+    environment, world_size = workload.environment, _world_size(spec, workload)
+    local = _local_ranks(workload, world_size)
+    base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
+    machine = workload.machine or Machine.guess(environment.accelerator, local, environment.n_cores)
+    if local != world_size:
+        machine = replace(machine, world_size=world_size)
+        notes = [*notes, f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ"]
+    return Foreseen(
+        profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
+        machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
+        share_bytes=environment.device_memory_bytes / (1 if _cuda(workload) else local), notes=notes,
+    )  # fmt: skip
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, Scalar]:
+    """Knobs from KEY=VALUE texts.
+
+    Raises:
+        UserError: One is none.
+    """
+    found: dict[str, Scalar] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise UserError(f"--set {text}: KEY=VALUE is needed, as in --set zero_stage=3")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            read = value
+        # YAML 1.1 takes 5e8 for a text.
+        if isinstance(read, str) and read.replace("e", "", 1).isdigit():
+            read = int(float(read))
+        if not isinstance(read, str | int | float | bool | None):
+            raise UserError(f"--set {text}: a plain value is needed, not {value!r}")
+        found[name.strip()] = read
+    return found
+
+
+def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, dict[str, float]]:
+    """What the trials of a study measured of a target under so many ranks."""
+    found: dict[Candidate, dict[str, float]] = {}
+    for path in sorted((folder / "trials").glob("[0-9]*")):
+        trial_dir = TrialDir(path)
+        try:
+            request, result = (json.loads(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
+            if request["target"] != str(target) or result["world_size"] != world_size or result["outcome"] != Outcome.COMPLETE:
+                continue
+            metrics = {"peak_memory_bytes": float(result["peak_memory_bytes"]), "step_time_s": float(result["steps"]["median_s"])}
+            found[Candidate.of(result["candidate"])] = metrics
+        except (OSError, ValueError, KeyError, TypeError, UserError):
+            continue  # lost, cut short, or of another version
+    return found
+
+
+def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
+    """The workload with profile and rates: from the cache, else from the ranks."""
+    key = profiles.workload_key(target.path)
+    workload = profiles.kept(Workload, key)
+    if workload is not None:
+        found = profiles.known(workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload))
+        if found.profile is not None and found.machine is not None:
+            return found, list(found.profile.caveats)
+    print(f"profiling {target.path.name}, once", file=sys.stderr)
+    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))
+    with executor_for(spec, folder) as executor:
+        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1)
+        profiles.keep(workload, key)
+        base_config, ranks = _base_config(spec, target, workload), _ranks_here(spec, workload)
+        found, notes = profiles.find_out(workload, target.path, base_config, ranks, executor, folder / "trials")
+    shutil.rmtree(folder, ignore_errors=True)
+    return found, notes
+
+
+def _base_config(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
+    # How many samples there are does not matter to what one step needs.
+    return grounds(spec, target, replace(workload, n_samples=None), _world_size(spec, workload))[0]
+
+
+def _world_size(spec: StudySpec, workload: Workload) -> int:
+    return spec.ranks or (workload.environment.n_devices if _cuda(workload) else 1)
+
+
+def _ranks_here(spec: StudySpec, workload: Workload) -> int:
+    return _local_ranks(workload, _world_size(spec, workload))
+
+
+def _local_ranks(workload: Workload, world_size: int) -> int:
+    """How many of the ranks this machine can stand in for."""
+    environment = workload.environment
+    return min(world_size, environment.n_devices if _cuda(workload) else max(2, environment.n_cores))
+
+
+def _cuda(workload: Workload) -> bool:
+    return workload.environment.accelerator == "cuda"
+
+
+def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | None:
+    """The largest micro-batch that fits with probability `SURE`, all else the same."""
+    sizes = list(range(1, MOST_SAMPLES + 1))
+    mean, sd = predictor.log_memory([replace(candidate, micro_batch_size=size) for size in sizes])
+    fitting = np.flatnonzero(mean + 1.2816 * sd <= np.log(limit))  # the normal's 90 % quantile
+    return sizes[int(fitting[-1])] if len(fitting) else None
+
+
+def _data(said: Forecast) -> dict[str, Any]:
+    total = said.total
+    return {"value": total.value, "low": total.low, "high": total.high, "terms": [asdict(term) for term in said.terms]}
+
+
+def _size(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,146 @@
+"""What is known of a workload and of a machine before the first trial: found out once in the ranks, then read from the cache."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune import trial
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor, cache_dir, has_cuda_device
+from autotune.predict.profile import Machine, Profile
+from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
+
+# Part of every key: what was written in another form is found out again.
+FORMAT = 1
+PROFILE_DEADLINE_S = 180.0
+T = TypeVar("T", Profile, Machine, Workload)
+
+
+def workload_key(target: Path, given: Any = None) -> str:
+    """Names what is known of a target: its sources, what it is run with, the libraries and the kind of device."""
+    parts = [FORMAT, *_libraries(), _accelerator(), given, str(target.absolute())]
+    return _digest(*parts, *(path.read_text(errors="replace") for path in sources(target)))
+
+
+def machine_key(world_size: int) -> str:
+    """Names the rates of this machine under so many ranks."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return _digest(FORMAT, *_libraries(), _accelerator(), _processor(), cores, os.environ.get("OMP_NUM_THREADS"), world_size)
+
+
+def kept(kind: type[T], key: str) -> T | None:
+    """What the cache holds under a key, if it can be read."""
+    try:
+        return trial.read(_path(kind, key), kind)
+    except (OSError, ValueError):
+        return None
+
+
+def keep(value: Profile | Machine | Workload, key: str) -> None:
+    """Puts something into the cache."""
+    trial.write(_path(type(value), key), value, sync=False)
+
+
+def known(workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int) -> Workload:
+    """The workload with whatever the cache knows of it and of the machine."""
+    profile = workload.profile or kept(Profile, workload_key(target, ds_config.get("optimizer")))
+    machine = workload.machine or kept(Machine, machine_key(world_size))
+    return replace(workload, profile=profile, machine=machine)
+
+
+def find_out(
+    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: LocalExecutor, folder: Path,
+    on_wait: Callable[[], None] = lambda: None,
+) -> tuple[Workload, list[str]]:  # fmt: skip
+    """The workload with its profile and the machine's rates, found out in the ranks where the cache does not know them.
+
+    Args:
+        workload: As a rank inspected it.
+        target: The user's file.
+        ds_config: The baseline's configuration.
+        world_size: Ranks.
+        executor: The engine.
+        folder: Where the trials' files lie.
+        on_wait: Called while another study measures on this machine.
+
+    Returns:
+        The workload, and what the user should know.
+    """
+    workload, notes = known(workload, target, ds_config, world_size), []
+    if workload.profile is None and workload.script is None:
+        request = TrialRequest(
+            target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S
+        )  # fmt: skip
+        result = base.run(executor, folder / "profile", request)
+        if result.outcome is Outcome.COMPLETE:
+            profile = trial.read(TrialDir(folder / "profile").profile, Profile)
+            keep(profile, workload_key(target, ds_config.get("optimizer")))
+            workload = replace(workload, profile=profile)
+        else:
+            notes.append(f"the model was not profiled ({result.reason}), so forecasts start from its size alone")
+    if workload.profile is not None:
+        notes += workload.profile.caveats
+    if workload.machine is None:
+        with executor.turn(on_wait):  # beside another study's trial it would read slow
+            result = base.run(executor, folder / "rates", TrialRequest(target="", mode="rates", world_size=world_size))
+        if result.outcome is Outcome.COMPLETE:
+            machine = trial.read(TrialDir(folder / "rates").machine, Machine)
+            keep(machine, machine_key(world_size))
+            workload = replace(workload, machine=machine)
+        else:
+            notes.append(f"the machine's rates were not measured ({result.reason}), so usual ones are assumed")
+    return workload, notes
+
+
+def sources(target: Path) -> Iterator[Path]:
+    """The target and the files beside it that it imports, and those that they import."""
+    pending, seen = [target.absolute()], set[Path]()
+    while pending:
+        path = pending.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        yield path
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                beside = path.parent.joinpath(*name.split("."))
+                pending += [beside.with_suffix(".py"), beside / "__init__.py"] if name else []
+
+
+def _path(kind: type[Any], key: str) -> Path:
+    return cache_dir() / "profiles" / f"{kind.__name__.lower()}-{key}.json"
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:20]
+
+
+def _libraries() -> list[str]:
+    return [platform.python_version(), *(metadata.version(name) for name in ("torch", "deepspeed"))]
+
+
+def _accelerator() -> str:
+    return os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return platform.node() + next((line for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return platform.node() + platform.processor()

@@ -1,0 +1,154 @@
+"""How good are the forecasts on configurations that did not calibrate them?
+
+`python benchmarks/forecast.py collect TARGET FOLDER [-n 40] [--ranks 2]` runs varied configurations for three steps each, which is
+enough for their memory. `python benchmarks/forecast.py score SOURCE --target TARGET [--ranks 2]` scores the forecasts against a folder of
+trials (of `collect`, or of a study) or a table of `truth.py`, and writes `results/forecast-NAME.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import random
+import statistics
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import write
+from scipy.stats import kendalltau
+
+from autotune import UserError
+from autotune.candidate import Candidate
+from autotune.executors import base
+from autotune.forecasting import SURE, foresee_workload, measured_in
+from autotune.plan import executor_for, plan
+from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
+from autotune.spec import StudySpec
+from autotune.trial import TrialRequest
+
+SPACES = ["batch", "zero", "precision", "checkpointing", "buckets"]
+ANCHORS = (0, 1, 5, 10, 20)
+DRAWS = 20
+# Limits, as quantiles of the measured peaks, at which "it fits" is put to the test.
+LIMITS = (0.25, 0.5, 0.75, 0.9)
+MOST_SAMPLES_A_STEP = 128
+
+Measured = dict[Candidate, dict[str, float]]
+
+
+def collect(target: Path, folder: Path, n: int, ranks: int) -> None:
+    spec = StudySpec.of(target, {"ranks": ranks, "space": ",".join(SPACES), "global_batch": "free"})
+    with executor_for(spec, folder) as executor:
+        found = plan(spec, executor, folder)
+        drawn = found.space.draw(random.Random(0), found.baseline, 200 * n)
+        legal = [c for c in dict.fromkeys(drawn) if c.illegal(found.setting) is None]
+        small = [c for c in legal if c.micro_batch_size * c.gradient_accumulation_steps <= MOST_SAMPLES_A_STEP]
+        for number, candidate in enumerate(small[:n]):
+            request = TrialRequest(
+                target=str(spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate), world_size=ranks,
+                max_steps=3, deadline_s=60,
+            )  # fmt: skip
+            result = base.run(executor, folder / "trials" / f"{number:04d}", request)
+            print(number, candidate.describe(), result.outcome, result.reason, flush=True)
+
+
+def score(source: Path, target: Path, ranks: int, *, timed: bool) -> None:
+    spec = StudySpec.of(target, {"ranks": ranks})
+    foreseen = foresee_workload(spec)
+    found = measured_in(source, spec.target, ranks) if source.is_dir() else from_table(source)
+    if len(found) < 2 * max(ANCHORS[:3]):
+        raise SystemExit(f"{source}: {len(found)} complete configurations are too few")
+    machine = replace(foreseen.machine, world_size=ranks)
+
+    def fresh() -> Predictor:
+        return Predictor(foreseen.profile, machine, settings_of(foreseen.base_config))
+
+    figures: dict[str, Any] = {"configurations": len(found), "ranks": ranks}
+    for n in ANCHORS:
+        if n < len(found) / 2:
+            figures[f"{n} anchors"] = scored(fresh, found, n, timed=timed)
+    write(f"forecast-{spec.name}", figures)
+
+
+def scored(fresh: Any, found: Measured, n: int, *, timed: bool) -> dict[str, float]:
+    """Errors on what was not drawn as an anchor, over several draws."""
+    pairs: list[tuple[Forecast, float]] = []
+    times: list[tuple[Forecast, float]] = []
+    taus = []
+    for draw in range(DRAWS if n else 1):
+        predictor, every = fresh(), list(found)
+        random.Random(draw).shuffle(every)
+        for candidate in every[:n]:
+            predictor.learn(candidate, **found[candidate])
+        left = every[n:]
+        pairs += [(predictor.memory(c), found[c]["peak_memory_bytes"]) for c in left]
+        own = [(predictor.step_time(c), found[c]["step_time_s"]) for c in left]
+        times += own
+        taus.append(kendalltau([said.total.value for said, _ in own], [real for _, real in own]).statistic)
+    figures = {f"memory_{name}": value for name, value in errors(pairs).items()} | {"memory_unsafe_share": unsafe(pairs)}
+    if timed:
+        figures |= {f"time_{name}": value for name, value in errors(times).items()} | {"time_kendall_tau": statistics.median(taus)}
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def errors(pairs: Iterable[tuple[Forecast, float]]) -> dict[str, float]:
+    pairs = list(pairs)
+    off = [abs(said.total.value / real - 1) for said, real in pairs]
+    held = [said.total.low <= real <= said.total.high for said, real in pairs]
+    return {"error_median": float(np.median(off)), "error_p95": float(np.quantile(off, 0.95)), "interval_90_holds": float(np.mean(held))}
+
+
+def unsafe(pairs: list[tuple[Forecast, float]]) -> float:
+    """Of the configurations that are said to fit a limit, the share that does not."""
+    said_to_fit = [
+        real > limit
+        for limit in np.quantile([real for _, real in pairs], LIMITS)
+        for said, real in pairs
+        if probability_below(said, float(limit)) >= SURE
+    ]
+    return float(np.mean(said_to_fit)) if said_to_fit else 0.0
+
+
+def from_table(path: Path) -> Measured:
+    """The medians over the repeats of a table: knobs in columns `knob:NAME` as JSON, then what was measured."""
+    rows: dict[Candidate, list[dict[str, float]]] = {}
+    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else open(path, newline="") as file:
+        for cells in csv.DictReader(file):
+            if cells["outcome"] != "complete":
+                continue
+            knobs = {name.removeprefix("knob:"): json.loads(text) for name, text in cells.items() if name.startswith("knob:") and text}
+            values = {name: float(cells[name]) for name in ("peak_memory_bytes", "step_time_s")}
+            rows.setdefault(Candidate.of(knobs), []).append(values)
+    return {c: {name: statistics.median(row[name] for row in some) for name in some[0]} for c, some in rows.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    collecting = commands.add_parser("collect")
+    collecting.add_argument("target", type=Path)
+    collecting.add_argument("folder", type=Path)
+    collecting.add_argument("-n", type=int, default=40)
+    collecting.add_argument("--ranks", type=int, default=2)
+    scoring = commands.add_parser("score")
+    scoring.add_argument("source", type=Path)
+    scoring.add_argument("--target", type=Path, required=True)
+    scoring.add_argument("--ranks", type=int, default=2)
+    scoring.add_argument("--memory-only", action="store_true", help="leave step times out, where the machine was not idle")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "collect":
+            collect(arguments.target.absolute(), arguments.folder, arguments.n, arguments.ranks)
+        else:
+            score(arguments.source, arguments.target.absolute(), arguments.ranks, timed=not arguments.memory_only)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

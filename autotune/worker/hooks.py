@@ -76,6 +76,7 @@ class Hooks:
         scratch: A folder of the trial's own, for what a framework writes whatever it is told.
         recomputers: Frameworks' own ways to recompute every k-th block of a model (none for 0); each tells whether it could.
         casts_inputs: Floating-point inputs are given the type of 16-bit weights, which a framework may do itself.
+        sums_losses: What goes backward are parts of a step's loss, as a framework divides it, not the losses of micro-batches.
         batch_factor: Micro-batches in the batch of a loader, where a framework splits it between the ranks.
     """
 
@@ -94,9 +95,10 @@ class Hooks:
         self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
         self.batch_factor = 1
         self.casts_inputs = True
+        self.sums_losses = False
         self._script_recomputes = True
         self._unrecomputed = ""  # where recomputation was asked for and not carried out
-        self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
+        self._begun = self._reached = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._skipped = 0
         self._losses: list[torch.Tensor] = []
         self._blocks: list[torch.nn.Module] = []
@@ -281,6 +283,8 @@ class Hooks:
             if self.candidate is None and not getattr(engine, "is_compiled", False):
                 self._sketch = Sketch(engine, self._blocks)
             engine.backward = functools.partial(self._engine_backward, engine.backward)
+            if hasattr(engine, "_backward_prologue"):
+                engine._backward_prologue = functools.partial(self._on_prologue, engine._backward_prologue)
             engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
         self._restart_clock()
@@ -317,24 +321,36 @@ class Hooks:
 
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
-        self._summed = kwargs.get("scale_wrt_gas") is False
-        return self._backward(original, loss, *args, **kwargs)
+        self._summed = self.sums_losses or kwargs.get("scale_wrt_gas") is False
+        assert self.meter is not None
+        self.meter.enter("backward")
+        with self.inside_backward():
+            result = original(loss, *args, **kwargs)
+        self._went_backward(loss)
+        return result
 
     def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self.meter is None or self._inside_backward or not self.meter.batches.went_forward:
             return original(tensor, *args, **kwargs)
-        self.plain_backward = True
-        return self._backward(original, tensor, *args, **kwargs)
+        # DeepSpeed tells when a pass comes to what its engine gave; versions that do not are taken to be meant.
+        self._reached = not hasattr(self.meter.engine, "_backward_prologue")
+        self.meter.enter("backward")
+        with self.inside_backward():
+            result = original(tensor, *args, **kwargs)
+        if self._reached:
+            self.plain_backward = True
+            self._went_backward(tensor)
+        return result
 
-    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def _went_backward(self, loss: Any) -> None:
         assert self.meter is not None
         self.meter.batches.backward()
         self._note_loss(loss)
-        self.meter.enter("backward")
-        with self.inside_backward():
-            result = original(loss, *args, **kwargs)
         self.meter.enter("step")
-        return result
+
+    def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._reached = True
+        return original(*args, **kwargs)
 
     def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1

@@ -222,6 +222,8 @@ class Meter:
         local = max(seen.samples_per_step, default=0), max(seen.tokens_per_step, default=0)
         sums = torch.tensor(local if first_stage else (0, 0), dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
+        if not hasattr(engine, "stage_id"):
+            sums //= self.request.world_size // self.data_parallel  # tensor-parallel ranks are fed the same
         # DeepSpeed before 0.17 knows no torch_autocast.
         autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
         # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.

@@ -152,6 +152,7 @@ MICRO, ACCUM = {"micro_batch_size"}, {"gradient_accumulation_steps"}
         ("batch sampler", {}, (8, 2, BOTH)),
         ("packed", {}, (8, 2, BOTH)),
         ("critic", {}, (8, 2, BOTH)),
+        ("another model", {}, (8, 2, BOTH)),
         ("evaluates", {}, (8, 2, BOTH)),
         ("text flag", {}, (8, 2, BOTH)),
         ("own sampler", {}, (8, 2, ACCUM)),

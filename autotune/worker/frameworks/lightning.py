@@ -22,7 +22,6 @@ NO_DEEPSPEED: DsConfig = {"zero_optimization": {"stage": 0}, "zero_allow_unteste
 # What Lightning itself writes into the configuration, and refuses or leaves alone where it is there already.
 FILLED_IN = ("gradient_accumulation_steps", "train_batch_size", "bf16", "fp16")
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-DEEPSPEED_PRECISIONS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 
 
 def install(hooks: Hooks) -> None:
@@ -68,7 +67,7 @@ class _Adapter:
         if os.environ.get(kind.DEEPSPEED_ENV_VAR):  # the user's configuration, of which nothing tells Lightning to use it
             given["strategy"] = "deepspeed"
         else:
-            given["strategy"] = kind(config={**NO_DEEPSPEED})
+            given["strategy"] = kind(config=copy.deepcopy(NO_DEEPSPEED))
         self.hooks.changed('DeepSpeed: the script is run without it; pass `Trainer(strategy=DeepSpeedStrategy(config="ds_config.json"))`.')
 
     def _accumulation(self, given: dict[str, Any]) -> None:
@@ -93,15 +92,17 @@ class _Adapter:
         if getattr(strategy, "_precision_plugin", None) is not None:
             strategy._precision_plugin = None  # type: ignore[union-attr]
             self.hooks.changed("Lightning: leave `precision_plugin` out of `DeepSpeedStrategy(...)`.")
-        wanted = PRECISIONS.get(self.hooks.candidate.precision, "32-true")
-        self.hooks.changed(f'Lightning: `Trainer(precision="{wanted}")` instead of {given.get("precision") or "32-true"!r}.')
+        wanted, own = PRECISIONS.get(self.hooks.candidate.precision, "32-true"), given.get("precision") or "32-true"
+        if str(own) != wanted:
+            self.hooks.changed(f'Lightning: `Trainer(precision="{wanted}")` instead of "{own}".')
         given["precision"] = wanted
 
     def _leave_no_traces(self, given: dict[str, Any]) -> None:
         given["default_root_dir"] = str(self.hooks.scratch / "lightning")
         if given.get("logger") is not False:
-            # Takes whatever a script logs, through `experiment` too, and keeps nothing.
-            given["logger"] = import_module(f"{self.package}.loggers.logger").DummyLogger()
+            # Takes whatever a script logs, through `experiment` too, and keeps nothing; callbacks may ask for a folder.
+            dummy = import_module(f"{self.package}.loggers.logger").DummyLogger
+            given["logger"] = type("Logger", (dummy,), {"save_dir": given["default_root_dir"]})()
         callbacks = given.get("callbacks") or []
         saving = import_module(f"{self.package}.callbacks").Checkpoint
         listed = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
@@ -111,6 +112,9 @@ class _Adapter:
             given["limit_val_batches"] = 1  # what a callback or a scheduler waits for still comes
 
     def _fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model")
+        # It divides the loss by the accumulation before DeepSpeed does so again: what goes backward are parts of the step's loss.
+        self.hooks.sums_losses = bool(getattr(model, "automatic_optimization", True))
         if kwargs.get("ckpt_path"):
             kwargs["ckpt_path"] = None
             self.hooks.once("trials begin with new weights, not with those of ckpt_path")

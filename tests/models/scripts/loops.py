@@ -63,6 +63,8 @@ def train(style, batch, accum, arguments):
     if style == "critic":
         other = Net()
         critic, *_ = deepspeed.initialize(model=other, model_parameters=other.parameters(), config=config())
+    rival = Net()
+    rival_optimizer = torch.optim.SGD(rival.parameters(), lr=1e-3)
     loader = loader_of(style, int(args.bsz) if style == "text flag" else batch)
     held_out = iter(torch.utils.data.DataLoader(dataset(10**5), batch_size=64))
     n = 0
@@ -80,6 +82,9 @@ def train(style, batch, accum, arguments):
             if style == "critic":
                 critic.backward(critic(x, y))
                 critic.step()
+            if style == "another model":
+                rival(x.detach(), y).backward()
+                rival_optimizer.step()
             engine.backward(loss)
             n += 1
             if style != "own steps" or n % accum == 0:

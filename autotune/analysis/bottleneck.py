@@ -237,7 +237,11 @@ def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mappi
         ("compute", pure * (1 - (overhead or 0.0)), "forward was measured, backward counted as twice forward"),
         ("input pipeline", data, "measured"),
         ("stragglers", None if not one_rank and not rest else lead, "one rank" if one_rank else f"measured between ranks{alike}"),
-        ("recomputation", recomputed * typical, f"estimated: every {every} blocks go forward again" if every else "nothing is recomputed"),
+        (
+            "recomputation",
+            recomputed * typical,
+            f"estimated: one block of {every} goes forward again" if every else "nothing is recomputed",
+        ),
         ("communication", waited, "one rank" if one_rank else f"estimated: backward beyond twice forward{gathers}"),
         ("optimizer", update, "measured" + ("; with the gathering of the new weights" if stage >= 1 and not one_rank else "")),
         ("launch overhead", None if overhead is None else pure * overhead, known),

@@ -52,6 +52,7 @@ class Answer:
         limit_bytes: What a rank may use.
         fits: Probability that it fits.
         largest_micro_batch_size: The largest that surely fits, all else the same; None if none does.
+        largest_tensor_bytes: Of the activations, forward's largest tensor: often the logits.
         tokens_per_sample: None where samples are not token sequences.
         measured: What the study measured of this very configuration, if it did.
         study: Whose trials corrected the forecast.
@@ -65,6 +66,7 @@ class Answer:
     limit_bytes: float
     fits: float
     largest_micro_batch_size: int | None
+    largest_tensor_bytes: float
     tokens_per_sample: int | None
     measured: Mapping[str, float]
     study: str
@@ -102,6 +104,7 @@ class Answer:
             "device_memory_bytes": self.limit_bytes,
             "fits_probability": self.fits,
             "largest_micro_batch_size": self.largest_micro_batch_size,
+            "largest_tensor_bytes": self.largest_tensor_bytes,
             "binds": self.binds,
             "measured": dict(self.measured),
             "corrected_by": {"study": self.study, "memory": self.memory.n_measured, "step_time": self.step_time.n_measured},
@@ -119,7 +122,9 @@ class Answer:
         for term in sorted(self.memory.terms, key=lambda term: -term.value):
             if term.value >= 0.005 * total.value:
                 bar = "#" * max(1, round(30 * term.value / scale))
-                yield f"  {term.name:<12}{_size(term.value):>10}  {bar}"
+                shown = term.name == "activations" and self.largest_tensor_bytes > 0.1 * term.value
+                note = f"  (the largest tensor {_size(self.largest_tensor_bytes)})" if shown else ""
+                yield f"  {term.name:<12}{_size(term.value):>10}  {bar}{note}"
         yield ""
         yield f"step time   {_time(time.value)} ({_time(time.low)} to {_time(time.high)})"
         for term in sorted(self.step_time.terms, key=lambda term: -term.value):
@@ -186,6 +191,7 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path) -> A
     return Answer(
         candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate), limit_bytes=limit,
         fits=probability_below(said, limit), largest_micro_batch_size=_largest(predictor, candidate, limit),
+        largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
         tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None, measured=measured.get(candidate, {}),
         study=spec.name, notes=found.notes,
     )  # fmt: skip
@@ -224,7 +230,7 @@ def foresee_workload(spec: StudySpec) -> Foreseen:
     """
     target = inspect_target(spec.target)
     if target.kind != "model":
-        raise UserError(f"{spec.target}: only a model.py can be profiled so far; `autotune run` tunes a script by measuring it")
+        raise UserError(f"{spec.target}: only a model.py can be predicted so far; what a script needs `autotune run` finds by measuring it")
     workload, notes = _known(spec, target)
     environment, world_size = workload.environment, _world_size(spec, workload)
     local = _local_ranks(workload, world_size)

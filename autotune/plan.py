@@ -191,13 +191,12 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
-    data_parallel = workload.data_parallel(world_size)
     space = spec.space
     if target.kind == "script":
         workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
         space = space.pinned(_frozen(spec, workload, baseline))
     if spec.global_batch == "keep":
-        space = space.keeping(baseline.global_batch_size(data_parallel), data_parallel, baseline.micro_batch_size)
+        space = space.keeping(baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size)
     pruned = space.pruned(baseline, setting)
     if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
         why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")

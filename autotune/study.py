@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
+from threadpoolctl import threadpool_limits
 
 from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
@@ -131,6 +132,11 @@ class Runner:
         Raises:
             UserError: The study cannot go on, and why.
         """
+        # The matrices of the search are small: several threads only wait for one another, 10 times as long on a busy machine.
+        with threadpool_limits(1, "blas"):
+            self._run()
+
+    def _run(self) -> None:
         self.open()
         if self.study is None:
             # The baseline runs first, since it decides what can be measured at all.

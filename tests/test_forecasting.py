@@ -52,6 +52,7 @@ def test_the_answer_adds_up_and_holds_its_intervals(known, capsys):
     assert data["samples_per_s"]["value"] == pytest.approx(32 / data["step_time_s"]["value"])
     assert data["tokens_per_s"]["value"] == pytest.approx(128 * data["samples_per_s"]["value"])
     terms = {term["name"]: term["value"] for term in data["peak_memory_bytes"]["terms"]}
+    assert data["largest_tensor_bytes"] == 16 * 1e6
     assert terms["activations"] == 16 * 8e6 and terms["weights"] == 4 * P and terms["workspace"] == 5e7
     assert data["notes"] == ["something was assumed"]
 
@@ -59,7 +60,7 @@ def test_the_answer_adds_up_and_holds_its_intervals(known, capsys):
 def test_people_get_a_waterfall_a_verdict_and_what_binds(known, capsys):
     forecasting.predict(TARGET, {"device_memory_bytes": "1GiB"}, ["micro_batch_size=64"], as_json=False)
     text = capsys.readouterr().out
-    assert "activations" in text and "####" in text and "may not fit" not in text and ": fits" in text
+    assert "####  (the largest tensor 61.0 MiB)" in text and "may not fit" not in text and ": fits" in text
     assert "binds       memory: activations" in text and "largest micro-batch that surely fits:" in text
 
 
@@ -100,7 +101,7 @@ def test_values_read_as_people_write_them():
 
 
 def test_a_script_is_refused_in_one_sentence(known):
-    with pytest.raises(UserError, match=r"only a model\.py can be profiled"):
+    with pytest.raises(UserError, match=r"only a model\.py can be predicted"):
         forecasting.predict(MODELS / "scripts" / "dict_config.py", {}, [], as_json=False)
 
 
@@ -145,6 +146,20 @@ def test_it_answers_without_torch_and_without_optuna(known):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 1
+
+
+def command(*arguments):
+    run = [sys.executable, "-m", "autotune.cli", "predict", *map(str, arguments)]
+    return subprocess.run(run, capture_output=True, text=True, check=False)
+
+
+def test_the_command_answers_in_json_and_ends_a_mistake_with_status_2_and_one_line(known):
+    done = command(TARGET, "--set", "zero_stage=3", "--set", "micro_batch_size=8", "--ranks", 64, "--device-memory", "80GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert (data["ranks"], data["device_memory_bytes"], data["candidate"]["zero_stage"]) == (64, 80 * 2**30, 3)
+    wrong = command(TARGET, "--set", "zero_stge=3")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("autotune: ") and wrong.stderr.count("\n") == 1
 
 
 def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):

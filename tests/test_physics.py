@@ -32,7 +32,7 @@ KNOBS = {
     "offload_param": {"choices": ["none", "cpu"], "when": {"zero_stage": [3]}},
     "bf16.bf16_master_weights_and_grads": {"choices": [None, True], "when": {"precision": ["bf16"]}},
 }
-PRIOR = AnalyticPrior(Profile.guess(10**8, 10**8, 4), Machine.guess("cuda", 2), {"zero_optimization.reduce_bucket_size": 10**7})
+PRIOR = AnalyticPrior(Profile.guess(10**8, 10**8, 4), Machine.guess("cuda", 2), {"zero_optimization.reduce_bucket_size": 10**8})
 LEVELS = {"fp32": 0.0, "bf16": -0.5, "torch_autocast": -0.4}
 
 

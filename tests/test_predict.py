@@ -97,11 +97,15 @@ def test_an_optimizer_steps_on_a_flat_copy_of_its_shard_and_needs_scratch_for_it
     assert phase("step", Candidate(micro_batch_size=1, precision="bf16"))["gradients"] == 2 * P
 
 
-def test_stage_3_keeps_small_parameters_whole():
-    sized = replace(PROFILE, sizes=((100, 1000), (90_000, 10)))
-    threshold = {"zero_stage": 3, ZERO + "stage3_param_persistence_threshold": 1000}
-    found = of(Candidate.of({"micro_batch_size": 1, **threshold}), profile=sized)["weights"][0]
-    assert found == 4 * (100 * 1000 + 90_000 * 10 / N)
+def test_stage_3_keeps_small_parameters_whole_and_what_is_used_again_soon():
+    sized = replace(PROFILE, sizes=((100, 8000), (200_000, 1)))
+    settings = {"zero_stage": 3, ZERO + "stage3_prefetch_bucket_size": 0, ZERO + "stage3_max_reuse_distance": 0}
+    gathered = [
+        phase("backward", Candidate.of({"micro_batch_size": 1, **settings, **more}), profile=sized)["gathered"]
+        for more in ({ZERO + "stage3_param_persistence_threshold": 0}, {}, {ZERO + "stage3_max_reuse_distance": 2 * P})
+    ]
+    # Two of four blocks and what is outside them; the 800,000 elements of small ones; the whole model.
+    assert gathered == [4 * (2 * 0.9 / 4 + 0.1) * P, pytest.approx(4 * 800_000), 4 * P]
 
 
 def a_pass(*moments):

@@ -87,9 +87,7 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     w, stage = knobs.weight_bytes, knobs.stage
     over_1 = np.where(stage >= 1, N, 1.0)
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
-    # Stage 3 does not split small parameters.
-    whole = np.array([float(profile.small_elements(t)) for t in knobs.persistence]) if profile.sizes else np.zeros(len(w))
-    weights = w * np.where(stage == 3, whole + (P - whole) / N * param_on_device, P)
+    weights = w * np.where(stage == 3, P / N * param_on_device, P)
     weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
     clones = np.where((stage == 1) | (stage == 2), 4.0, 0.0)  # stage 3 shares fp32 weights with its optimizer
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
@@ -132,7 +130,7 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     Pt, N = float(profile.n_trainable), float(machine.world_size)
     w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
     on_device = 1.0 - knobs.offload_optimizer
-    several, keeps_all = knobs.accumulation > 1, (stage < 2) & ~_both(knobs)
+    several, keeps_all = knobs.accumulation > 1, stage < 2
     bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
     waits = filled >= Pt
     # On a CPU a bucket that nothing overflows is touched as gradients come into it, not before.
@@ -142,9 +140,7 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # all gradients are there from the start. At stage 2 what waits in the bucket and the own part of what was reduced. Stage 3 has
     # its part from the start.
     waiting = (stage == 2) & (grows | (waits & (knobs.contiguous == 0)))
-    early = _where(
-        (keeps_all & several, 0.0), (keeps_all | _both(knobs), w), (waiting, w), ((stage == 2) & ~waits, g / N * on_device), otherwise=0.0
-    )
+    early = _where((keeps_all & several, 0.0), (keeps_all, w), (waiting, w), ((stage == 2) & ~waits, g / N * on_device), otherwise=0.0)
     settled = _where((keeps_all & several, w * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
     # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
     flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
@@ -190,7 +186,9 @@ def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
     P, N = float(profile.n_parameters), float(machine.world_size)
     per_block = profile.block_share * P / max(profile.n_blocks, 1)
     flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
-    reused = np.minimum(P, knobs.reuse_distance / 2)
+    # Small parameters stay whole once they are gathered.
+    small = np.array([float(profile.small_elements(t)) for t in knobs.persistence])
+    reused = np.maximum(np.minimum(P, knobs.reuse_distance / 2), small)
     live = np.minimum(np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying)))
     return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
 
@@ -227,8 +225,9 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     shard = Pt / np.where(stage >= 1, N, 1.0)
     tile = np.where(stage == 3, np.minimum(float(SUB_GROUP), shard), shard)
     master = np.where(knobs.master_16 > 0, 2.0, 4.0)
-    # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy.
-    left = np.where(stage == 0, w * Pt, 0.0)
+    # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy. Stage 0 and
+    # BF16_Optimizer drop the gradients of backward only afterwards.
+    left = np.where((stage == 0) | _both(knobs), w * Pt, 0.0)
     copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
     single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
     scratch = profile.optimizer_scratch * master / 4.0 * single

@@ -146,6 +146,14 @@ class Profile:
         live, complete = self.passes["fp32/0"].highest(micro, gradient_bytes)
         return ACTIVATION_SCALE[arithmetic] * live, complete
 
+    def largest_tensor_bytes(self, precision: str, micro_batch_size: int) -> float:
+        """Bytes of forward's largest tensor, often the logits; 0 where no pass was followed."""
+        name = ARITHMETIC.get(precision, "fp32")
+        found, scale = self.passes.get(f"{name}/0"), 1.0
+        if found is None:
+            found, scale = self.passes.get("fp32/0"), ACTIVATION_SCALE[name]
+        return scale * (found.largest_bytes[0] + found.largest_bytes[1] * micro_batch_size) if found is not None else 0.0
+
     def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
         """FLOPs, bytes moved by other operations, and operations of one micro-step, with all blocks recomputed or none.
 

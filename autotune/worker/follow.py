@@ -88,13 +88,21 @@ class Follower(TorchDispatchMode):
             trace.peak_bytes = max(trace.peak_bytes, self._live)
         return result
 
+    @property
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        return self._live
+
     def forward_ended(self) -> None:
         """Notes what forward leaves."""
         self.trace.kept_bytes = self._live
         self._forward = False
 
     def _made(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors, and wrappers around others
+            return 0
         key = storage._cdata
         if key in self._known or key in self._alive:
             return 0

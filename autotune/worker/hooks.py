@@ -34,6 +34,7 @@ from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
+from autotune.worker.sketch import Sketch
 from autotune.worker.traces import Traces
 
 PROBE_STEPS = 3
@@ -101,6 +102,8 @@ class Hooks:
         self._begun = self._inside_backward = self._overflowed = self._ragged = self._summed = False
         self._skipped = 0
         self._losses: list[torch.Tensor] = []
+        self._blocks: list[torch.nn.Module] = []
+        self._sketch: Sketch | None = None
         self._total: torch.Tensor | None = None
         self._n_backward = 0
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
@@ -207,7 +210,7 @@ class Hooks:
         # Frameworks write infinity here, which is no JSON.
         self.own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         model = given["model"]
-        blocks = contract.find_blocks(model, None)
+        self._blocks = blocks = contract.find_blocks(model, None)
         client = given.get("optimizer") is not None
         self.workload = rank_run.workload_of(model, blocks, n_samples=None, client_optimizer=client)
         if isinstance(model, PipelineModule):
@@ -323,6 +326,8 @@ class Hooks:
             pipeline.attach(self, meter, engine)
         else:
             engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
+            if self.candidate is None and not getattr(engine, "is_compiled", False):
+                self._sketch = Sketch(engine, self._blocks)
             engine.backward = functools.partial(self._engine_backward, engine.backward)
             engine.step = functools.partial(self._engine_step, engine.step)
         self.recorder.enter("warmup")
@@ -471,7 +476,10 @@ class Hooks:
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
-                trial.write(self.recorder.folder.workload, replace(self.workload, script=probed, caveats=caveats))
+                workload = replace(self.workload, script=probed, caveats=caveats)
+                if self._sketch is not None:
+                    workload = replace(workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size))
+                trial.write(self.recorder.folder.workload, workload)
         rank_run.complete(self.recorder)
 
     def _with_dtype(self, dtype: str) -> DsConfig:

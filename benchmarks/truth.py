@@ -41,7 +41,7 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
     table = path.with_suffix(".csv.gz")
     rows = read_table(table) if table.exists() else []
     with tempfile.TemporaryDirectory() as scratch, executor_for(spec, Path(scratch)) as executor:
-        found = profiled(plan(spec, executor, Path(scratch)), executor, Path(scratch))
+        found = profiled(plan(spec, executor, Path(scratch)), executor, Path(scratch))  # what a study's search starts from
         keep_plan(found, path)
         legal = [c for c in found.space.candidates(found.baseline) if c.illegal(found.setting) is None and c != found.baseline]
         if at_most is not None and len(legal) > at_most - 1:

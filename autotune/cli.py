@@ -231,6 +231,37 @@ def export(
 
 
 @app.command()
+def report(
+    study: StudyName,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Write there (default: the study's folder).")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    single_file: Annotated[bool, typer.Option("--single-file", help="Only the page, no JSON and CSV beside it.")] = False,
+    png: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the plots as PNG, too; takes an installed Chromium.")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what STUDY found as one HTML page that works offline, and as JSON and CSV."""
+    from autotune import commands
+
+    commands.report(study, storage, output, png, open_it=open_it, single_file=single_file, as_json=as_json)
+
+
+@app.command()
+def diagnose(
+    study: StudyName,
+    trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a trial of STUDY is bound by, and which knob follows from it."""
+    from autotune import commands
+
+    commands.diagnose(study, trial, storage, as_json=as_json)
+
+
+@app.command()
 def dashboard(
     storage: Storage = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,

@@ -356,6 +356,50 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
         print(f"note: {line}", file=sys.stderr)
 
 
+def report(
+    study: str, storage: str | None, output: Path | None, png: Path | None, *, open_it: bool, single_file: bool, as_json: bool
+) -> None:
+    """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
+    from autotune.report import takeaway
+
+    folder, url = _locate(study, storage)
+    found = summary.load(study, url, folder)
+    if as_json:
+        print(json.dumps(takeaway.as_data(found), indent=1))
+        return
+    written = takeaway.write(found, output or folder, single_file=single_file)
+    for path in written:
+        print(f"wrote {shown(path)}")
+    if png is not None:
+        print("drawing the plots; takes some seconds", file=sys.stderr)
+        for path in takeaway.draw(written[0], png):
+            print(f"wrote {shown(path)}")
+    if open_it:
+        import webbrowser
+
+        if not webbrowser.open(written[0].absolute().as_uri()):
+            print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
+
+
+def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by."""
+    from autotune.report import diagnosis
+
+    folder, url = _locate(study, storage)
+    report = summary.load(study, url, folder)
+    chosen = summary.pick_or_trial(report, None, number)
+    row = next(row for row in report.trials if row["trial"] == chosen["trial"])
+    if row["outcome"] != "complete":
+        reason = f": {row['reason']}" if row["reason"] else ""
+        raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
+    found = diagnosis.of_trial(report, folder, row["trial"])
+    if as_json:
+        print(json.dumps(diagnosis.as_data(report, found), indent=1))
+        return
+    for line in diagnosis.lines(report, found):
+        print(line)
+
+
 def dashboard(storage: str | None, host: str, port: int) -> None:
     """`autotune dashboard`: serves until Ctrl-C."""
     from autotune.report import dashboard as server

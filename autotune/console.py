@@ -14,7 +14,9 @@ from autotune.candidate import Candidate
 from autotune.study import Progress
 from autotune.trial import Outcome
 
-MARKS = {Outcome.COMPLETE: "green", Outcome.OOM: "yellow", Outcome.LOST: "dim"}
+MARKS = {
+    Outcome.COMPLETE: "green", Outcome.OOM: "yellow", Outcome.LOST: "dim", Outcome.STOPPED_EARLY: "dim", Outcome.PREDICTED_OOM: "dim",
+}  # fmt: skip
 
 
 class ProgressView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -181,7 +182,11 @@ def pasted(
         comments.append(f"As a command of its own, since yours {why}: {' '.join(invocation.command.split())}")
     script = os.path.relpath(invocation.script, invocation.working_dir)
     what = ["-m", invocation.module] if invocation.module else [script]
-    left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
-    environment = [f"{n}={fill(v, values)}" for n, v in invocation.environment.items() if n.isidentifier() and not n.startswith(left_out)]
+    if start is not None:  # what else the script was given is its launcher's doing
+        environment = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
+    else:
+        left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
+        given = {name: value for name, value in invocation.environment.items() if name.isidentifier() and not name.startswith(left_out)}
+        environment = [f"{name}={fill(value, values)}" for name, value in given.items()]
     launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     return comments, shlex.join([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])

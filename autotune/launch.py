@@ -35,7 +35,7 @@ OURS = re.compile(
 
 @dataclass(frozen=True)
 class _Record:
-    """A process that would have run a script."""
+    """A process that would have run a script; what a launcher gave a rank number trains, whatever it looks like."""
 
     rank: int | None
     local_rank: int
@@ -166,7 +166,7 @@ def _record(data: Mapping[str, Any]) -> _Record:
     return _Record(
         rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, script=data["script"] or "",
         module=data["module"] or "", arguments=tuple(data["arguments"]), working_dir=data["working_dir"],
-        environment=data["environment"], python=data["python"], trains=_trains(data["script"] or ""),
+        environment=data["environment"], python=data["python"], trains=rank is not None or _trains(data["script"] or ""),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
-from autotune.spec import StudySpec, Target, inspect_target
+from autotune.spec import StudySpec, Target
 from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8
@@ -106,7 +106,12 @@ class Plan:
             rule = "none"
         elif rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
-        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.world_size), noise_samples=noise_samples)
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
@@ -160,7 +165,7 @@ def studies_folder(spec_path: Path) -> Path:
 @contextlib.contextmanager
 def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
     """The local engine, started for a study's target and ended whatever happens."""
-    target = inspect_target(spec.target)
+    target = spec.inspected()
     environment = spec.how().fixed_environment if target.kind == "script" else {}
     executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     try:
@@ -176,7 +181,7 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
     Raises:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
-    target = inspect_target(spec.target)
+    target = spec.inspected()
     workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
     environment = workload.environment
     world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
@@ -253,7 +258,7 @@ def inspect_workload(spec: StudySpec, executor: LocalExecutor, path: Path, world
     Raises:
         UserError: It cannot be, and why.
     """
-    is_script = inspect_target(spec.target).kind == "script"
+    is_script = spec.inspected().kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
         deadline_s=spec.trial_deadline_s,
@@ -333,11 +338,10 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
     """
     assert workload.script is not None
     probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    # The global batch stays where that is possible: a script may check it, and its data suffices for that one.
-    wanted = {
-        "micro_batch_size": micro // 2 if micro > 1 else 2,
-        "gradient_accumulation_steps": steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2,
-    }
+    # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
+    keeps = spec.global_batch == "keep"
+    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
+    wanted = {"micro_batch_size": micro // 2 if micro > 1 else 2, "gradient_accumulation_steps": halves if keeps else steps + 1}
 
     def run(names: Iterable[str], folder: str) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})

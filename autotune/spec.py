@@ -180,7 +180,7 @@ class StudySpec(BaseModel):
             script = Path(invocation.script)
             data = {"target": str(script), "command": invocation.command, "working_dir": "."}
             spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
-        target = inspect_target(spec.target)
+        target = spec.inspected()
         if target.kind != "script":
             raise SpecError(f"`{invocation.command}` starts {target.path}, which is no training script: autotune run {target.path.name}")
         spec._check_script(target)
@@ -205,6 +205,10 @@ class StudySpec(BaseModel):
         elif spec.script_args or spec.script_set:
             raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}")
         return spec
+
+    def inspected(self) -> Target:
+        """What the target is, from its syntax tree, or from who starts it."""
+        return inspect_target(self.target, launched=self.invocation is not None and self.invocation.world_size is not None)
 
     def how(self) -> Invocation:
         """How the script is started: as the launch command showed, or as it was named."""
@@ -285,7 +289,9 @@ class StudySpec(BaseModel):
         given.setdefault("objectives", _Given(list(DEFAULT_OBJECTIVES), where, folder))
         values: dict[str, Any] = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
         values = {key: value for key, value in values.items() if value is not None or key not in ("constraints", "global_batch")}
-        values.setdefault("global_batch", "keep" if _sets_batch(values.get("base_config")) or _is_script(values.get("target")) else "free")
+        values.setdefault(
+            "global_batch", "keep" if _sets_batch(values.get("base_config")) or invocation or _is_script(values.get("target")) else "free"
+        )
         if invocation is not None:
             values["invocation"], values["ranks"] = invocation, values.get("ranks") or invocation.world_size
         try:
@@ -671,14 +677,13 @@ OPTIONAL = ("optimizer", "loss", "collate", "blocks")
 SIGNATURES = {"model": (0, "model()"), "data": (0, "data()"), "batch": (1, "batch(n)"), "loss": (2, "loss(model, batch)"),
               "optimizer": (1, "optimizer(params)"), "collate": (1, "collate(samples)")}  # fmt: skip
 # What only a training script calls.
-SCRIPT_CALLS = ("initialize", "backward", "Trainer", "Accelerator", "PipelineModule", "fit", "parse_args")
+SCRIPT_CALLS = ("initialize", "backward", "Trainer", "LightningCLI", "Accelerator", "PipelineModule", "fit", "parse_args")
 
 # What a script imports that has a Trainer (or subclasses of one) from transformers.
 TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
-# Families of scripts that are not hooked yet: what they call, and what they import where the name alone says too little.
-FAMILIES: tuple[tuple[str, tuple[str, ...], set[str] | None], ...] = (
-    ("Lightning", ("Trainer", "LightningCLI", "Fabric"), {"lightning", "pytorch_lightning"}),
-)
+LIGHTNING_MODULES = {"lightning", "pytorch_lightning"}
+# Modules of the user's own that a script is looked at together with.
+MOST_HELPERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -703,8 +708,12 @@ class Target:
     constants: tuple[str, ...] = ()
 
 
-def inspect_target(path: Path) -> Target:
+def inspect_target(path: Path, *, launched: bool = False) -> Target:
     """Finds out what a target is, without importing it.
+
+    Args:
+        path: The file.
+        launched: A launcher starts ranks of it, so that it is a training script even where its training lies in other files.
 
     Raises:
         SpecError: In one sentence, why it cannot be tuned.
@@ -715,7 +724,7 @@ def inspect_target(path: Path) -> Target:
     text = _read_text(path, "target")
     if _is_yaml(path):
         return Target(path=path, kind="study")
-    if path.suffix != ".py":
+    if path.suffix != ".py" and not launched:
         raise SpecError(f"{path}: a target is a model.py or a study.yaml, or a training script")
     try:
         tree = ast.parse(text, filename=str(path))
@@ -724,8 +733,10 @@ def inspect_target(path: Path) -> Target:
         raise SpecError(f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}") from None
     names = dict(_definitions(tree.body))
     source = next((name for name in ("data", "batch") if _callable(names.get(name))), None)
-    if (not _callable(names.get("model")) or source is None) and _trains(tree):
-        return _inspect_script(path, tree)
+    if launched or not _callable(names.get("model")) or source is None:
+        whole = _with_helpers(path, tree)
+        if launched or any(map(_trains, whole)):
+            return _inspect_script(path, tree, whole, launched=launched)
     if not _callable(names.get("model")):
         raise SpecError(f"{path}: {_why_no_model(names)}")
     if source is None:
@@ -804,32 +815,69 @@ def _calls(tree: ast.Module) -> Iterator[tuple[str, int]]:
     yield from sorted(found, key=lambda call: call[1])
 
 
-def _inspect_script(path: Path, tree: ast.Module) -> Target:
-    """A training script of the family that can be tuned; the others are named.
+def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *, launched: bool) -> Target:
+    """A training script of a family that can be tuned.
+
+    Args:
+        path: The file.
+        tree: Its syntax tree.
+        whole: The same, and those of the user's own modules that it imports.
+        launched: A launcher gave it a rank, so it trains, whatever it imports.
 
     Raises:
         SpecError: It is of another family.
     """
-    calls = dict(reversed(list(_calls(tree))))
-    modules = {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
-    for family, called, needs in FAMILIES:
-        line = next((calls[name] for name in called if name in calls), None)
-        if line is not None and (needs is None or needs & modules):
-            raise SpecError(
-                f"{path}: line {line}: a training script with {family} cannot be tuned yet; only one that calls"
-                " deepspeed.initialize itself can,"
-                " or a model.py (`autotune init` shows how)"
-            )
+    calls = {name for each in whole for name, _ in _calls(each)}
+    modules = {name.partition(".")[0] for each in whole for node in ast.walk(each) for name in _modules(node)}
+    lightning = bool(modules & LIGHTNING_MODULES)
+    if "Fabric" in calls and (lightning or "lightning_fabric" in modules):
+        raise SpecError(f"{path}: a training script with Lightning Fabric cannot be tuned yet; one with Lightning's Trainer can")
     trainer = any(name.endswith("Trainer") for name in calls) and bool(modules & TRAINER_MODULES)
-    for beside in sorted(modules):
-        modules |= _modules_of(path.with_name(f"{beside}.py"))
-    if "deepspeed" not in modules and not trainer and "accelerate" not in modules:
+    if not launched and not trainer and not lightning and not modules & {"deepspeed", "accelerate"}:
         raise SpecError(
             f"{path}: looks like a training script, but does not import deepspeed; only one that trains with deepspeed.initialize,"
-            " transformers' Trainer or Accelerate can be tuned, or a model.py (`autotune init` shows how)"
+            " transformers' Trainer, Accelerate or Lightning can be tuned, or a model.py (`autotune init` shows how)"
         )
     constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
-    return Target(path=path, kind="script", imports=tuple(_imports(tree.body, path.parent)), constants=tuple(constants))
+    imports = dict.fromkeys(name for each in whole for name in _imports(each.body, path.parent))
+    return Target(path=path, kind="script", imports=tuple(imports), constants=tuple(constants))
+
+
+def _with_helpers(path: Path, tree: ast.Module) -> list[ast.Module]:
+    """The syntax trees of a script and of the modules of the user's own that it imports, which may do the training."""
+    roots = [path.parent]
+    while (roots[-1] / "__init__.py").exists():  # a module of a package: what it imports begins above
+        roots.append(roots[-1].parent)
+    found, pending = {path: tree}, [path]
+    while pending and len(found) < MOST_HELPERS:
+        importer = pending.pop()
+        for node in ast.walk(found[importer]):
+            for helper in _helpers(node, importer, roots):
+                if helper not in found and (parsed := _parsed(helper)) is not None:
+                    found[helper] = parsed
+                    pending.append(helper)
+    return list(found.values())
+
+
+def _helpers(node: ast.AST, importer: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """The files that an import statement may mean below the user's own folders."""
+    names = _modules(node)
+    if isinstance(node, ast.ImportFrom):
+        if node.level:
+            roots = [importer.parents[node.level - 1]] if node.level <= len(importer.parents) else []
+        prefix = f"{node.module}." if node.module else ""
+        names = [*names, *(f"{prefix}{alias.name}" for alias in node.names)]
+    for root in roots:
+        for name in names:
+            inside = root.joinpath(*name.split("."))
+            yield from (file for file in (inside.with_suffix(".py"), inside / "__init__.py") if file.is_file())
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
 
 
 def _modules(node: ast.AST) -> list[str]:
@@ -839,15 +887,6 @@ def _modules(node: ast.AST) -> list[str]:
         case ast.ImportFrom(module=str(module)):
             return [module]
     return []
-
-
-def _modules_of(path: Path) -> set[str]:
-    """What a module beside a script imports, if there is one."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return set()
-    return {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
 
 
 def _is_script(path: Any) -> bool:

@@ -213,10 +213,14 @@ class StudyRecord:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration that a candidate's trial ran."""
-        config = candidate.to_deepspeed(self.base_config)
-        if self.workload.script is not None:
-            config = self.workload.script.completed(config, candidate)
-        return self.learning_rate.scaled(config, candidate.global_batch_size(self.world_size))
+        config, probed = candidate.to_deepspeed(self.base_config), self.workload.script
+        config = probed.completed(config, candidate) if probed is not None else config
+        return self.learning_rate.scaled(config, candidate.global_batch_size(self.data_parallel))
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
 
 
 def record(study: Study) -> StudyRecord | None:
@@ -331,3 +335,9 @@ def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
 def repeat_path(folder: Path, number: int, n: int) -> Path:
     """The folder of a trial's n-th re-measurement."""
     return trial_path(folder, number) / f"repeat-{n}"
+
+
+def study_folder(name: str, studies: Path, url: str) -> Path:
+    """The folder of a study: below `studies`, or beside its SQLite database where only that has one."""
+    beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
+    return next((folder / name for folder in (studies, beside) if (folder / name).is_dir()), studies / name)

@@ -299,7 +299,7 @@ class Runner:
             metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
-        advisor.proposes = spec.sampler == "physics"
+        advisor.proposes, advisor.cautious = spec.sampler == "physics", spec.memory_filter
         return advisor
 
     def _recover(self) -> list[Candidate]:
@@ -477,7 +477,7 @@ class Runner:
         return predictor
 
     def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        batch = candidate.global_batch_size(self.plan.world_size)
+        batch = candidate.global_batch_size(self.plan.data_parallel)
         ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
@@ -557,7 +557,7 @@ class Runner:
         """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
         measured = self.measured()
         baseline = _baseline(measured)
-        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.world_size)
+        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.data_parallel)
         if not found:
             return
         while True:

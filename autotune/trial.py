@@ -22,6 +22,8 @@ from autotune.stats import StepStats
 OOM_EXIT_CODE = 77
 # With this much of the machine in other hands, a step time is no longer the configuration's own.
 BUSY_CORES = 0.3
+# Families of scripts, in words, that others than the worker look at.
+TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 # What a rank goes through, in order.
 PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
 T = TypeVar("T")

@@ -39,6 +39,8 @@ CHECKED = (10, 20, 30)
 NOISE, MICRO_NOISE = 0.025, 0.02
 PRIORS = ("physics", "physics, guessed workload", "physics, wrong prior", "physics, no prior")
 ZERO = "zero_optimization."
+# Where a study would have ended by itself; it goes on here all the same.
+STOP_BELOW = 0.01
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
     """One study; what is measured has noise, what is counted is the truth."""
     world = table.world
     if kind in PRIORS:
-        sampler: LegalSampler = PhysicsSampler(
+        sampler: Any = PhysicsSampler(
             world.space,
             world.default,
             world.setting,
@@ -233,6 +235,7 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
     sampler.force(world.default)
     rows: list[int] = []
     oom, curve, ask_s = [], {}, []
+    stop: dict[str, float] = {}
     for n in range(n_trials):
         start = time.perf_counter()
         trial = study.ask()
@@ -257,6 +260,8 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
         else:
             trial.set_user_attr("measured", json.dumps({"outcome": "oom", "metrics": {}}))
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        if kind in PRIORS and not stop and sampler.settled(study, STOP_BELOW):
+            stop = {"trials": n + 1, "hypervolume": table.share(table.costs[rows])}
         if n + 1 in CHECKED:
             costs = table.costs[rows]
             best = table.costs[table.fits].min(axis=0)
@@ -265,7 +270,7 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
                 "hypervolume": table.share(costs), "latency_regret": float(regret[0]), "throughput_regret": float(regret[1]),
                 "time_to_loss_regret": float(regret[2]), "oom": int(sum(oom)),
             }  # fmt: skip
-    return {"curve": curve, "ask_s": float(np.median(ask_s[1:])) if len(ask_s) > 1 else 0.0}
+    return {"curve": curve, "ask_s": float(np.median(ask_s[1:])) if len(ask_s) > 1 else 0.0, "stop": stop}
 
 
 def micro_steps(table: Table, row: int, candidate: Candidate, rng: np.random.Generator) -> dict[str, float]:
@@ -317,6 +322,11 @@ def main() -> None:
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over runs."""
     found: dict[str, Any] = {"runs": len(runs), "ask_s": float(np.median([r["ask_s"] for r in runs]))}
+    if stops := [r["stop"] for r in runs if r["stop"]]:
+        found["stops_itself"] = {
+            "share_of_runs": len(stops) / len(runs), "after_trials": float(np.median([s["trials"] for s in stops])),
+            "hypervolume": float(np.median([s["hypervolume"] for s in stops])),
+        }  # fmt: skip
     for n in runs[0]["curve"]:
         columns = {key: [r["curve"][n][key] for r in runs] for key in runs[0]["curve"][n]}
         row: dict[str, float] = {key: float(np.median(column)) for key, column in columns.items()}

@@ -40,7 +40,7 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
     spec = StudySpec.load(path, {"trial_budget_s": budget_s})
     table = path.with_suffix(".csv.gz")
     rows = read_table(table) if table.exists() else []
-    with tempfile.TemporaryDirectory() as scratch, executor_for(inspect_target(spec.target), Path(scratch)) as executor:
+    with tempfile.TemporaryDirectory() as scratch, executor_for(spec, Path(scratch)) as executor:
         found = profiled(plan(spec, executor, Path(scratch)), executor, Path(scratch))
         keep_plan(found, path)
         legal = [c for c in found.space.candidates(found.baseline) if c.illegal(found.setting) is None and c != found.baseline]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from http import HTTPStatus
 from wsgiref.util import setup_testing_defaults
 
@@ -49,7 +50,7 @@ def studies(tmp_path_factory):
 
 def overlay_of(folder) -> Overlay:
     url = store.default_url(folder)
-    return Overlay(store.open_storage(url, create=False), dashboard.folder_finder(folder, url))
+    return Overlay(store.open_storage(url, create=False), partial(store.study_folder, studies=folder, url=url))
 
 
 @pytest.fixture(scope="module")
@@ -298,11 +299,6 @@ def test_a_missing_extra_is_said_with_the_command_that_installs_it(studies, monk
     monkeypatch.setattr(dashboard, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'autotune\[dashboard\]'"):
         dashboard.make_server(store.default_url(studies), studies, "127.0.0.1", 0, None)
-
-
-def test_a_folder_beside_the_named_database_is_found(studies, tmp_path):
-    folder_of = dashboard.folder_finder(tmp_path, store.default_url(studies))
-    assert folder_of("s") == studies / "s" and folder_of("elsewhere") == tmp_path / "elsewhere"
 
 
 def test_the_notes_of_a_study_without_a_pick_say_why(answer):

@@ -23,6 +23,7 @@ from autotune.report.export import (
     notes,
     script_side_changes,
 )
+from autotune.trial import ACCELERATE, TRAINER
 
 BASE = {
     "train_batch_size": "auto",
@@ -49,7 +50,8 @@ CANDIDATES = [
 
 STARTED = Started(
     invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
-    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="", baseline=CANDIDATES[0],
+    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="",
+    baseline=Candidate.of(CANDIDATES[0]).values(),
 )  # fmt: skip
 
 
@@ -315,7 +317,8 @@ def test_what_only_a_shell_can_read_is_written_out(text):
 
 def test_another_number_of_ranks_is_another_launcher():
     comments, line = command(CANDIDATES[1], **TORCHRUN | {"world_size": 4})
-    assert line.startswith("torchrun --standalone --nproc_per_node=2") and any("another number of ranks" in text for text in comments)
+    assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --standalone --nproc_per_node=2")
+    assert any("another number of ranks" in text for text in comments)
 
 
 def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
@@ -355,14 +358,17 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
         " --deepspeed ds_config.json"
     )
     assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    # What is the script's default already is not said.
+    assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
 
 
 def test_accelerates_launcher_takes_the_exported_config():
-    line = command(
-        CANDIDATES[1], command="accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3", world_size=2,
-        environment={"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    )[1]  # fmt: skip
-    assert line == "accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "OMP_NUM_THREADS": "1"}
+    text = "X=1 accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3"
+    line = command(CANDIDATES[1], command=text, world_size=2, environment=environment)[1]
+    assert line == "X=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+    line = command(CANDIDATES[1], command="bash train.sh", world_size=2, environment=environment)[1]
+    assert line == "OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
 
 
 def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
@@ -375,3 +381,16 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
 def test_a_model_has_no_command():
     with pytest.raises(ExportError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)
+
+
+def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
+    before = Candidate.of({"micro_batch_size": 8, "zero_stage": 1})
+    after = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "precision": "bf16", "checkpoint_every": 1})
+    assert script_side_changes(after, before, "Block", is_script=True, family=TRAINER) == [
+        "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
+    ]
+    raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
+    assert "Saving: " in raw and "checkpoint(block, x" in raw
+    assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
+    off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
+    assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

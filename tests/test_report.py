@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import shutil
-import subprocess
 import time
 from dataclasses import replace
 from html import unescape
@@ -17,7 +15,7 @@ from rich.console import Console
 from autotune.analysis import recommend
 from autotune.candidate import Candidate
 from autotune.objective import Objective
-from autotune.report import StudyReport, html, speedup, units
+from autotune.report import StudyReport, html, plots, speedup, units
 from autotune.report.console import render_answer
 from autotune.report.export import script_side_changes
 from autotune.report.readme import render
@@ -194,7 +192,7 @@ def test_a_study_name_with_html_in_it_is_inert(report):
         "trials": trials,
     }
     tags = Tags(html.render(replace(with_picks(report, recommended=pick), **values, environment={**ENVIRONMENT, "device_name": EVIL})))
-    assert [tag for tag, _ in tags.found].count("script") == 3 and "img" not in [tag for tag, _ in tags.found]
+    assert [tag for tag, _ in tags.found].count("script") == 4 and "img" not in [tag for tag, _ in tags.found]
     assert EVIL in tags.texts["h1"]
     assert not any(name.startswith("on") for _, attributes in tags.found for name in attributes)
 
@@ -261,7 +259,7 @@ def test_a_trial_is_compared_with_the_baseline_as_it_was_measured_then():
 def test_loss_curves_are_averaged_into_few_points_on_three_axes(page):
     curves = data_of(page)["losses"]
     assert curves[0]["marks"] and all(
-        len(c["loss"]) == len(c["samples"]) == len(c["seconds"]) == len(c["steps"]) <= html.LOSS_POINTS for c in curves
+        len(c["loss"]) == len(c["samples"]) == len(c["seconds"]) == len(c["steps"]) <= plots.PIECES for c in curves
     )
     assert all(a < b for c in curves for a, b in pairwise(c["seconds"]))
 
@@ -315,20 +313,6 @@ def test_the_page_of_a_thousand_trials_is_quick_and_below_ten_megabytes(tmp_path
     html.write(report, tmp_path / "report.html")
     assert time.perf_counter() - start < 5
     assert (tmp_path / "report.html").stat().st_size < 10e6
-
-
-@pytest.mark.slow
-def test_chromium_draws_the_page_without_a_complaint(report, tmp_path):
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium on this machine, so the page was not drawn (Debian: apt-get install chromium)")
-    html.write(replace(report, study={**report.study, "name": EVIL}), tmp_path / "report.html")
-    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run --enable-logging=stderr --dump-dom"
-    profile, address = f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "report.html").as_uri()
-    command = [chromium, *flags.split(), "--virtual-time-budget=5000", profile, address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.count('class="main-svg"') >= 2 and "<title>owned" not in done.stdout
-    assert "CONSOLE" not in done.stderr
 
 
 def test_the_readme_names_machine_front_picks_and_the_way_back(report):

@@ -349,7 +349,7 @@ def test_imports_are_listed_without_what_lies_beside_the_target(target):
         ("def model(): ...\ndef data(): ...\ndef loss(batch): ...", "loss(model, batch)"),
         ("import torch\nloss.backward()", "does not import deepspeed"),
         ("from transformers import AutoModel\nmodel = build()\nloss.backward()", "does not import deepspeed"),
-        ("import lightning\nlightning.Trainer().fit(model)", "line 2: a training script with Lightning"),
+        ("import lightning as L\nfabric = L.Fabric()\nfabric.backward(loss)", "Lightning Fabric cannot be tuned yet"),
     ],
 )  # fmt: skip
 def test_a_target_that_cannot_be_tuned_is_refused_in_one_sentence(target, text, said):
@@ -357,6 +357,29 @@ def test_a_target_that_cannot_be_tuned_is_refused_in_one_sentence(target, text, 
     with pytest.raises(SpecError) as error:
         inspect_target(target)
     assert said in str(error.value) and str(error.value).startswith(str(target)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import lightning as L\nL.Trainer(strategy='deepspeed_stage_2').fit(build())",
+        "from pytorch_lightning.cli import LightningCLI\nLightningCLI()",
+        "import deepspeed\nfrom deepspeed.pipe import PipelineModule\nengine, *_ = deepspeed.initialize(model=PipelineModule([]))",
+    ],
+)
+def test_frameworks_are_told_from_the_text(target, text):
+    target.write_text(text)
+    assert inspect_target(target).kind == "script"
+
+
+def test_the_training_may_be_in_a_module_that_a_script_imports(target):
+    (target.parent / "training").mkdir()
+    (target.parent / "training" / "__init__.py").write_text("from .loop import run\n")
+    (target.parent / "training" / "loop.py").write_text("import deepspeed\nimport wandb\ndef run(): deepspeed.initialize()\n")
+    target.write_text("BATCH: int = 2 * 4\nif True:\n    STEPS = 3\nfrom training import run\nrun()\n")
+    found = inspect_target(target)
+    assert (found.kind, found.constants) == ("script", ("BATCH", "STEPS"))
+    assert set(found.imports) == {"deepspeed", "wandb"}
 
 
 @pytest.mark.parametrize(
@@ -491,7 +514,15 @@ def test_a_command_in_a_study_is_one_line_and_stands_alone(script, text, said):
 
 def test_a_command_that_starts_a_model_is_refused(target):
     with pytest.raises(SpecError, match="no training script"):
-        StudySpec.of_command(invocation(target))
+        StudySpec.of_command(invocation(target, world_size=None))
+
+
+def test_what_a_launcher_starts_is_a_script_though_its_training_lies_elsewhere(script):
+    script.write_text("from somewhere import main\nmain()\n")
+    wanted = StudySpec.of_command(invocation(script))
+    assert wanted.inspected().kind == "script" and wanted.global_batch == "keep"
+    with pytest.raises(SpecError, match="defines no model"):
+        StudySpec.of(script)
 
 
 @pytest.mark.parametrize(

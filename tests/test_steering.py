@@ -61,9 +61,10 @@ def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tm
     assert watcher.ended_with[-1].n_told == min(17, len(executor.ran))
 
 
-def test_without_the_filter_everything_is_launched(tmp_path):
+@pytest.mark.parametrize("sampler", ["grid", "physics"])
+def test_without_the_filter_everything_is_launched(tmp_path, sampler):
     runner, executor, _ = run(
-        tmp_path, limited, sampler="grid", space=SMALL, trials=30, device_memory_bytes=LIMIT, memory_filter=False, **NEVER
+        tmp_path, limited, sampler=sampler, space=SMALL, trials=30, device_memory_bytes=LIMIT, memory_filter=False, **NEVER
     )
     assert outcomes(runner).count(Outcome.OOM) == 4 and len(executor.ran) == 20
 
@@ -90,6 +91,14 @@ def test_a_baseline_that_runs_out_of_memory_does_not_end_the_search(tmp_path):
     behaviour = lambda c: failed(Outcome.OOM, "over") if needs(c) > 220_000_000 else limited(c)  # noqa: E731
     runner, _, _ = run(tmp_path, behaviour, device_memory_bytes=220_000_000, **given, **NEVER)
     assert outcomes(runner)[0] is Outcome.OOM and outcomes(runner).count(Outcome.COMPLETE) == 4
+
+
+def test_where_nothing_fits_at_all_the_answer_says_so(tmp_path):
+    given = {"sampler": "physics", "space": [{"micro_batch_size": [8, 16, 32]}], "trials": 12, "objectives": ["latency", "throughput"]}
+    runner, executor, _ = run(tmp_path, lambda _: failed(Outcome.OOM, "over"), device_memory_bytes=10**8, **given, **NEVER)
+    assert set(outcomes(runner)) <= {Outcome.OOM, Outcome.PREDICTED_OOM} and len(executor.ran) == 3
+    found = summary.load("s", str(runner.storage.url), tmp_path / "s")
+    assert found.picks == {} and found.why_nothing.startswith("no configuration fits the device memory: 3 ran out of it")
 
 
 # When it is done.

@@ -257,3 +257,12 @@ def test_a_running_trial_sends_heartbeats_and_stops_when_it_ends(url, monkeypatc
     threading.Event().wait(0.1)
     assert n > 2
     assert len(beats) == n
+
+
+def test_a_folder_beside_the_named_database_is_found(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (there / "s").mkdir(parents=True)
+    assert store.study_folder("s", here, store.default_url(there)) == there / "s"
+    (here / "s").mkdir(parents=True)
+    assert store.study_folder("s", here, store.default_url(there)) == here / "s"
+    assert store.study_folder("new", here, "postgresql://h/d") == here / "new"

@@ -61,6 +61,11 @@ class StudyReport:
         return int(self.study.get("ranks") or 1)
 
     @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own: all of them, but for the stages of a pipeline."""
+        return int(self.study.get("data_parallel") or self.world_size)
+
+    @property
     def baseline(self) -> Data | None:
         """The user's own configuration, measured; None if it did not complete."""
         return self.recommended.get("baseline") or None
@@ -74,6 +79,10 @@ class StudyReport:
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
         n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
+        n_out, n_unfit = (sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom"))
+        if n_out and n_out + n_unfit == len(self.trials):
+            predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
+            return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
         return f"{n_complete} configurations completed, but none keeps every constraint" if n_complete else "no configuration completed"
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -62,16 +63,6 @@ def check_installed() -> None:
     """
     if find_spec("optuna_dashboard") is None:
         raise DashboardError("the dashboard needs the package optuna-dashboard: pip install 'autotune[dashboard]'")
-
-
-def folder_finder(studies: Path, url: str) -> Callable[[str], Path]:
-    """Where a study's folder is: below `studies`, or beside its SQLite database where that lies elsewhere."""
-    beside = Path(url.removeprefix(store.SQLITE)).parent if url.startswith(store.SQLITE) else studies
-
-    def folder_of(name: str) -> Path:
-        return next((folder / name for folder in (studies, beside) if (folder / name).is_dir()), studies / name)
-
-    return folder_of
 
 
 class Application:
@@ -286,7 +277,7 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
     """
     check_installed()
     storage = store.open_storage(url, create=False)
-    application = Application(Overlay(storage, folder_finder(studies, url)), host, token)
+    application = Application(Overlay(storage, partial(store.study_folder, studies=studies, url=url)), host, token)
     try:
         server = (_Server6 if ":" in host else _Server)((host, port), _Quiet)
     except OverflowError:

@@ -23,6 +23,7 @@ from autotune.invocation import (
     with_flag,
     without_flag,
 )
+from autotune.trial import ACCELERATE, TRAINER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -34,6 +35,10 @@ HF_TWINS = {
 }
 
 
+TRAINING_FIELDS = {
+    "--per_device_train_batch_size": "micro_batch_size",
+    "--gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 # Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are parsed.
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
@@ -136,7 +141,9 @@ def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int,
         for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
             arguments = without_flag(arguments, flags.get(name, ()))
         for flag, *rest in _training_flags(candidate):
-            arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
+            stays = started.baseline.get(TRAINING_FIELDS.get(flag, "")) == values.get(TRAINING_FIELDS.get(flag, ""), "")
+            if not stays or has_flag(arguments, (flag,)):
+                arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
     shown = templates_in([*arguments, *how.environment.values()])
     by_accelerate = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ()))
@@ -235,7 +242,9 @@ def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list
     return found
 
 
-def script_side_changes(candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False) -> list[str]:
+def script_side_changes(
+    candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False, family: str = ""
+) -> list[str]:
     """Everything that a candidate needs besides its DeepSpeed JSON, in sentences with code in backticks.
 
     Args:
@@ -243,19 +252,20 @@ def script_side_changes(candidate: Candidate, baseline: Candidate, block_class: 
         baseline: What the user's script does now.
         block_class: Class of the model's repeated blocks, as the workload names it.
         is_script: The trials ran a training script, and noted themselves what carried the batch and which inputs were cast.
+        family: The framework of that script, which does some of it by itself.
     """
     found = _batch_changes(candidate, baseline, noted=is_script)
     if candidate.checkpoint_every != baseline.checkpoint_every:
-        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block"))
-    if candidate.precision != baseline.precision:
+        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
+    if candidate.precision != baseline.precision and family != TRAINER:
         found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
     if candidate.optimizer in ONE_BIT_OPTIMIZERS and candidate.optimizer != baseline.optimizer:
         found.append(
             f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
         )
-    if candidate.zero_stage == 0 < baseline.zero_stage:
+    if candidate.zero_stage == 0 < baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
-    if candidate.zero_stage == 3 > baseline.zero_stage:
+    if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append(
             "Saving: the ranks hold parts of the weights, so every rank calls `engine.save_checkpoint(...)`; `state_dict()` is empty."
         )
@@ -299,12 +309,16 @@ def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: Learn
     return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
 
 
-def _checkpointing(every: int, block_class: str) -> str:
+def _checkpointing(every: int, block_class: str, family: str) -> str:
+    if every == 0 and family == TRAINER:
+        return "Activation checkpointing: off, without `--gradient_checkpointing`."
     if every == 0:
         return f"Activation checkpointing: off; no longer recompute `{block_class}` (transformers: drop `--gradient_checkpointing`)."
     kwargs = f"--activation_checkpointing --activation_checkpointing_kwargs '{{\"every_n_layers\": {every}}}'"
     hf = "--gradient_checkpointing" if every == 1 else kwargs
     which = f"{_every(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
+    if family == TRAINER:
+        return f"Activation checkpointing: recompute {which}: `{hf}`."
     return (
         f"Activation checkpointing: recompute {which}: call `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`"
         f" instead of `block(x)` (transformers: `{hf}`)."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -13,13 +12,26 @@ from typing import Any
 
 from autotune import __version__, trial
 from autotune.objective import METRICS
-from autotune.report import PICK_NOTES, Data, StudyReport, differences, gain, interval, measured, speedup, title, units, words
+from autotune.report import (
+    PICK_NOTES,
+    Data,
+    StudyReport,
+    differences,
+    gain,
+    interval,
+    measured,
+    plots,
+    sections,
+    speedup,
+    title,
+    units,
+    words,
+)
 from autotune.report.elements import Html, breakable, each, el, group, with_code
+from autotune.report.plots import said
 from autotune.report.readme import machine, reproduce, subject
 
-# A loss curve is averaged into this many pieces, and this many curves are kept: enough to see, and 1,000 trials stay small.
-LOSS_POINTS = 60
-LOSS_CURVES = 80
+SCRIPTS = ("canvas.js", "page.js")
 
 
 def write(report: StudyReport, path: Path) -> None:
@@ -32,8 +44,19 @@ def render(report: StudyReport) -> str:
     from plotly.offline import get_plotlyjs
 
     folder = resources.files("autotune.report")
-    scripts = [get_plotlyjs(), (folder / "page.js").read_text(encoding="utf-8")]
-    losses = _losses(report)
+    scripts = [get_plotlyjs(), *((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)]
+    data, mattered = plots.data(report), plots.what_mattered(report)
+    shown = {
+        "answer": ("Answer", _answer(report)),
+        "picks": (None, _picks(report)),
+        "front": ("Front", _front(report)),
+        "knobs": ("Knobs", sections.knob(report, mattered)),
+        "progress": ("Search", sections.progress(report)),
+        "all": ("Trials", _trials(report)),
+        "steps": ("Steps", sections.step() if data["steps"] else None),
+        "losses": ("Losses", sections.loss() if data["losses"] else None),
+        "facts": ("Environment", _facts(report)),
+    }
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -45,18 +68,9 @@ def render(report: StudyReport) -> str:
     )
     body = el(
         "body",
-        _top(report, with_losses=bool(losses)),
-        el(
-            "main",
-            _answer(report),
-            _picks(report),
-            _front(report),
-            _trials(report),
-            _loss_section() if losses else None,
-            _facts(report),
-            _footer(),
-        ),
-        el("script", Html(_json(_data(report, losses))), type="application/json", id="data"),
+        _top(report, {anchor: label for anchor, (label, section) in shown.items() if label and section}),
+        el("main", each(section for _, section in shown.values() if section), _footer()),
+        el("script", Html(_json(data)), type="application/json", id="data"),
         *(el("script", Html(script)) for script in scripts),
     )
     return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
@@ -74,8 +88,7 @@ def _json(value: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _top(report: StudyReport, *, with_losses: bool) -> Html:
-    links = {"answer": "Answer", "front": "Front", "all": "Trials", **({"losses": "Losses"} if with_losses else {}), "facts": "Environment"}
+def _top(report: StudyReport, links: Mapping[str, str]) -> Html:
     n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
     took = units.duration(wall or 0.0).replace(" ", "\u00a0")
     what = f"{subject(report)} on {machine(report)}. {n} trials{f' in {took}' if wall else ''}."
@@ -224,7 +237,7 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, reach: tuple[fl
 def _knobs(report: StudyReport, pick: Data) -> Html:
     """A pick in a few words, and what it changes, knob by knob."""
     changed = differences(pick["candidate"], report.baseline) if report.baseline is not None else []
-    knobs = (el("li", f"{name.rsplit('.', 1)[-1]} ", el("s", f"{_said(before)} → "), _said(after)) for name, before, after in changed)
+    knobs = (el("li", f"{name.rsplit('.', 1)[-1]} ", el("s", f"{said(before)} → "), said(after)) for name, before, after in changed)
     return group(el("p", breakable(words(pick["candidate"])), class_="config"), el("ul", each(knobs), class_="knobs") if changed else None)
 
 
@@ -279,8 +292,8 @@ def _front(report: StudyReport) -> Html:
         el("p", note, class_="note"),
         el(
             "div",
-            el("label", "Across ", _axis("front-x", names, 0)),
-            el("label", "Up ", _axis("front-y", names, 1)),
+            el("label", "Across ", sections.axis("front-x", names, 0)),
+            el("label", "Up ", sections.axis("front-y", names, 1)),
             el("label", el("input", type="checkbox", id="front-log"), " logarithmic", class_="check"),
             class_="controls",
         ),
@@ -292,12 +305,23 @@ def _front(report: StudyReport) -> Html:
             role="img",
             aria_label="The trials by two metrics; the table below holds the same numbers",
         ),
+        _solid(names) if len(names) > 2 else None,
     )
 
 
-def _axis(name: str, metrics: Sequence[str], chosen: int) -> Html:
-    return el(
-        "select", each(el("option", METRICS[metric].label, value=i, selected=i == chosen) for i, metric in enumerate(metrics)), id=name
+def _solid(names: Sequence[str]) -> Html:
+    axes = (("Across ", "solid-x", 0), ("Deep ", "solid-y", 1), ("Up ", "solid-z", 2))
+    return group(
+        el("h3", "In three dimensions"),
+        el("div", each(el("label", label, sections.axis(name, names, chosen)) for label, name, chosen in axes), class_="controls"),
+        el(
+            "div",
+            el("canvas", id="solid", tabindex=0, role="img", aria_label="The trials by three metrics; drag or use the arrow keys to turn"),
+            el("p", class_="tip", hidden=True),
+            class_="plot",
+            id="solid-plot",
+        ),
+        el("p", "Drag it or use the arrow keys to turn it; each stem stands on the floor below its point.", class_="note"),
     )
 
 
@@ -310,7 +334,7 @@ def _outcomes(report: StudyReport) -> dict[str, int]:
 
 
 def _trials(report: StudyReport) -> Html:
-    points, marks, scales = report.points(), report.marks(), _scales(report)
+    points, marks, scales = report.points(), report.marks(), plots.scales(report)
     heads = [("trial", "", "n"), ("configuration", "", None), ("outcome", "", None), ("speed-up", "", "n")]
     heads += [
         (METRICS[name].label, scale.unit, f"n metric{' long' if len(METRICS[name].label) > 20 else ''}") for name, scale in scales.items()
@@ -338,11 +362,6 @@ def _trials(report: StudyReport) -> Html:
         ),
         el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Trials"),
     )
-
-
-def _scales(report: StudyReport) -> dict[str, units.Scale]:
-    points = report.points().values()
-    return {name: units.scale(name, [measured(p)[name] for p in points if name in measured(p)]) for name in report.metric_names()}
 
 
 def _row(report: StudyReport, one: Data, point: Data, scales: Mapping[str, units.Scale], marks: Sequence[str]) -> Html:
@@ -380,71 +399,6 @@ def _why(one: Data) -> str:
     reason = f"{one['reason']}{phase}" if one.get("reason") else ""
     limits = ["breaks a constraint"] if one.get("feasible") is False and complete else []
     return "; ".join(text for text in [reason, *limits, *(one.get("caveats") or ())] if text)
-
-
-def _loss_section() -> Html:
-    note = (
-        "Training loss, from the same weights and in the same order of data; each point is the mean over a piece of the curve."
-        " Over samples, configurations that learn alike lie on each other; over seconds, the faster one lies to the left."
-    )
-    axes = each(el("option", axis, value=axis) for axis in ("samples", "seconds", "steps"))
-    return group(
-        el("h2", "Losses", id="losses"),
-        el("p", note, class_="note"),
-        el("div", el("label", "Across ", el("select", axes, id="loss-x")), class_="controls"),
-        el("div", class_="legend", id="loss-legend"),
-        el("div", class_="plot low", id="loss-plot", role="img", aria_label="Training loss of the trials"),
-    )
-
-
-def _losses(report: StudyReport) -> list[dict[str, Any]]:
-    """Loss curves, those of the picks and the baseline first, averaged into pieces."""
-    marks, front = report.marks(), {point["trial"] for point in report.front}
-    order = sorted(report.trials, key=lambda one: (one["trial"] not in marks, one["trial"] not in front, one["trial"]))
-    having = (one for one in order if sum(loss is not None for loss in one.get("losses") or ()) > 1)
-    return [_curve(report, one, marks.get(one["trial"], [])) for one in itertools.islice(having, LOSS_CURVES)]
-
-
-def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, Any]:
-    losses, candidate, times = one["losses"], one["candidate"], one.get("step_times_s") or []
-    batch = candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.world_size
-    size = max(1, -(-len(losses) // LOSS_POINTS))
-    pieces = [range(start, min(start + size, len(losses))) for start in range(0, len(losses), size)]
-    found = [[losses[i] for i in piece if losses[i] is not None] for piece in pieces]
-    middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]
-    seconds = list(itertools.accumulate(times)) if len(times) == len(losses) else []
-    return {
-        "trial": one["trial"],
-        "words": words(candidate),
-        "marks": list(marks),
-        "loss": [round(sum(piece) / len(piece), 5) if piece else None for piece in found],
-        "steps": middle,
-        "samples": [step * batch for step in middle],
-        "seconds": [round(seconds[piece[len(piece) // 2]], 4) for piece in pieces] if seconds else [],
-    }
-
-
-def _data(report: StudyReport, losses: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page's script draws from."""
-    marks, front, scales = report.marks(), {point["trial"] for point in report.front}, _scales(report)
-    infeasible = {one["trial"] for one in report.trials if one.get("feasible") is False}
-    metrics = [
-        {"name": name, "label": METRICS[name].label, "direction": METRICS[name].direction}
-        | {"unit": scale.unit, "factor": scale.factor, "decimals": scale.decimals}
-        for name, scale in scales.items()
-    ]
-    points = [
-        {
-            "trial": number,
-            "words": words(point["candidate"]),
-            "marks": marks.get(number, []),
-            "front": number in front,
-            "feasible": number not in infeasible,
-            "m": {name: [value, *interval(point, name, value)] for name, value in measured(point).items() if name in scales},
-        }
-        for number, point in report.points().items()
-    ]
-    return {"metrics": metrics, "points": points, "losses": losses}
 
 
 def _facts(report: StudyReport) -> Html:
@@ -505,10 +459,4 @@ def _study_facts(report: StudyReport) -> dict[str, Any]:
 
 
 def _definitions(found: Data) -> Html:
-    return el("dl", each(group(el("dt", name), el("dd", _said(value))) for name, value in found.items() if value is not None))
-
-
-def _said(value: Any) -> str:
-    if value is None:
-        return "default"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return el("dl", each(group(el("dt", name), el("dd", said(value))) for name, value in found.items() if value is not None))

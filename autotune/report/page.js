@@ -155,6 +155,95 @@
     Plotly.react("loss-plot", traces, layout(axis(title), axis("training loss")), config).then((plot) => legend("loss-legend", plot, entries));
   }
 
+  const number = (metric, value) => (value / metric.factor).toLocaleString("en", { minimumFractionDigits: metric.decimals, maximumFractionDigits: metric.decimals });
+
+  // A metric's place between the least and the most that was measured; by ratios where it spans more than a decade.
+  function ruler(metric, points) {
+    const values = points.filter((p) => p.m[metric.name]).map((p) => p.m[metric.name][0]);
+    const low = Math.min(...values), high = Math.max(...values), log = low > 0 && high > 10 * low;
+    const along = log ? Math.log : (v) => v;
+    const place = (value) => (high === low ? 0.5 : (along(log ? Math.max(value, low / 10) : value) - along(low)) / (along(high) - along(low)));
+    return { place, low: number(metric, low), high: number(metric, high) };
+  }
+
+  let solid = null, parallel = null;
+  function drawSolid() {
+    solid ??= Canvas.solid($("solid"), document.querySelector("#solid-plot .tip"));
+    const metrics = ["solid-x", "solid-y", "solid-z"].map((id) => data.metrics[$(id).value]);
+    const shown = data.points.filter((p) => metrics.every((m) => p.m[m.name]));
+    if (!shown.length) return;
+    const rulers = metrics.map((m) => ruler(m, shown));
+    const axes = metrics.map((m, i) => ({ title: `${m.label} (${m.unit})`, low: rulers[i].low, high: rulers[i].high }));
+    const points = shown.map((p) => {
+      const base = p.marks.includes("baseline"), picked = p.marks.some((mark) => mark !== "baseline");
+      return {
+        at: metrics.map((m, i) => rulers[i].place(p.m[m.name][0])), bars: metrics.map((m, i) => p.m[m.name].slice(1).map(rulers[i].place)),
+        ink: base ? colour("--text") : picked || p.front ? colour("--accent") : colour("--point"), size: base || picked ? 8 : p.front ? 5.5 : 4,
+        diamond: base, name: p.marks.join(", "),
+        tip: [`trial ${p.trial}${p.marks.length ? ": " + p.marks.join(", ") : ""}`, p.words, ...metrics.map((m) => `${m.label} ${number(m, p.m[m.name][0])} ${m.unit}`)].join("\n"),
+      };
+    });
+    solid({ points, axes });
+  }
+
+  function drawParallel() {
+    parallel ??= Canvas.parallel($("parallel"));
+    const metric = data.metrics[$("parallel-metric").value];
+    const objectives = data.metrics.filter((m) => data.objectives.includes(m.name) || m === metric);
+    const shown = data.points.filter((p) => p.m[metric.name]);
+    const rulers = objectives.map((m) => ruler(m, shown)), own = rulers[objectives.indexOf(metric)];
+    const axes = [
+      ...data.knobs.map((knob) => ({ title: knob.name.split(".").pop(), levels: knob.levels })),
+      ...objectives.map((m, i) => ({ title: `${m.label} (${m.unit})`, low: rulers[i].low, high: rulers[i].high })),
+    ];
+    const lines = shown.map((p, n) => {
+      const place = own.place(p.m[metric.name][0]), shade = metric.direction === "minimize" ? 1 - place : place;
+      const picked = p.marks.length > 0;
+      return {
+        at: [...p.k, ...objectives.map((m, i) => (p.m[m.name] ? rulers[i].place(p.m[m.name][0]) : null))], shade, wide: picked ? 2.5 : 1.3,
+        jitter: ((n * 0.618) % 1) * 2 - 1, ink: p.marks.includes("baseline") ? colour("--text") : `color-mix(in oklab, ${colour("--accent")} ${Math.round(100 * shade)}%, ${colour("--c3")})`,
+      };
+    });
+    parallel({ axes, lines });
+  }
+
+  function drawProgress() {
+    const [y, x] = [$("progress-y").value, $("progress-x").value];
+    const metric = data.metrics.find((m) => m.name === y), value = (p) => (metric ? (p.m[y] === undefined ? null : p.m[y] / metric.factor) : p.gain);
+    const done = data.progress.filter((p) => value(p) !== null), failed = data.progress.filter((p) => value(p) === null);
+    const better = metric && metric.direction === "minimize" ? Math.min : Math.max;
+    let best = null;
+    const line = done.map((p) => (best = best === null ? value(p) : better(best, value(p))));
+    const hover = (p) => `<b>trial ${p.trial}</b><br>${inert(p.words)}<br>${inert(p.outcome)} after ${p.at.toFixed(0)} s`;
+    const values = done.map(value), foot = values.length ? Math.min(...values) : 0;
+    const last = data.progress[data.progress.length - 1];
+    const traces = [
+      { type: "scatter", mode: "lines", x: [...done.map((p) => p[x]), last[x]], y: [...line, best], line: { color: colour("--accent"), width: 2, shape: "hv" }, hoverinfo: "skip" },
+      { type: "scatter", mode: "markers", x: done.map((p) => p[x]), y: values, marker: { size: 7, color: colour("--point") }, text: done.map(hover), hovertemplate: "%{text}<br>%{y:.4g}<extra></extra>" },
+      { type: "scatter", mode: "markers", x: failed.map((p) => p[x]), y: failed.map(() => foot), marker: { size: 8, symbol: "x-thin", line: { width: 1.5, color: colour("--muted") } }, text: failed.map(hover), hovertemplate: "%{text}<extra></extra>" },
+    ];
+    const title = metric ? `${metric.label} (${metric.unit}), ${metric.direction === "minimize" ? "less" : "more"} is better` : "gain over the baseline (×)";
+    Plotly.react("progress-plot", traces, layout(axis(x === "at" ? "seconds of trials" : "trial"), axis(title)), config);
+  }
+
+  function drawSteps() {
+    const wanted = $("steps-trials").value.match(/[0-9]+/g)?.map(Number) ?? [];
+    const found = [...new Set(wanted)].map((n) => data.steps.find((s) => s.trial === n)).filter(Boolean);
+    const missing = wanted.filter((n) => !data.steps.some((s) => s.trial === n));
+    $("steps-said").textContent = missing.length ? `no step times here of trial ${missing.join(", ")}; there are ${data.steps.map((s) => s.trial).sort((a, b) => a - b).join(" ")}` : "";
+    const inks = ["--c1", "--c2", "--c3", "--c4", "--c5", "--text"].map(colour);
+    const traces = found.flatMap((s, i) => {
+      const ink = inks[i % inks.length], cut = s.step.findIndex((step) => step > s.warmup), at = cut < 0 ? s.step.length : cut;
+      const text = `<b>trial ${s.trial}</b>${s.marks.length ? ", " + s.marks.map(inert).join(", ") : ""}<br>${inert(s.words)}<br>step %{x:.0f}: %{y:.4g} ms<extra></extra>`;
+      const piece = (from, to, dash) => ({ type: "scatter", mode: "lines", x: s.step.slice(from, to), y: s.ms.slice(from, to), line: { color: ink, width: 1.6, dash }, hovertemplate: text });
+      const band = { type: "scatter", mode: "lines", x: [...s.step, ...[...s.step].reverse()], y: [...s.high, ...[...s.ms].reverse()], fill: "toself", fillcolor: ink, opacity: 0.14, line: { width: 0 }, hoverinfo: "skip" };
+      return [band, piece(0, Math.min(at + 1, s.step.length), "dot"), piece(at, undefined, "solid")];
+    });
+    const entries = found.map((s, i) => ({ name: `trial ${s.trial}${s.marks.length ? ": " + s.marks.join(", ") : ""}`, swatch: stroke(inks[i % inks.length], 2), traces: [3 * i, 3 * i + 1, 3 * i + 2] }));
+    const values = $("steps-log").checked && found.length ? found.flatMap((s) => s.ms) : undefined;
+    Plotly.react("steps-plot", traces, layout(axis("optimizer step"), axis("step time (ms)", values)), config).then((plot) => legend("steps-legend", plot, entries));
+  }
+
   function sortable(table) {
     const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
     const value = (row, i) => row.cells[i].dataset.v ?? row.cells[i].textContent;
@@ -205,14 +294,26 @@
       return Math.min(...values) > 0 && Math.max(...values) > 10 * Math.min(...values);
     });
   }
+  if ($("steps-trials")) {
+    const named = data.steps.filter((s) => s.marks.length).slice(0, 4);
+    $("steps-trials").value = (named.length ? named : data.steps.slice(0, 3)).map((s) => s.trial).join(" ");
+    // A first step that compiles or allocates would press the others flat.
+    $("steps-log").checked = data.steps.some((s) => s.marks.length && Math.max(...s.high) > 6 * Math.min(...s.ms));
+  }
+  const plots = { "front-plot": drawFront, solid: drawSolid, parallel: drawParallel, "progress-plot": drawProgress, "steps-plot": drawSteps, "loss-plot": drawLosses };
   const draw = () => {
-    if ($("front-plot")) drawFront();
-    if ($("loss-plot")) drawLosses();
+    for (const [id, redraw] of Object.entries(plots)) if ($(id)) redraw();
+    document.documentElement.dataset.drawn = "yes";
   };
   document.querySelectorAll("[data-copy]").forEach((button) => button.addEventListener("click", () => copy(button)));
   if ($("trials")) sortable($("trials"));
   ["front-x", "front-y", "front-log"].forEach((id) => $(id)?.addEventListener("change", drawFront));
   $("loss-x")?.addEventListener("change", drawLosses);
+  ["solid-x", "solid-y", "solid-z"].forEach((id) => $(id)?.addEventListener("change", drawSolid));
+  $("parallel-metric")?.addEventListener("change", drawParallel);
+  ["progress-x", "progress-y"].forEach((id) => $(id)?.addEventListener("change", drawProgress));
+  $("steps-trials")?.addEventListener("input", drawSteps);
+  $("steps-log")?.addEventListener("change", drawSteps);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   matchMedia("(max-width: 759px)").addEventListener("change", draw);
   draw();

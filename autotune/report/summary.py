@@ -49,14 +49,16 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
     measured = [_with_changes(m, kept) for m in store.measured(study, folder, kept)]
     baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
-    found = recommend.recommend(measured, baseline, kept.objectives, kept.world_size)
+    found = recommend.recommend(measured, baseline, kept.objectives, kept.data_parallel)
     trials = _trials(study, measured, folder if series else None)
     return StudyReport(
         study={
             "name": name,
             "target": kept.target,
             "ranks": kept.world_size,
+            "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
+            "weights": {o.metric: o.weight for o in kept.objectives},
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,
@@ -84,15 +86,29 @@ def _threads(kept: StudyRecord) -> int | None:
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     baseline = Candidate.from_key(kept.baseline)
     point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
+    script = kept.workload.script
     return replace(
         measured,
         ds_config=deepspeed_config(point, kept.base_config),
         script_side_changes=[
             *measured.script_side_changes,
-            *script_side_changes(measured.candidate, baseline, kept.workload.block_class, is_script=kept.workload.script is not None),
+            *script_side_changes(
+                _as_seen_outside(measured.candidate, kept),
+                baseline,
+                kept.workload.block_class,
+                is_script=script is not None,
+                family=script.family if script else "",
+            ),
             *learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json="optimizer" in measured.ds_config),
         ],
     )
+
+
+def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
+    """The candidate without what the JSON alone does: a pipeline recomputes as its own section says."""
+    pipeline = kept.workload.script is not None and kept.workload.script.pipeline_stages > 0
+    own = Candidate.from_key(kept.baseline).checkpoint_every
+    return replace(candidate, checkpoint_every=own) if pipeline else candidate
 
 
 def _recommended(found: Recommendation) -> dict[str, Any]:
@@ -121,6 +137,7 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "feasible": data["feasible"],
                 "wall_s": data["wall_s"],
                 "caveats": data["caveats"],
+                "phase_times_s": data.get("phase_times_s", {}),
                 "losses": result.losses if result else [],
                 "step_times_s": result.step_times_s if result else [],
             }

@@ -109,6 +109,9 @@ class Guide:
         bounds: Bounds on metrics that a solution must keep (metric, which end, amount).
         reference: The candidate whose batch is the origin; by default the first.
         knobs: The values of each knob, where `candidates` does not hold all that will be added.
+
+    Attributes:
+        cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Guide:
         knobs: Mapping[str, Sequence[Scalar]] | None = None,
     ) -> None:
         self.metrics, self.world_size, self.bounds = list(metrics), world_size, list(bounds)
+        self.cautious = True
         self.limit = math.log(memory_limit_bytes) if memory_limit_bytes else None
         reference = reference or (candidates[0] if candidates else Candidate(micro_batch_size=1))
         self.catalogue = Catalogue(knobs if knobs is not None else knobs_of(candidates), reference, prior)
@@ -153,7 +157,7 @@ class Guide:
             return None
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
-        fits, least = state.fits(rows), chance_needed(told) if state.sized else 0.0
+        fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
             rows = np.flatnonzero(open_rows)

@@ -53,7 +53,7 @@ class Arguments:
             change = self._value(field)
             name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
-                setattr(parsed, name, type(values[name])(change[1]))
+                setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number
                 self._moved(parser, field, name, *change, typed=typed)
         for name in CONFIG_DESTINATIONS:
             given = isinstance(values.get(name), str) and values[name].endswith(".json")

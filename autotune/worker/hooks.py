@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils import checkpoint as checkpointing
 
 from autotune import UserError, stats, trial
-from autotune.candidate import OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig
+from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
 from autotune.worker import contract, frameworks, observe, pipeline, script
 from autotune.worker import run as rank_run
@@ -61,7 +61,9 @@ def run_script(recorder: rank_run.Recorder, request: TrialRequest, rank: int, li
         script.execute(Path(request.target), hooks.script)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise ScriptError(f"the script exited with status {end.code}") from None
+            hooks.abort(ScriptError(f"the script exited with status {end.code}"))
+    except BaseException as error:
+        hooks.abort(error)
     hooks.script_ended()
 
 
@@ -215,9 +217,18 @@ class Hooks:
             self.family = self.family or "DeepSpeed PipelineModule"
             self.workload = pipeline.whole(self.workload, model)
             return pipeline.recompute(self, model, own)
+        if self.candidate is not None and self.candidate.precision not in DTYPES:
+            self._widen(model)
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
         return observe.Recomputations(blocks)
+
+    def _widen(self, model: torch.nn.Module) -> None:
+        """Gives a model that was loaded in 16 bits the weights that a candidate without them needs."""
+        narrow = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+        if narrow and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            model.float()
+            self.changed("Model: load its weights in 32 bits, with `dtype=torch.float32`.")
 
     def _recompute(self, model: torch.nn.Module, blocks: list[torch.nn.Module], every: int) -> None:
         """Has every k-th block recomputed, and nothing else, whatever the script does."""
@@ -272,17 +283,20 @@ class Hooks:
                 self.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
+                _remember(bound.arguments["self"], wanted)
                 self.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         original(*bound.args, **bound.kwargs)
 
     def _count_draws(self) -> None:
         """Counts the samples of each batch where a loader draws their indices: a leading dimension can be something else."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+        from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
         def next_index(original: Callable[..., Any], iterator: Any) -> Any:
             index = original(iterator)
             queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
-            queue.append(len(index) if hasattr(index, "__len__") else None)
+            # What is drawn from a stream is what is asked for; its end has less.
+            known = hasattr(index, "__len__") and iterator._dataset_kind != _DatasetKind.Iterable
+            queue.append(len(index) if known else None)
             return index
 
         def next_batch(original: Callable[..., Any], iterator: Any) -> Any:
@@ -294,6 +308,11 @@ class Hooks:
                 queue.popleft()
             return batch
 
+        def reset(original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            iterator.__dict__.pop("_autotune_draws", None)  # of an epoch that was left early
+            return original(iterator, *args, **kwargs)
+
+        patch(_BaseDataLoaderIter, "_reset", reset)
         patch(_BaseDataLoaderIter, "_next_index", next_index)
         patch(_BaseDataLoaderIter, "__next__", next_batch)
 
@@ -443,7 +462,7 @@ class Hooks:
                     f" is {seen.micro_batch_size or 'not constant'}"
                 )
             probed = Probed(
-                ds_config=self.own_config,
+                ds_config=self._with_dtype(seen.dtype),
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",
@@ -463,6 +482,17 @@ class Hooks:
                 trial.write(self.recorder.folder.workload, workload)
         rank_run.complete(self.recorder)
 
+    def _with_dtype(self, dtype: str) -> DsConfig:
+        """The script's configuration, which says what type the weights are even where the script does not tell DeepSpeed."""
+        section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+        if section is None or precision_of(without_auto(self.own_config)) != "fp32":
+            return self.own_config
+        self.once(
+            f"the script trains {dtype} weights that DeepSpeed is not told of, without an fp32 copy;"
+            f" the baseline says `{section}` in its configuration, and has one"
+        )
+        return {**self.own_config, section: {"enabled": True}}
+
     def _compare_data(self, meter: Meter) -> None:
         # Of a pipeline only the first stages take data in.
         checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
@@ -475,6 +505,7 @@ class Hooks:
 
     def abort(self, error: BaseException) -> NoReturn:
         """Reports an error and ends the process, so that the script cannot catch it."""
+        self._traces.close()
         rank_run.abort(self.recorder, error)
 
     def changed(self, text: str, *, reproducible: bool = True) -> None:
@@ -504,12 +535,25 @@ class Hooks:
             self.report.caveats.append(caveat)
 
 
+def _remember(loader: Any, batch_size: int) -> None:
+    """Lightning makes a loader anew for its own sampler, from the arguments that it noted."""
+    noted, names = getattr(loader, "__pl_saved_kwargs", None), getattr(loader, "__pl_saved_arg_names", ())
+    if noted is None:
+        return
+    if "batch_size" in noted or "batch_size" not in names[: len(loader.__pl_saved_args)]:
+        object.__setattr__(loader, "__pl_saved_kwargs", {**noted, "batch_size": batch_size})
+    else:
+        given = list(loader.__pl_saved_args)
+        given[names.index("batch_size")] = batch_size
+        object.__setattr__(loader, "__pl_saved_args", tuple(given))
+
+
 def users_caller() -> str | None:
     """`file:line` of the nearest caller outside torch, DeepSpeed and us, if that is the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if not f"{module}.".startswith(("torch.", "autotune.", "functools.", "contextlib.")):
+        if not f"{module}.".startswith(_TRANSPARENT):
             path = os.path.abspath(frame.f_code.co_filename)
             installed = any(path.startswith(folder) for folder in _INSTALLED)
             return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
@@ -517,6 +561,8 @@ def users_caller() -> str | None:
     return None
 
 
+# Modules that only pass a call on: ours, and where Lightning notes the arguments of loaders.
+_TRANSPARENT = ("torch.", "autotune.", "functools.", "contextlib.", "lightning.fabric.utilities.data.", "lightning_fabric.utilities.data.")
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -236,10 +236,24 @@ def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samp
         n_blocks=len(blocks),
         block_class=", ".join(sorted({type(block).__name__ for block in blocks})),
         block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
-        float_buffers=any(buffer.is_floating_point() for buffer in model.buffers()),
+        float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,
         environment=_environment(),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def _has_float_buffers(model: torch.nn.Module) -> bool:
+    """Whether the model has floating-point buffers that must follow its weights.
+
+    Those that transformers does not save, as the frequencies of rotary embeddings, it casts itself where they are used, and in
+    16 bits they would be wrong.
+    """
+    own = any(base.__name__ == "PreTrainedModel" for module in model.modules() for base in type(module).__mro__)
+    return any(
+        buffer is not None and buffer.is_floating_point() and not (own and name in module._non_persistent_buffers_set)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
     )
 
 

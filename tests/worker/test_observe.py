@@ -77,6 +77,43 @@ def test_a_loss_that_calls_the_model_twice_counts_its_batch_once(observe: Module
     assert (observer.micro_batch_sizes, observer.samples_per_step, observer.tokens_per_step) == ({4}, {4}, {0})
 
 
+def test_micro_batches_may_be_drawn_ahead_for_a_whole_step(observe: ModuleType, torch: ModuleType) -> None:
+    engine = FakeEngine(accumulation=2)
+    observer = observe.BatchObserver(engine)
+    for _ in range(3):
+        for _ in range(2):
+            observer.drew(4)
+        for _ in range(2):  # packed: the leading dimension is 1
+            engine.hook(None, (torch.zeros(1, 50),), {})
+            observer.backward()
+        engine.global_steps += 1
+        observer.step()
+    assert (observer.loader_batch_sizes, observer.micro_batch_sizes, observer.samples_per_step) == ({4}, {1}, {8})
+
+
+def test_what_an_evaluation_draws_is_not_trained_on(observe: ModuleType, torch: ModuleType) -> None:
+    engine = FakeEngine(accumulation=1)
+    observer = observe.BatchObserver(engine)
+    for _ in range(3):
+        engine.training = False
+        for _ in range(5):
+            observer.drew(64)
+            engine.hook(None, (torch.zeros(64, 3),), {})
+        engine.training = True
+        engine.train(observer, torch.zeros(4, 3), drawn=4)
+    assert observer.loader_batch_sizes == {4} and observer.samples_per_step == {4}
+
+
+def test_draws_that_do_not_fit_the_batches_do_not_decide(observe: ModuleType, torch: ModuleType) -> None:
+    engine = FakeEngine(accumulation=2)
+    observer = observe.BatchObserver(engine)
+    for _ in range(2):
+        engine.train(observer, torch.zeros(4, 3), drawn=4)
+        observer.drew(64)  # something else, that never goes forward
+        engine.train(observer, torch.zeros(4, 3), drawn=4)
+    assert observer.loader_batch_sizes == set() and observer.samples_per_step == {8}
+
+
 def test_a_batch_that_varies_is_seen(observe: ModuleType, torch: ModuleType) -> None:
     engine = FakeEngine(accumulation=1)
     observer = observe.BatchObserver(engine)
@@ -97,6 +134,17 @@ def test_every_kth_block_is_recomputed(observe: ModuleType, torch: ModuleType, b
     checkpointer = observe.Checkpointer(list(blocks), every)
     blocks(torch.randn(2, 8)).sum().backward()
     assert len(checkpointer.recomputed) == n
+
+
+def test_recomputation_is_seen_whoever_asks_for_it(observe: ModuleType, torch: ModuleType, blocks: Any) -> None:
+    checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
+    watch = observe.Recomputations(list(blocks))
+    x = torch.ones(2, 8)
+    for n, block in enumerate(blocks):
+        x = checkpoint(block, x, use_reentrant=False) if n % 2 == 0 else block(x)
+    x.sum().backward()
+    assert len(watch.recomputed) == (len(blocks) + 1) // 2 and watch.every == 2
+    watch.stop()
 
 
 def test_recomputing_changes_no_gradient_and_no_name(observe: ModuleType, torch: ModuleType, blocks: Any) -> None:

@@ -141,6 +141,66 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(planned):
     assert mapped.flags == {"micro_batch_size": ["--rows"]} and mapped.config_source == ""
 
 
+MICRO, ACCUM = {"micro_batch_size"}, {"gradient_accumulation_steps"}
+
+
+@pytest.mark.parametrize(
+    ("style", "overrides", "expected"),
+    [
+        ("workers", {}, (8, 2, BOTH)),
+        ("batch sampler", {}, (8, 2, BOTH)),
+        ("packed", {}, (8, 2, BOTH)),
+        ("critic", {}, (8, 2, BOTH)),
+        ("evaluates", {}, (8, 2, BOTH)),
+        ("text flag", {}, (8, 2, BOTH)),
+        ("own sampler", {}, (8, 2, ACCUM)),
+        ("iterable", {}, (8, 2, ACCUM)),
+        ("iterable", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
+        ("only eight", {}, (8, 2, ACCUM)),
+        ("own steps", {}, (8, 4, MICRO)),
+        ("own steps", {"script_set": ["ACCUM={gradient_accumulation_steps}"]}, (8, 4, BOTH)),
+    ],
+)
+def test_every_style_of_loop_moves_as_far_as_it_can(planned, measure, style, overrides, expected):
+    found = planned("styles.py", script_args=(style,), **overrides)
+    assert facts(found) == expected
+    moved = {"micro_batch_size": 3, "gradient_accumulation_steps": 3}
+    changes = {name: value for name, value in moved.items() if name in found.workload.script.movable}
+    result = measure(found, zero_stage=1, **changes)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.samples_per_step == changes.get("micro_batch_size", 8) * changes.get("gradient_accumulation_steps", expected[1])
+    assert all(seconds > 0 for seconds in result.phase_times_s.values()) and len(result.phase_times_s) == 4
+
+
+def test_what_cannot_run_otherwise_is_frozen_with_the_reason(planned):
+    notes = planned("styles.py", script_args=("only eight",)).notes
+    assert any("micro-batch of 4" in note and "eight samples here" in note for note in notes)
+
+
+def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(planned):
+    found = planned("styles.py", script_args=("own steps",))
+    assert found.ds_config(found.baseline)["gradient_accumulation_steps"] == 1
+
+
+def test_a_big_batch_cut_up_by_a_constant_moves_as_a_whole(planned):
+    found = planned("chunks.py", script_set=["ACCUM={gradient_accumulation_steps}"], global_batch="keep")
+    assert facts(found) == (8, 4, BOTH)
+
+
+def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision(planned, measure):
+    found = planned("dict_config.py")
+    assert not any("cast" in change for change in measure(found).side_changes)
+    assert any("cast" in change for change in measure(found, precision="bf16").side_changes)
+
+
+def test_a_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(planned, measure):
+    found = planned("recomputes.py")
+    assert found.baseline.checkpoint_every == 1
+    for every, blocks in ((1, 4), (2, 2), (0, 0)):
+        result = measure(found, checkpoint_every=every)
+        assert result.outcome is Outcome.COMPLETE and result.observed.checkpointed_blocks == blocks
+
+
 def test_what_does_not_move_is_frozen_with_the_remedy(planned):
     found = planned("hand_made.py")
     assert set(found.space["micro_batch_size"].all_values()) == {8}

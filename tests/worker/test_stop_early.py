@@ -1,10 +1,13 @@
 """A trial that cannot match what was measured before ends by itself, on all ranks; what it showed is kept."""
 
-from zoo import Zoo
+from zoo import MODELS, Zoo
 
 from autotune import stats, trial
-from autotune.trial import Outcome, Rival
+from autotune.candidate import Candidate
+from autotune.executors import base
+from autotune.trial import Outcome, Rival, Script, TrialRequest
 
+SCRIPTS = MODELS / "scripts"
 UNBEATABLE = Rival(trial=7, step_time_s=0.0, peak_memory_bytes=0.0)
 STEPS = {"budget_s": 30.0, "max_steps": 9, "min_samples": 10**9}
 
@@ -25,6 +28,19 @@ def test_a_trial_that_may_still_win_runs_to_its_end(zoo: Zoo) -> None:
     result = zoo.run("ok", rivals=(small, slow), **STEPS)
     assert result.outcome is Outcome.COMPLETE and len(result.step_times_s) == STEPS["max_steps"]
     assert "inner" not in result.micro_step_s and result.micro_step_s["boundary"] > 0
+
+
+def test_a_script_is_stopped_in_the_middle_too(zoo: Zoo) -> None:
+    candidate = Candidate(micro_batch_size=8, gradient_accumulation_steps=2)
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    script = Script(working_dir=str(SCRIPTS), micro_batch_size=8, gradient_accumulation_steps=2)
+    request = TrialRequest(
+        target=str(SCRIPTS / "training_data.py"), candidate=candidate.values(), ds_config=candidate.to_deepspeed({"optimizer": adam}),
+        world_size=2, budget_s=30.0, min_samples=10**9, deadline_s=60.0, script=script, rivals=(UNBEATABLE,),
+    )  # fmt: skip
+    result = base.run(zoo.executor, zoo.next_folder().path, request)
+    assert result.outcome is Outcome.STOPPED_EARLY, result.reason
+    assert len(result.step_times_s) == stats.SETUP_STEPS + trial.RIVAL_STEPS
 
 
 def test_the_fastest_timed_step_decides_and_memory_where_it_counts() -> None:

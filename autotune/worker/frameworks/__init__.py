@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune.worker.frameworks import accelerate, huggingface
+from autotune.worker.frameworks import accelerate, huggingface, lightning
 
 if TYPE_CHECKING:
     from autotune.worker.hooks import Hooks
 
-ADAPTERS = (accelerate, huggingface)
+ADAPTERS = (accelerate, huggingface, lightning)
 
 
 def install(hooks: Hooks) -> None:

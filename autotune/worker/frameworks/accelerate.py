@@ -6,17 +6,18 @@ import json
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from autotune import UserError
 from autotune.candidate import DsConfig
+from autotune.trial import ACCELERATE, TRAINER
 from autotune.worker.patching import after_import, patch
 
 if TYPE_CHECKING:
     from autotune.worker.hooks import Hooks
 
-TRAINER = "transformers' Trainer"
 # DeepSpeed as a script that does not use it would get it: nothing sharded, everything else from the script.
 NO_DEEPSPEED: DsConfig = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -24,7 +25,8 @@ NO_DEEPSPEED: DsConfig = {
     "gradient_clipping": "auto",
     "zero_optimization": {"stage": 0},
 }
-SAVERS = ("save", "save_model", "save_state")
+# A state that was saved by another ZeRO stage or number of ranks could not be loaded either.
+SAVERS = ("save", "save_model", "save_state", "load_state")
 
 
 def install(hooks: Hooks) -> None:
@@ -40,6 +42,16 @@ def mixed_precision(hooks: Hooks) -> str:
     """What Accelerate calls the precision of the trial."""
     assert hooks.candidate is not None
     return hooks.candidate.precision if hooks.candidate.precision in ("bf16", "fp16") else "no"
+
+
+def asked_for(what: str) -> bool:
+    """Whether `accelerate launch` set a way to train."""
+    return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() in ("true", "1", "yes", "y", "t", "on")
+
+
+def refuse_fsdp(hooks: Hooks) -> NoReturn:
+    """Ends a trial of a script that shards by FSDP."""
+    hooks.abort(UserError("the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP to tune it"))
 
 
 class _Adapter:
@@ -105,7 +117,7 @@ class _Adapter:
         if self.hooks.family == TRAINER:  # which has seen to everything, and counts the micro-batches itself
             original(accelerator, *args, **kwargs)
             return
-        self.hooks.family = "Accelerate"
+        self.hooks.family = ACCELERATE
         names = ("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given["log_with"] = None
@@ -119,7 +131,9 @@ class _Adapter:
 
     def _inject_deepspeed(self, given: dict[str, Any]) -> None:
         plugged = given.get("deepspeed_plugin") or given.get("deepspeed_plugins")
-        if plugged is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        if plugged is None and not asked_for("DEEPSPEED"):
+            if given.get("fsdp_plugin") or asked_for("FSDP"):
+                refuse_fsdp(self.hooks)
             file = self.hooks.scratch / f"ds_config.{self.hooks.report.rank}.json"
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(NO_DEEPSPEED))

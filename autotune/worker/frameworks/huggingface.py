@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autotune.trial import TRAINER
 from autotune.worker.frameworks import accelerate
 from autotune.worker.patching import after_import, patch, patch_everywhere
 
@@ -94,6 +95,7 @@ class _Adapter:
         arguments.output_dir = str(self.hooks.scratch / "output")
         arguments.report_to = []
         arguments.push_to_hub = False
+        arguments.resume_from_checkpoint = None
         for kind in ("eval", "save"):
             if str(getattr(arguments, f"{kind}_strategy")).rpartition(".")[2].lower() != "no":
                 setattr(arguments, f"{kind}_strategy", "steps")
@@ -113,8 +115,10 @@ class _Adapter:
             self._precision(arguments)
 
     def _inject_deepspeed(self, arguments: Any) -> None:
-        if arguments.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        if arguments.deepspeed or accelerate.asked_for("DEEPSPEED"):
             return
+        if arguments.fsdp or accelerate.asked_for("FSDP"):
+            accelerate.refuse_fsdp(self.hooks)
         precisions = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
         arguments.deepspeed = copy.deepcopy(accelerate.NO_DEEPSPEED | precisions)
         self.hooks.changed("DeepSpeed: the script is run without it; add `--deepspeed ds_config.json`.")
@@ -132,11 +136,17 @@ class _Adapter:
 
     def on_trainer(self, module: ModuleType) -> None:
         def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            self.hooks.family = accelerate.TRAINER
+            self.hooks.family = TRAINER
             self.hooks.casts_inputs = False  # it does so itself, and `num_items_in_batch` has to stay exact
             original(*args, **kwargs)
 
+        def train(original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if resume_from_checkpoint:
+                self.hooks.once("trials train from the script's first weights, not from its checkpoint")
+            return original(trainer, None, *args, **kwargs)
+
         patch(module.Trainer, "__init__", init)
+        patch(module.Trainer, "train", train)
         for name in TRAINER_SAVERS:
             patch(module.Trainer, name, self.hooks.saver(f"Trainer.{name.lstrip('_')}"))
 

@@ -5,7 +5,7 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from common import Net, dataset
 
 
@@ -15,11 +15,12 @@ def main():
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument("--mixed_precision", default=None)
     parser.add_argument("--split_batches", action="store_true")
+    parser.add_argument("--epochs", type=int, default=100)
     args = parser.parse_args()
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
-        split_batches=args.split_batches,
+        dataloader_config=DataLoaderConfiguration(split_batches=args.split_batches),
         log_with="all",
         project_dir="logs",
     )
@@ -32,7 +33,7 @@ def main():
     train = torch.utils.data.DataLoader(dataset(512), batch_size=size, shuffle=True)
     held_out = torch.utils.data.DataLoader(dataset(64), batch_size=32)
     model, optimizer, train, held_out, schedule = accelerator.prepare(model, optimizer, train, held_out, schedule)
-    for _ in range(100):
+    for _ in range(args.epochs):
         model.train()
         for x, y in train:
             with accelerator.accumulate(model):

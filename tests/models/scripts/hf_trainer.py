@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer,
 @dataclass
 class ModelArguments:
     n_layer: int = field(default=4, metadata={"help": "Layers of the model."})
+    half: bool = field(default=False, metadata={"help": "Weights in bfloat16, as checkpoints of large models have them."})
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -38,11 +39,14 @@ def main():
     set_seed(training_args.seed)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=model_args.n_layer, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
+    if model_args.half:
+        model = model.to(torch.bfloat16)
     trainer = PrintingTrainer(model=model, args=training_args, train_dataset=Tokens(2048), eval_dataset=Tokens(16))
-    result = trainer.train()
+    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)
-    trainer.push_to_hub()
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""The sections of the page that its script draws: knobs, search, steps, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.analysis.effects import Effect, Effects
+from autotune.objective import METRICS
+from autotune.report import StudyReport
+from autotune.report.elements import Html, each, el, group
+from autotune.report.plots import said
+
+# Knobs that hardly matter, and values of a knob, beyond these are left to the JSON.
+MOST_KNOBS, MOST_LEVELS = 8, 6
+
+
+def axis(name: str, metrics: Sequence[str], chosen: int) -> Html:
+    """A choice among the metrics."""
+    return el(
+        "select", each(el("option", METRICS[metric].label, value=i, selected=i == chosen) for i, metric in enumerate(metrics)), id=name
+    )
+
+
+def knob(report: StudyReport, mattered: Sequence[Effects]) -> Html | None:
+    """Every trial as a line through its knobs, and what each knob is worth."""
+    if len(report.points()) < 2:
+        return None
+    metrics = report.metric_names()
+    note = "Each line is a trial, coloured by a metric. Choose a value on an axis to see only its trials; choose it again to let go."
+    return group(
+        el("h2", "Knobs", id="knobs"),
+        el("p", note, class_="note"),
+        el("div", el("label", "Colour ", axis("parallel-metric", metrics, min(1, len(metrics) - 1))), class_="controls"),
+        el(
+            "div",
+            el("div", el("canvas", id="parallel", role="img", aria_label="Trials by knob; the table holds the same"), class_="wide"),
+            class_="plot low sideways",
+            id="parallel-plot",
+            tabindex=0,
+        ),
+        _effects(mattered) if mattered else None,
+    )
+
+
+def _effects(mattered: Sequence[Effects]) -> Html:
+    note = (
+        "How much of a metric’s spread over the trials goes with each knob, and what its values change beside the baseline’s"
+        " (named first), all else equal: a sum of one term for each knob, fitted to the logarithm of what was measured."
+    )
+    return group(
+        el("h3", "What mattered"),
+        el("p", note, class_="note"),
+        el("div", each(map(_effect_card, mattered)), class_="effects", id="effects-plot"),
+    )
+
+
+def _effect_card(found: Effects) -> Html:
+    label = METRICS[found.metric].label
+    if found.explained < 0.1:
+        said_ = f"{found.n} trials do not tell: what the knobs are worth in some of them does not hold in the others."
+        return el("article", el("h3", label), el("p", said_, class_="muted"), class_="card")
+    note = f"{found.n} trials; {found.explained:.0%} of the spread of trials left out is foretold. The rest is chance or interplay."
+    shown = [effect for effect in found.knobs if effect.share >= 0.01][:MOST_KNOBS]
+    return el(
+        "article", el("h3", label), el("p", note, class_="muted"), each(_effect(found.metric, effect) for effect in shown), class_="card"
+    )
+
+
+def _effect(metric: str, effect: Effect) -> Html:
+    smaller = METRICS[metric].direction == "minimize"
+    reference, *others = effect.levels
+    others = sorted(others, key=lambda level: level.factor if smaller else -level.factor)[:MOST_LEVELS]
+    worth = [f"{said(level.value)} {level.factor - 1:+.0%}" for level in others]
+    return el(
+        "div",
+        el("p", el("b", effect.knob.rsplit(".", 1)[-1]), el("span", f"{effect.share:.0%}"), class_="of"),
+        el("div", el("i", style=f"width:{min(100.0, 100 * effect.share):.1f}%"), class_="share", aria_hidden="true"),
+        el("p", f"{said(reference.value)}: ", ", ".join(worth), class_="muted"),
+        class_="effect",
+    )
+
+
+def progress(report: StudyReport) -> Html | None:
+    """How the search progressed."""
+    if len(report.trials) < 2:
+        return None
+    measures = [("gain", "compromise of the objectives"), *((name, METRICS[name].label) for name in report.metric_names(all_metrics=False))]
+    if report.baseline is None:
+        measures = measures[1:]
+    note = (
+        "Each trial at the time when it ended, and the best so far. Time is that of the trials alone; crosses ended without a measurement."
+    )
+    return group(
+        el("h2", "Search", id="progress"),
+        el("p", note, class_="note"),
+        el(
+            "div",
+            el("label", "Up ", el("select", each(el("option", label, value=name) for name, label in measures), id="progress-y")),
+            el("label", "Across ", el("select", el("option", "time", value="at"), el("option", "trials", value="trial"), id="progress-x")),
+            class_="controls",
+        ),
+        el("div", class_="plot low", id="progress-plot", role="img", aria_label="The best configuration so far over time"),
+    )
+
+
+def step() -> Html:
+    """Step times of chosen trials."""
+    note = (
+        "The time of each optimizer step of the chosen trials, warm-up included (dotted, and not counted). Long trials are drawn in pieces:"
+        " the line is a piece’s median, the band reaches to its longest step."
+    )
+    return group(
+        el("h2", "Steps", id="steps"),
+        el("p", note, class_="note"),
+        el(
+            "div",
+            el("label", "Trials ", el("input", type="text", id="steps-trials", inputmode="numeric", autocomplete="off")),
+            el("label", el("input", type="checkbox", id="steps-log"), " logarithmic", class_="check"),
+            el("span", class_="muted", id="steps-said", role="status"),
+            class_="controls",
+        ),
+        el("div", class_="legend", id="steps-legend"),
+        el("div", class_="plot low", id="steps-plot", role="img", aria_label="Step times of the chosen trials"),
+    )
+
+
+def loss() -> Html:
+    """Loss curves."""
+    note = (
+        "Training loss, from the same weights and in the same order of data; each point is the mean over a piece of the curve."
+        " Over samples, configurations that learn alike lie on each other; over seconds, the faster one lies to the left."
+    )
+    axes = each(el("option", axis, value=axis) for axis in ("samples", "seconds", "steps"))
+    return group(
+        el("h2", "Losses", id="losses"),
+        el("p", note, class_="note"),
+        el("div", el("label", "Across ", el("select", axes, id="loss-x")), class_="controls"),
+        el("div", class_="legend", id="loss-legend"),
+        el("div", class_="plot low", id="loss-plot", role="img", aria_label="Training loss of the trials"),
+    )

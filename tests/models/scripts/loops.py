@@ -1,0 +1,86 @@
+"""The loops of `styles.py`."""
+
+import argparse
+
+import deepspeed
+import torch
+from common import Net, config, dataset
+
+
+class TwoByTwo:
+    """A batch sampler of the user's own, which tells nobody its size."""
+
+    def __iter__(self):
+        for first in range(0, 4096, 8):
+            yield list(range(first, first + 8))
+
+
+class Batches(torch.utils.data.IterableDataset):
+    """Yields whole batches."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        data = dataset()
+        for first in range(0, len(data), self.size):
+            yield data[first : first + self.size]
+
+
+def pack(samples):
+    """All samples of a batch in one row."""
+    return torch.cat([x for x, _ in samples])[None], torch.stack([torch.as_tensor(y) for _, y in samples])[None]
+
+
+class Packed(Net):
+    def forward(self, x, y):
+        return super().forward(x.view(-1, 16), y.view(-1))
+
+
+def loader_of(style, batch):
+    data = dataset()
+    if style == "workers":
+        return torch.utils.data.DataLoader(data, batch_size=batch, num_workers=2)
+    if style == "batch sampler":
+        sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), batch, drop_last=True)
+        return torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    if style == "own sampler":
+        return torch.utils.data.DataLoader(data, batch_sampler=TwoByTwo())
+    if style == "iterable":
+        return torch.utils.data.DataLoader(Batches(batch), batch_size=None)
+    return torch.utils.data.DataLoader(data, batch_size=batch, collate_fn=pack if style == "packed" else None)
+
+
+def train(style, batch, accum, arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bsz", default="8")  # a text
+    args = parser.parse_args(arguments)
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    settings = config(gradient_accumulation_steps=1) if style == "own steps" else config()
+    model = Packed() if style == "packed" else Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    if style == "critic":
+        other = Net()
+        critic, *_ = deepspeed.initialize(model=other, model_parameters=other.parameters(), config=config())
+    loader = loader_of(style, int(args.bsz) if style == "text flag" else batch)
+    held_out = iter(torch.utils.data.DataLoader(dataset(10**5), batch_size=64))
+    n = 0
+    while True:
+        for batch_of_samples in loader:
+            x, y = (part.to(engine.device) for part in batch_of_samples)
+            if style == "only eight" and len(x) != 8:
+                raise ValueError("a batch is eight samples here")
+            if style == "evaluates" and n % 2:
+                engine.eval()
+                with torch.no_grad():
+                    engine(*next(held_out))
+                engine.train()
+            loss = engine(x, y)
+            if style == "critic":
+                critic.backward(critic(x, y))
+                critic.step()
+            engine.backward(loss)
+            n += 1
+            if style != "own steps" or n % accum == 0:
+                engine.step()

@@ -1,0 +1,193 @@
+"""What a trial is bound by: six planted causes, what follows from each, and what cannot be known."""
+
+import json
+
+import pytest
+from instant import Instant, runner_of
+from instant import report as instant_report
+
+from autotune import UserError, commands, store, trial
+from autotune.analysis.bottleneck import BOUND_FROM, Evidence, Seen, diagnose
+from autotune.analysis.effects import effects
+from autotune.report import diagnosis, summary
+
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
+BALANCED = {"data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020}
+
+
+def candidate(**knobs):
+    base = {"micro_batch_size": 8, "gradient_accumulation_steps": 1, "zero_stage": 0, "precision": "bf16", "checkpoint_every": 0}
+    return base | knobs
+
+
+def seen(number, samples_per_s, *, outcome="complete", forward=None, **knobs):
+    phases = {"forward": forward} if forward else {}
+    return Seen(trial=number, candidate=candidate(**knobs), samples_per_s=samples_per_s, outcome=outcome, phases_s=phases)
+
+
+def evidence(*ranks, knobs=(), **more):
+    """A trial with one table of phases for each rank, in seconds."""
+    tables = [BALANCED | rank for rank in ranks or ({}, {})]
+    own = Seen(
+        trial=1,
+        candidate=candidate(**dict(knobs)),
+        samples_per_s=100.0,
+        outcome="complete",
+        phases_s={"forward": max(t["forward"] for t in tables)},
+    )
+    given = {"seen": own, "world_size": len(tables), "ranks": [dict(enumerate(tables))], "n_blocks": 4, "n_parameters": 10**6} | more
+    return Evidence(**given)
+
+
+def share(found, name):
+    return next(part.share for part in found.parts if part.name == name)
+
+
+SMALL_BATCH = [seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) for n, b in enumerate((2, 4, 16), start=2)]
+PLANTED = [
+    ("compute", evidence(), []),
+    ("input pipeline", evidence({"data": 0.080}, {"data": 0.075}), []),
+    ("stragglers", evidence({"backward": 0.325}, {"forward": 0.220}), []),
+    ("communication", evidence({"backward": 0.420}, {"backward": 0.425}), []),
+    ("optimizer", evidence({"step": 0.200}, {"step": 0.210}), []),
+    ("recomputation", evidence({"backward": 0.305}, {"backward": 0.305}, knobs={"checkpoint_every": 1}.items()), []),
+    ("launch overhead", evidence(), SMALL_BATCH),
+]
+
+
+@pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
+def test_a_planted_cause_is_named(cause, what, others):
+    assert diagnose(what, others).bound_by == cause
+
+
+@pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
+def test_the_parts_make_up_the_step_and_no_more(cause, what, others):
+    found = diagnose(what, others)
+    assert 0.9 < sum(part.share for part in found.parts if part.seconds is not None) < 1.01
+
+
+def test_a_rank_that_is_slow_in_its_backward_too_is_a_straggler_and_not_a_slow_network():
+    found = diagnose(evidence({"backward": 0.515}, {"forward": 0.200, "backward": 0.415}), [])
+    assert found.bound_by == "stragglers" and share(found, "communication") < 0.05
+    assert "rank 1 is the slowest" in next(part.known for part in found.parts if part.name == "stragglers")
+
+
+def test_one_disturbed_step_among_three_decides_nothing():
+    quiet, disturbed = {0: BALANCED, 1: BALANCED}, {0: BALANCED, 1: BALANCED | {"forward": 0.9}}
+    assert diagnose(evidence(ranks=[disturbed, quiet, quiet]), []).bound_by == "compute"
+
+
+def test_with_one_rank_nothing_is_lost_to_others():
+    found = diagnose(evidence({"backward": 0.6}), [])
+    assert share(found, "communication") == 0 and share(found, "stragglers") == 0
+
+
+def test_a_full_device_is_named_where_it_stands_in_the_way():
+    heavy = {"backward": 0.305}
+    found = diagnose(evidence(heavy, heavy, knobs={"checkpoint_every": 1}.items(), peak_memory_bytes=95, memory_limit_bytes=100), [])
+    assert found.bound_by == "memory capacity"
+    assert any("allocator" in note for note in diagnose(evidence(alloc_retries=3), []).notes)
+
+
+def test_larger_micro_batches_that_ran_out_of_memory_are_named():
+    found = diagnose(evidence(), [seen(9, None, outcome="oom", micro_batch_size=32)])
+    assert any("trial 9" in note for note in found.notes)
+
+
+def test_what_was_not_measured_is_said_to_be_so():
+    found = diagnose(evidence(ranks=[{}]), [])
+    assert found.bound_by == "" and "were not measured" in found.notes[0]
+    assert {part.name for part in found.parts if part.known == "not measured"} == {"compute", *BOUND_FROM}
+    alone = diagnose(evidence(), [])
+    assert share(alone, "launch overhead") is None and any("bandwidth" in note for note in alone.notes)
+
+
+def test_advice_comes_from_the_trial_that_differs_in_nothing_else():
+    slow = evidence({"backward": 0.420}, {"backward": 0.425})
+    others = [
+        seen(5, 150.0, gradient_accumulation_steps=4),
+        seen(6, 300.0, gradient_accumulation_steps=8, precision="fp16"),
+        seen(7, 90.0, zero_stage=1),
+        seen(8, 200.0, precision="fp32"),
+    ]
+    advice = diagnose(slow, others).advice
+    assert [(each.knob, each.value, each.factor) for each in advice] == [("gradient_accumulation_steps", 4, 1.5)]
+    assert "trial 5" in advice[0].why
+
+
+def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():
+    trials = [
+        (candidate(precision=p, zero_stage=z, gradient_accumulation_steps=k), (2.0 if k == 4 else 1.0) * (1.3 if p == "bf16" else 1.0))
+        for p in ("fp32", "bf16") for z in (0, 1, 2) for k in (1, 4)
+    ]  # fmt: skip
+    found = effects("samples_per_s", trials, candidate())
+    advice = diagnose(evidence({"backward": 0.420}, {"backward": 0.425}), [], found).advice
+    assert advice[0].knob == "gradient_accumulation_steps" and advice[0].factor == pytest.approx(2.0, rel=0.1)
+    assert "estimated from 12 trials" in advice[0].why
+
+
+def test_a_known_devices_peak_gives_the_mfu():
+    note = next(
+        n for n in diagnose(evidence(device_name="NVIDIA H100 80GB HBM3", tokens_per_step=10**9, step_s=10.0), []).notes if "MFU" in n
+    )
+    assert "% of its peak" in note and "no peak is known" in next(
+        n for n in diagnose(evidence(device_name="AMD EPYC", tokens_per_step=10**6, step_s=0.3), []).notes if "MFU" in n
+    )
+
+
+def phased(candidate):
+    return instant_report(candidate, phase_times_s={"data": 0.05, "forward": 0.01, "backward": 0.02, "step": 0.005})
+
+
+def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
+    monkeypatch.chdir(tmp_path)
+    commands.diagnose("s", None, None, as_json=False)
+    said = capsys.readouterr().out
+    assert "bound by input pipeline" in said and "num_workers" in said
+    commands.diagnose("s", 0, None, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
+
+
+def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def behaviour(candidate):
+        return phased(candidate) if candidate.micro_batch_size == 8 else None
+
+    runner_of(tmp_path / "studies", Instant(behaviour), trials=6).run()
+    monkeypatch.chdir(tmp_path)
+    report = summary.load("s", store.default_url(tmp_path / "studies"), tmp_path / "studies" / "s")
+    number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
+    with pytest.raises(UserError, match="did not complete"):
+        commands.diagnose("s", number, None, as_json=False)
+    with pytest.raises(UserError, match="no told trial 99"):
+        commands.diagnose("s", 99, None, as_json=False)
+
+
+def test_a_study_whose_trial_folders_are_gone_is_still_answered(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    (tmp_path / "studies" / "s" / "trials").rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    commands.diagnose("s", 0, None, as_json=False)
+    assert "bound by input pipeline" in capsys.readouterr().out
+
+
+def test_a_target_whose_phases_are_not_timed_is_told_so(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(), trials=3).run()
+    monkeypatch.chdir(tmp_path)
+    commands.diagnose("s", 0, None, as_json=False)
+    said = capsys.readouterr().out
+    assert "what bounds it is not known" in said and "phases of its step were not measured" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "world_size", "cause"), [("slow_loader", 2, "input pipeline"), ("slow_rank", 2, "stragglers"), ("wide_table", 1, "optimizer")]
+)
+def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, cause):
+    result = zoo.run(model, world_size=world_size)
+    assert result.outcome is trial.Outcome.COMPLETE, result.reason
+    own = Seen(trial=0, candidate=result.candidate, samples_per_s=1.0, outcome="complete", phases_s=result.phase_times_s)
+    ranks = diagnosis.phases(zoo.folder.path, world_size)
+    assert len(ranks) == world_size
+    assert diagnose(Evidence(seen=own, world_size=world_size, ranks=[ranks]), []).bound_by == cause

@@ -262,6 +262,28 @@ def diagnose(
 
 
 @app.command()
+def scale(
+    target: Target,
+    script_args: ScriptArgs = None,
+    ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts to compare.")] = "1,2",
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Let the global batch grow with the ranks, or keep it.")] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
+    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="The DeepSpeed configuration to scale.")] = None,
+    script_set: ScriptSet = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how TARGET's configuration scales over ranks: speed-up, efficiency, communication."""
+    from autotune import commands
+
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "script_set": script_set or None,
+        "base_config": base_config and str(base_config),
+    }
+    raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, as_json=as_json))
+
+
+@app.command()
 def dashboard(
     storage: Storage = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from autotune import UserError, launch, spec, store
+from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
 from autotune.executors import base
@@ -400,6 +401,47 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
         print(line)
 
 
+def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, *, as_json: bool) -> int:
+    """`autotune scale`: measures a configuration on several numbers of ranks, in turns.
+
+    Returns:
+        Exit status: 0 all of them ran, 1 not.
+    """
+    from dataclasses import asdict
+
+    from autotune import scale as measuring
+    from autotune.analysis import scaling
+    from autotune.report import scaling as page
+
+    counts = measuring.rank_counts(ranks)
+    wanted, notes = _wanted(target, {**overrides, "ranks": max(counts)})
+    folder = studies_folder(Path(target)) / wanted.name / "scaling"
+    with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
+        shutil.rmtree(folder / "trials", ignore_errors=True)
+        view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
+        with executor_for(wanted, folder) as executor:
+            found = plan(wanted, executor, folder)
+            environment = found.workload.environment
+            if environment.accelerator != "cpu" and environment.n_devices < max(counts):
+                raise UserError(f"scale: {max(counts)} ranks need as many devices; this machine has {environment.n_devices}")
+            notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
+            configurations = scaling.candidates(found.baseline, counts, mode)
+            runs, failures = measuring.measure(found, executor, folder, configurations, rounds, view)
+    scales = scaling.scaling(runs, found.workload.n_samples)
+    notes += failures
+    if scales:
+        page.write(scales, mode, wanted.name, notes, folder.parent / "scaling.html")
+    if as_json:
+        print(json.dumps({"mode": mode, "scales": [asdict(each) for each in scales], "notes": notes}, indent=1))
+    elif scales:
+        for line in page.lines(scales, mode):
+            print(line)
+        print(f"\nwrote {shown(folder.parent / 'scaling.html')}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 1 if failures or not scales else 0
+
+
 def dashboard(storage: str | None, host: str, port: int) -> None:
     """`autotune dashboard`: serves until Ctrl-C."""
     from autotune.report import dashboard as server
@@ -438,7 +480,8 @@ def doctor(*, build: bool, as_json: bool) -> int:
 def _locate(study: str, storage: str | None) -> tuple[Path, str]:
     with contextlib.suppress(ValueError):
         spec.check_name(study)
-        return STUDIES.absolute() / study, storage or store.default_url(STUDIES)
+        url = storage or store.default_url(STUDIES)
+        return store.study_folder(study, STUDIES.absolute(), url), url
     raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
 
 

@@ -28,7 +28,7 @@ CAPTURE = "AUTOTUNE_CAPTURE"
 # What a trial's own ranks get instead, and what says nothing about the script.
 OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH"
+    r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK"
     rf"|(TORCHELASTIC|OMPI|PMIX?|BASH_FUNC)_.*|{CAPTURE}"
 )
 

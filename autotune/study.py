@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
+from threadpoolctl import threadpool_limits
 
 from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
@@ -131,6 +132,11 @@ class Runner:
         Raises:
             UserError: The study cannot go on, and why.
         """
+        # The matrices of the search are small: several threads only wait for one another, 10 times as long on a busy machine.
+        with threadpool_limits(1, "blas"):
+            self._run()
+
+    def _run(self) -> None:
         self.open()
         if self.study is None:
             # The baseline runs first, since it decides what can be measured at all.
@@ -359,7 +365,8 @@ class Runner:
             if candidate is None:
                 self.study.tell(asked, state=TrialState.FAIL)
                 return False
-            unfit = self._advisor.unfit(self.study, candidate) if self.spec.memory_filter and forced is None else None
+            asks = self.spec.memory_filter and self.spec.sampler != "physics" and forced is None  # physics has weighed it already
+            unfit = self._advisor.unfit(self.study, candidate) if asks else None
             if unfit is not None:
                 result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
             else:

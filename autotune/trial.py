@@ -211,8 +211,8 @@ class Workload:
         return world_size // (self.script.model_parallel_size if self.script else 1)
 
 
-# From so many timed steps on a trial may be stopped for what it is seen to be.
-RIVAL_STEPS = 3
+# From so many timed steps on, and so many seconds of them, a trial may be stopped for what it is seen to be: less is a hiccup.
+RIVAL_STEPS, RIVAL_S = 3, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def beaten_by(rivals: Sequence[Rival], times_s: Sequence[float], peak_memory_byt
         peak_memory_bytes: Its peak so far, which can only grow.
     """
     timed = times_s[stats.SETUP_STEPS :]
-    if len(timed) < RIVAL_STEPS:
+    if len(timed) < RIVAL_STEPS or sum(timed) < RIVAL_S:
         return None
     return next((rival for rival in rivals if rival.beats(min(timed), peak_memory_bytes)), None)
 

@@ -309,9 +309,15 @@ def main() -> None:
         hv = " / ".join(f"{s[str(n)]['hypervolume']:.2f}" for n in CHECKED if str(n) in s)
         took_s = time.perf_counter() - start
         last = s[str(max(int(n) for n in s if n.isdigit()))]
+        stops = s.get("stops_itself")
+        stops = (
+            f"  ends itself after {stops['after_trials']:.0f} at {stops['hypervolume']:.2f} in {stops['share_of_runs']:.0%}"
+            if stops
+            else ""
+        )
         print(
             f"{kind:28}{len(every):>4}{hv:>26}{last['hypervolume_p10']:>9.2f}"
-            f"{last['throughput_regret']:>28.1%}{last['time_to_loss_regret']:>10.1%}{last['oom_mean']:>6.1f}{took_s:>6.0f}",
+            f"{last['throughput_regret']:>28.1%}{last['time_to_loss_regret']:>10.1%}{last['oom_mean']:>6.1f}{took_s:>6.0f}{stops}",
             flush=True,
         )
         if not arguments.dry:

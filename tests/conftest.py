@@ -11,6 +11,8 @@ from zoo import MODELS, Zoo, assert_nothing_left, shared_memory
 
 from autotune.executors.local import LocalExecutor
 
+# As `Runner.run` does for a study: set before numpy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # DeepSpeed's compiled ops and the like; git-ignored.
 os.environ.setdefault("AUTOTUNE_CACHE", str(Path(__file__).parent.parent / ".cache" / "autotune"))
 

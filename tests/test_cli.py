@@ -29,6 +29,7 @@ global_batch: free
 objectives: [latency, throughput, memory]
 trials: 4
 trial_budget_s: 0.3
+stop_trials: false # whether a trial is beaten depends on what else the machine does
 trial_deadline_s: 60
 finalists: 1
 repeats: 1
@@ -230,7 +231,7 @@ def test_over_a_stated_memory_some_trials_end_and_the_study_goes_on(models, tmp_
         "{target: oom.py, name: oom, space: [{micro_batch_size: [1, 2, 16, 32]}], base_config: {train_micro_batch_size_per_gpu: 2},"
         " objectives: [latency, memory], global_batch: free, sampler: grid, trials: 6, trial_budget_s: 0.3, finalists: 1, repeats: 1}"
     )
-    done = autotune("run", "study.yaml", "--device-memory", "280MiB", "--json", cwd=tmp_path)
+    done = autotune("run", "study.yaml", "--device-memory", "280MiB", "--no-filter", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert json.loads(autotune("status", "oom", "--json", cwd=tmp_path).stdout)["outcomes"] == {"complete": 2, "oom": 2}

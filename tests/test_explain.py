@@ -97,7 +97,7 @@ def test_the_prediction_of_what_was_not_run_is_near_the_truth(evidence):
     for candidate in pool:
         truth = report(candidate).step_times_s[2]
         errors.append(abs(math.log(evidence._predicted(candidate)["step_time_s"]["value"] / truth)))
-    assert sorted(errors)[len(errors) // 2] < 0.05
+    assert sorted(errors)[len(errors) // 2] < 0.15
 
 
 def test_a_value_whose_every_trial_failed_is_said_to_have_failed(evidence):

@@ -271,6 +271,11 @@ def test_stage_3_says_how_to_save_and_stage_0_how_to_go_backward():
     assert "engine.backward(loss)" in changes({"micro_batch_size": 8}, {"micro_batch_size": 8, "zero_stage": 1})
 
 
+def test_a_script_that_ran_at_stage_0_goes_backward_as_it_should():
+    stage_0, stage_1 = Candidate(micro_batch_size=8), Candidate(micro_batch_size=8, zero_stage=1)
+    assert script_side_changes(stage_0, stage_1, "Block", is_script=True) == []
+
+
 def test_a_one_bit_optimizer_is_made_by_the_json():
     assert "no `optimizer=`" in changes({"micro_batch_size": 8, "optimizer": "OneBitAdam"})
 

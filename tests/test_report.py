@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -108,7 +107,10 @@ def one_trial(number: int, values: dict, rng: random.Random) -> dict:
     times = [metrics["step_time_s"] * rng.uniform(0.98, 1.03) for _ in range(n)]
     busy = ["the machine was busy: other processes used 0.7 cores while this trial was timed"] if number in (0, 9) else []
     censored = ["time_to_loss_s"] if number % 7 == 3 else []
-    return trial | {"metrics": metrics, "ci95": ci95, "losses": losses, "step_times_s": times, "caveats": busy, "censored": censored}
+    expected = {name: metrics[name] * (0.9 + 0.2 * (number * 0.618 % 1)) for name in ("peak_memory_bytes", "step_time_s")}
+    forecast = {name: [value, 0.9 * value, 1.12 * value] for name, value in expected.items()}
+    return trial | {"metrics": metrics, "ci95": ci95, "losses": losses, "step_times_s": times, "caveats": busy, "censored": censored,
+                    "forecast": forecast}  # fmt: skip
 
 
 EVIL = '<img src=x onerror=alert(1)></script><script>document.title="owned"</script>'
@@ -307,11 +309,8 @@ def test_one_objective_is_enough_for_a_report():
     assert "samples/s" in html.render(report) and "samples/s" in render(report) and "samples/s" in printed(report, 80)
 
 
-def test_the_page_of_a_thousand_trials_is_quick_and_below_ten_megabytes(tmp_path):
-    report = study_report(1000)
-    start = time.perf_counter()
-    html.write(report, tmp_path / "report.html")
-    assert time.perf_counter() - start < 5
+def test_the_page_of_a_thousand_trials_is_below_ten_megabytes(tmp_path):
+    html.write(study_report(1000), tmp_path / "report.html")  # how long it takes: benchmarks/views.py
     assert (tmp_path / "report.html").stat().st_size < 10e6
 
 

@@ -90,3 +90,36 @@ def test_the_study_keeps_the_weights_of_its_objectives(tmp_path):
     runner_of(tmp_path, Instant(), trials=2).run()
     found = summary.load("s", store.default_url(tmp_path), tmp_path / "s")
     assert set(found.study["weights"]) == set(found.study["objectives"])
+
+
+def test_forecasts_stand_beside_what_their_own_trial_measured(report):
+    again = {**report.picks["recommended"], "metrics": {**report.picks["recommended"]["metrics"], "step_time_s": 99.0}}
+    changed = html.StudyReport(
+        study=report.study, recommended={**report.recommended, "picks": {"recommended": again}}, front=[], trials=report.trials
+    )
+    found = plots.forecasts(changed)["step_time_s"]
+    own = {trial["trial"]: trial["metrics"].get("step_time_s") for trial in report.trials}
+    assert len(found) == sum(bool(trial["metrics"]) for trial in report.trials) and all(
+        point["was"] == own[point["trial"]] for point in found
+    )
+
+
+def test_the_page_says_how_good_the_forecasts_were(report):
+    trials = [{**trial, "forecast": {"step_time_s": [1.0, 0.5, 2.0]}, "metrics": {"step_time_s": 1.5 if n else 3.0}, "outcome": "complete"}
+              for n, trial in enumerate(report.trials[:4])]  # fmt: skip
+    page = html.render(html.StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))
+    assert "step time: half of the forecasts were within 50%; 3 of 4 intervals held what was measured" in page
+
+
+def test_a_study_of_before_there_were_forecasts_has_no_such_section(report):
+    trials = [{name: value for name, value in trial.items() if name != "forecast"} for trial in report.trials]
+    page = html.render(html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials))
+    assert 'id="forecasts"' not in page and 'id="forecast-plot"' not in page
+
+
+def test_a_study_that_ran_keeps_its_forecasts(tmp_path):
+    from autotune.report import summary
+
+    runner_of(tmp_path, Instant(), trials=3).run()
+    found = summary.load("s", store.default_url(tmp_path), tmp_path / "s")
+    assert {"peak_memory_bytes", "step_time_s"} <= set(plots.forecasts(found))

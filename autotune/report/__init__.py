@@ -36,7 +36,8 @@ class StudyReport:
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `metrics`, `ci95`, `wall_s`, `caveats`, and where
-            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`.
+            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`, `phase_times_s`, `forecast` (by metric
+            what the trials before led to expect: value and both ends of the 90 % interval).
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.

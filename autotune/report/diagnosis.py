@@ -12,7 +12,7 @@ from autotune.analysis.bottleneck import Advice, Diagnosis, Evidence, Seen, diag
 from autotune.analysis.effects import effects
 from autotune.report import Data, StudyReport, measured, units, words
 from autotune.report.plots import said
-from autotune.trial import TrialDir, TrialRequest
+from autotune.trial import TrialDir, TrialRequest, TrialResult
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
@@ -75,6 +75,16 @@ def _limit(report: StudyReport, path: Path) -> float | None:
         return float(stated)
     memory = report.environment.get("device_memory_bytes")
     return float(memory) / (1 if report.environment.get("accelerator") != "cpu" else report.world_size) if memory else None
+
+
+def communication(result: TrialResult, path: Path, n_blocks: int) -> float | None:
+    """The estimated share of communication in a trial's step; None where its phases were not timed."""
+    ranks = phases(path, result.world_size)
+    if not ranks:
+        return None
+    seen = Seen(trial=0, candidate=result.candidate, samples_per_s=None, outcome=str(result.outcome), phases_s=result.phase_times_s)
+    found = diagnose(Evidence(seen=seen, world_size=result.world_size, ranks=[ranks], n_blocks=n_blocks), [])
+    return next(part.share for part in found.parts if part.name == "communication")
 
 
 def as_data(report: StudyReport, found: Diagnosis) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def script_side_changes(
         found.append(
             f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
         )
-    if candidate.zero_stage == 0 < baseline.zero_stage and family not in (TRAINER, ACCELERATE):
+    if candidate.zero_stage == 0 < baseline.zero_stage and not is_script:  # a script whose backward is refused there is not tried
         found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
     if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append(

@@ -55,6 +55,7 @@ def render(report: StudyReport) -> str:
         "all": ("Trials", _trials(report)),
         "steps": ("Steps", sections.step() if data["steps"] else None),
         "losses": ("Losses", sections.loss() if data["losses"] else None),
+        "forecasts": ("Forecasts", sections.forecast(data["forecasts"]) if data["forecasts"] else None),
         "facts": ("Environment", _facts(report)),
     }
     head = el(

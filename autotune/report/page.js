@@ -226,6 +226,20 @@
     Plotly.react("progress-plot", traces, layout(axis(x === "at" ? "seconds of trials" : "trial"), axis(title)), config);
   }
 
+  function drawForecasts() {
+    const name = $("forecast-metric").value, points = data.forecasts[name], metric = data.metrics.find((m) => m.name === name);
+    const said = points.map((p) => p.said.map((v) => v / metric.factor)), was = points.map((p) => p.was / metric.factor);
+    const ends = [...said.map((v) => v[0]), ...was], low = Math.min(...ends), high = Math.max(...ends), log = low > 0 && high > 8 * low;
+    const bars = { type: "data", symmetric: false, thickness: 1, width: 3, color: colour("--point"), array: said.map((v) => v[2] - v[0]), arrayminus: said.map((v) => v[0] - v[1]) };
+    const traces = [
+      { type: "scatter", mode: "lines", x: [low * 0.9, high * 1.1], y: [low * 0.9, high * 1.1], line: { color: colour("--muted"), width: 1.5, dash: "dash" }, hoverinfo: "skip" },
+      { type: "scatter", mode: "markers", x: said.map((v) => v[0]), y: was, error_x: bars, marker: { size: 8, color: colour("--accent") },
+        text: points.map((p) => `<b>trial ${p.trial}</b><br>${inert(p.words)}`), hovertemplate: "%{text}<br>forecast %{x:.4g}, measured %{y:.4g}<extra></extra>" },
+    ];
+    const unit = `${metric.label} (${metric.unit})`;
+    Plotly.react("forecast-plot", traces, layout(axis(`forecast ${unit}`, log && ends), axis(`measured ${unit}`, log && ends)), config);
+  }
+
   function drawSteps() {
     const wanted = $("steps-trials").value.match(/[0-9]+/g)?.map(Number) ?? [];
     const found = [...new Set(wanted)].map((n) => data.steps.find((s) => s.trial === n)).filter(Boolean);
@@ -300,7 +314,7 @@
     // A first step that compiles or allocates would press the others flat.
     $("steps-log").checked = data.steps.some((s) => s.marks.length && Math.max(...s.high) > 6 * Math.min(...s.ms));
   }
-  const plots = { "front-plot": drawFront, solid: drawSolid, parallel: drawParallel, "progress-plot": drawProgress, "steps-plot": drawSteps, "loss-plot": drawLosses };
+  const plots = { "front-plot": drawFront, solid: drawSolid, parallel: drawParallel, "progress-plot": drawProgress, "steps-plot": drawSteps, "loss-plot": drawLosses, "forecast-plot": drawForecasts };
   const draw = () => {
     for (const [id, redraw] of Object.entries(plots)) if ($(id)) redraw();
     document.documentElement.dataset.drawn = "yes";
@@ -312,6 +326,7 @@
   ["solid-x", "solid-y", "solid-z"].forEach((id) => $(id)?.addEventListener("change", drawSolid));
   $("parallel-metric")?.addEventListener("change", drawParallel);
   ["progress-x", "progress-y"].forEach((id) => $(id)?.addEventListener("change", drawProgress));
+  $("forecast-metric")?.addEventListener("change", drawForecasts);
   $("steps-trials")?.addEventListener("input", drawSteps);
   $("steps-log")?.addEventListener("change", drawSteps);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

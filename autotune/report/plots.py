@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ def data(report: StudyReport) -> dict[str, Any]:
         "losses": losses(report),
         "steps": _steps(report),
         "progress": _progress(report),
+        "forecasts": forecasts(report),
     }
 
 
@@ -170,6 +172,19 @@ def _progress(report: StudyReport) -> list[dict[str, Any]]:
             "gain": _gain(report, one, base, weights) if complete and base else None,
             "m": {name: value for name, value in measured(one).items() if name in names} if complete else {},
         })  # fmt: skip
+    return found
+
+
+def forecasts(report: StudyReport) -> dict[str, list[dict[str, Any]]]:
+    """What each trial was expected to measure and what it did, by metric; re-measurements, which nobody forecast, are left out."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in report.trials:
+        for name, said_ in (one.get("forecast") or {}).items():
+            was = measured(one).get(name)
+            if name in METRICS and was and all(math.isfinite(value) for value in said_):
+                found.setdefault(name, []).append(
+                    {"trial": one["trial"], "words": words(one["candidate"]), "said": list(said_), "was": was}
+                )
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autotune.analysis.effects import Effect, Effects
 from autotune.objective import METRICS
@@ -101,6 +103,37 @@ def progress(report: StudyReport) -> Html | None:
         ),
         el("div", class_="plot low", id="progress-plot", role="img", aria_label="The best configuration so far over time"),
     )
+
+
+def forecast(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Html:
+    """What was forecast against what was measured."""
+    notes = [_forecast_note(name, points) for name, points in found.items()]
+    return group(
+        el("h2", "Forecasts", id="forecasts"),
+        el(
+            "p",
+            "Before each trial the ones before it led to expect this; bars are 90 % intervals, on the line the forecast was right.",
+            class_="note",
+        ),
+        el("ul", each(el("li", note) for note in notes), class_="plain note"),
+        el(
+            "div",
+            el(
+                "label",
+                "Metric ",
+                el("select", each(el("option", METRICS[name].label, value=name) for name in found), id="forecast-metric"),
+            ),
+            class_="controls",
+        ),
+        el("div", class_="plot low", id="forecast-plot", role="img", aria_label="Measured against forecast"),
+    )
+
+
+def _forecast_note(name: str, points: Sequence[Mapping[str, Any]]) -> str:
+    errors = [abs(point["was"] / point["said"][0] - 1) for point in points if point["said"][0] > 0]
+    held = sum(point["said"][1] <= point["was"] <= point["said"][2] for point in points)
+    typical = f"half of the forecasts were within {statistics.median(errors):.0%}; " if errors else ""
+    return f"{METRICS[name].label}: {typical}{held} of {len(points)} intervals held what was measured"
 
 
 def step() -> Html:

@@ -138,6 +138,7 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "wall_s": data["wall_s"],
                 "caveats": data["caveats"],
                 "phase_times_s": data.get("phase_times_s", {}),
+                "forecast": data.get("forecast", {}),
                 "losses": result.losses if result else [],
                 "step_times_s": result.step_times_s if result else [],
             }

@@ -15,7 +15,7 @@ from autotune.report import StudyReport, browser, html, interval, measured, plot
 # The plots by file name, and what of the page each one is.
 PLOTS = {
     "front": "#front-plot", "front-3d": "#solid-plot", "parallel": "#parallel-plot", "what-mattered": "#effects-plot",
-    "steps": "#steps-plot", "losses": "#loss-plot", "progress": "#progress-plot",
+    "steps": "#steps-plot", "losses": "#loss-plot", "progress": "#progress-plot", "forecasts": "#forecast-plot",
 }  # fmt: skip
 WIDTH_PX, HEIGHT_PX, SCALE = 1240, 900, 2.0
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autotune.candidate import Candidate, Scalar
 from autotune.search import acquisition
 from autotune.search.catalogue import Catalogue, Prior
-from autotune.search.learned import Bound, Learned, Told, learn, time_design
+from autotune.search.learned import Bound, Learned, Told, learn
 from autotune.trial import Outcome
 
 __all__ = ["Beliefs", "Bound", "Guide", "Left", "Outlook", "Told", "chance_needed", "knobs_of"]
@@ -25,15 +25,15 @@ __all__ = ["Beliefs", "Bound", "Guide", "Left", "Outlook", "Told", "chance_neede
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
-COVERING_TRIALS = 8
-# A level is worth a look if its best candidate is predicted to be within this factor of the best on some objective.
-WORTH_A_LOOK = 2.5
-NEW_LEVEL_GAIN = 0.35
 FIRST_FITS, TINY = 0.9, 1e-12
-# What may be run although it may not fit: at first what has a chance of 0.2; after each trial that ran out of memory the chance
+# What is still worth a trial when all that is left is likelier to run out of memory than asked for.
+LAST_RESORT = 0.3
+# What may be run although it may not fit: at first what has a chance of 0.4; after each trial that ran out of memory the chance
 # to fail must be so much smaller.
-RISK, LESS_RISK = 0.8, 0.35
-TOP, WEIGHTINGS, RANDOM_ROWS = 120, 10, 600
+RISK, LESS_RISK = 0.6, 0.35
+TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
+# The best of each level are sought among so many before all are looked through: that is where they usually are.
+LEADING = 5000
 # What is believed before it may end a study: so many trials that completed, and so large a share of them, each foretold from
 # the others, inside its 90 % interval.
 ENOUGH_TRIALS, ENOUGH_COVERED = 12, 0.75
@@ -82,19 +82,21 @@ class Outlook:
     Attributes:
         gains: For each objective the largest expected improvement that is left, as a share of the best.
         hypervolume: The largest expected growth of the dominated hypervolume, as a share of it.
+        n_left: Candidates that were looked at and may be run.
         n_complete: Trials that completed.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
     """
 
     gains: Mapping[str, float]
     hypervolume: float
+    n_left: int
     n_complete: int
     covered: float
 
     def settled(self, below: float) -> bool:
         """Whether nothing better than `below` is expected of any candidate, by a model that has foretold well so far."""
         trusted = self.n_complete >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
-        return trusted and max([self.hypervolume, *self.gains.values()]) < below
+        return trusted and self.n_left > 0 and max([self.hypervolume, *self.gains.values()]) < below
 
 
 class Guide:
@@ -162,16 +164,18 @@ class Guide:
             # The pool is a choice by means; nothing of it fits, so look at everything once.
             rows = np.flatnonzero(open_rows)
             fits = np.concatenate([state.fits(part) for part in _parts(rows)])
+        if not (fits >= least).any():
+            least = min(least, LAST_RESORT)
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
         if not len(rows):
             return None
         allowed = fits * state.held(rows) * state.completes(rows)
-        covering = self._covering(state, rows, allowed) if len(told) < COVERING_TRIALS else None
-        if covering is None:
-            scores = self._worth(state, rows, len(told), rng) * allowed
-            # Where nothing promises an improvement, what is most likely to fit and fast is next.
-            covering = int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
-        chosen: Candidate = self.catalogue.candidates[int(rows[covering])]
+        if not len(state.rows):  # the first must run, or nothing is learned
+            allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
+        scores = self._worth(state, rows, len(told), rng) * allowed
+        # Where nothing promises an improvement, what is most likely to fit and fast is next.
+        best = int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
+        chosen: Candidate = self.catalogue.candidates[int(rows[best])]
         return chosen
 
     def left(self, told: Sequence[Told], busy: Sequence[Candidate] = ()) -> Left:
@@ -182,7 +186,7 @@ class Guide:
             return Left(n_open=len(rows), n_fit=len(rows))
         fits = np.concatenate([state.fits(part) for part in _parts(rows)])
         least = min(float(state.memory.predict(self.catalogue.memory.take(part))[0].min()) for part in _parts(rows))
-        return Left(n_open=len(rows), n_fit=int((fits >= chance_needed(told)).sum()), least_memory_bytes=math.exp(least))
+        return Left(n_open=len(rows), n_fit=int((fits >= min(chance_needed(told), LAST_RESORT)).sum()), least_memory_bytes=math.exp(least))
 
     def beliefs(self, told: Sequence[Told], candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
@@ -190,7 +194,7 @@ class Guide:
         state = self._learn(told)
         rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
         return Beliefs(
-            log_step_time=state.time.predict(time_design(self.catalogue, state.memory, state.limit, rows)),
+            log_step_time=state.step_time(rows),
             log_memory=state.memory.predict(self.catalogue.memory.take(rows)),
             log_samples=state.samples.predict(self.catalogue.samples.take(rows)),
             log_useful=state.useful.predict(self.catalogue.samples.take(rows)),
@@ -211,21 +215,24 @@ class Guide:
         state = self._learn(told)
         open_rows, held = self._open(state, busy), self._held_rows(state)
         covered, n_complete = state.time.covered, len(state.rows)
-        if not len(held):
-            return Outlook(gains=dict.fromkeys(self.metrics, math.inf), hypervolume=math.inf, n_complete=n_complete, covered=covered)
-        if not open_rows.any():
-            return Outlook(gains=dict.fromkeys(self.metrics, 0.0), hypervolume=0.0, n_complete=n_complete, covered=covered)
+        if not len(held) or not open_rows.any():
+            gain = 0.0 if len(held) else math.inf
+            gains = dict.fromkeys(self.metrics, gain)
+            return Outlook(gains=gains, hypervolume=gain, n_left=int(open_rows.sum()), n_complete=n_complete, covered=covered)
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
-        allowed = state.fits(rows) * state.held(rows) * state.completes(rows)
+        fits = state.fits(rows)
+        allowed = fits * state.held(rows) * state.completes(rows)
+        n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         (mean, sd), (seen, _) = state.costs(rows), state.costs(held)
-        gains = [
+        best = [
             float((acquisition.expected_improvement(mean[:, n], sd[:, n], seen[:, n].min()) * allowed).max()) for n in range(mean.shape[1])
         ]
         growth = 0.0
         if len(self.metrics) > 1:
             growth = float((acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max())
-        return Outlook(gains=dict(zip(self.metrics, gains, strict=True)), hypervolume=growth, n_complete=n_complete, covered=covered)
+        gains = dict(zip(self.metrics, best, strict=True))
+        return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_complete=n_complete, covered=covered)
 
     # Learning
 
@@ -265,28 +272,19 @@ class Guide:
         chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
         chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
         lead = scaled.min(axis=1)
-        present = self.catalogue.present[rows]
-        chosen += [best for column in range(present.shape[1]) if len(best := _lowest(lead, present[:, column] > 0, 6))]
+        leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
+        present = self.catalogue.present[rows[leading]] > 0
+        for column in range(present.shape[1]):
+            best = leading[_lowest(lead[leading], present[:, column], OF_A_LEVEL)]
+            if len(best) < OF_A_LEVEL:
+                best = _lowest(lead, self.catalogue.present[rows, column] > 0, OF_A_LEVEL)
+            chosen.append(best)
         return rows[np.unique(np.concatenate(chosen))]
 
     def _regret(self, state: Learned, rows: Rows) -> Floats:
         """How far each row is expected to be from the best, on the objective that it serves best."""
         mean, _ = state.costs(rows)
         return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
-
-    def _covering(self, state: Learned, rows: Rows, allowed: Floats) -> int | None:
-        """Among the first trials: a good candidate with promising levels that no trial has had; None if all were seen."""
-        present = self.catalogue.present
-        seen = present[list(state.known)].any(axis=0) if state.known else np.zeros(present.shape[1], dtype=bool)
-        regret = self._regret(state, rows)
-        safe = allowed >= min(FIRST_FITS, float(allowed.max()))
-        here = present[rows] > 0
-        best = np.array([regret[safe & here[:, n]].min(initial=math.inf) for n in range(present.shape[1])])
-        new = ~seen & (best <= math.log(WORTH_A_LOOK))
-        if state.known and not new.any():
-            return None
-        score = np.where(safe, NEW_LEVEL_GAIN * here[:, new].sum(axis=1) - regret, -math.inf)
-        return int(np.argmax(score))
 
     def _worth(self, state: Learned, rows: Rows, n_told: int, rng: np.random.Generator) -> Floats:
         """The acquisition whose turn it is: the hypervolume, then one objective, then the hypervolume again, and so on."""

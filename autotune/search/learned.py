@@ -33,8 +33,8 @@ HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
 DERIVED_SD = 0.02
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost is cubic.
-MOST_DERIVED, DERIVED_TRIALS = 2, 80
-CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.03
+MOST_DERIVED, DERIVED_TRIALS = 2, 50
+CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.06
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}
@@ -145,16 +145,25 @@ class Learned:
             chance = chance * ndtr(z if below else -z)
         return np.maximum(chance, 1e-6)  # a bound that nothing seems to keep must not end the search
 
-    def cost(self, rows: Rows, metric: str) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the logarithm of a metric, signed so that less is better."""
+    def step_time(self, rows: Rows) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the log step time."""
+        return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows))
+
+    def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
+
+        Args:
+            rows: Which candidates.
+            metric: The metric.
+            step_time: Their `step_time`, where it was worked out before.
+        """
         log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
         if metric == "peak_memory_bytes":
             return self.memory.predict(self.catalogue.memory.take(rows))
-        design = time_design(self.catalogue, self.memory, self.limit, rows)
         if metric in self.extra:
-            mean, sd = self.extra[metric].predict(design)
+            mean, sd = self.extra[metric].predict(time_design(self.catalogue, self.memory, self.limit, rows))
             return _sign(metric) * mean, sd
-        mean, sd = self.time.predict(design)
+        mean, sd = step_time or self.step_time(rows)
         if metric in RATES:
             return mean - log_batch, sd
         if metric == "time_to_loss_s":
@@ -167,7 +176,8 @@ class Learned:
 
     def costs(self, rows: Rows) -> tuple[Floats, Floats]:
         """The same for all objectives, one column each."""
-        pairs = [self.cost(rows, metric) for metric in self.metrics]
+        step_time = self.step_time(rows)  # most objectives follow from it
+        pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
         return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
 
     def rough_costs(self) -> Floats:

@@ -20,7 +20,7 @@ WIDER = (1.0, 3.0)
 # How much each of these is believed before anything was measured (log probability, up to a constant).
 LIKELY_SMOOTH = {0.05: -0.5, 0.12: 0.0, 0.3: -0.5}
 LIKELY_NOISE = {0.012: -0.5, 0.03: 0.0, 0.08: -1.5}
-MOST_FOR_CHOICE = 120
+MOST_FOR_CHOICE = 80
 REWEIGHTINGS = 12
 DAMPINGS = (1.0, 0.5, 0.25, 0.1, 0.03)
 IMPUTATIONS = 4

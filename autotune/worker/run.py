@@ -391,14 +391,18 @@ class _Trainer(Meter):
         while not self.done():
             self._window(self.window_steps())
         self.report.micro_step_s = self.micro_clock.medians_s()
+        if self.noise is not None:
+            self.report.noise = self._noise_terms(self.noise)
         self.finish()
 
     def enough(self) -> bool:
         """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
         if self.noise is None:
             return super().enough()
-        self.report.noise = self.noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
-        return self.elapsed_s >= self.request.budget_s or self.report.noise.noise_scale().precise
+        return self.elapsed_s >= self.request.budget_s or self._noise_terms(self.noise).noise_scale().precise
+
+    def _noise_terms(self, noise: NoiseMeter) -> NoiseTerms:
+        return noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
 
     def _window(self, n_steps: int) -> None:
         """Trains a window of steps; the device is synchronised and the ranks compared at its end only."""

@@ -37,7 +37,7 @@ def painted(page, canvas):
 
 
 def test_every_plot_is_drawn_without_a_complaint_or_a_request(opened):
-    assert opened.run("document.querySelectorAll('.main-svg').length") >= 8  # two for each of four plots
+    assert opened.run("document.querySelectorAll('.main-svg').length") >= 10  # two for each of five plots
     assert painted(opened, "solid") > 5 and painted(opened, "parallel") > 5
     assert opened.complaints == [] and all(address.startswith("file:") for address in opened.requests)
     assert opened.run("document.title").startswith("<img")

@@ -121,7 +121,8 @@ def test_a_module_gets_its_package_and_the_variables_of_its_launcher(executor, m
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "net.py").write_text((SCRIPTS / "common.py").read_text())
-    (package / "train.py").write_text((SCRIPTS / "own_flags.py").read_text().replace("from common", "from .net"))
+    (package / "loop.py").write_text((SCRIPTS / "own_flags.py").read_text().replace("from common", "from .net"))
+    (package / "train.py").write_text("from . import loop\n")  # which nobody would take for a training script
     how = Invocation(
         script=str(package / "train.py"), module="pkg.train", working_dir=str(tmp_path), environment={"ROWS": "{micro_batch_size}"},
         arguments=("--local_rank", "{local_rank}"), world_size=2, command="launcher -m pkg.train",

@@ -1,0 +1,145 @@
+"""How a configuration scales over ranks: speed-up, efficiency, and what stands in the way."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune import UserError, stats
+from autotune.candidate import Candidate
+
+Mode = Literal["strong", "weak"]
+
+
+class ScalingError(UserError):
+    """Rank counts that cannot be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One measured run.
+
+    Attributes:
+        world_size: Ranks.
+        round: Which time round; a round measures every rank count once, in turn.
+        samples_per_s: Throughput.
+        step_s: Median step time.
+        samples_per_step: Samples of an optimizer step over all ranks.
+        communication: Estimated share of the step that was communication; None if not known.
+    """
+
+    world_size: int
+    round: int
+    samples_per_s: float
+    step_s: float
+    samples_per_step: int
+    communication: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What one rank count gives.
+
+    Attributes:
+        world_size: Ranks.
+        step_s: Median step time.
+        samples_per_s: Throughput.
+        samples_per_step: Samples of an optimizer step over all ranks.
+        speedup: Throughput over that of the fewest ranks.
+        speedup_ci95: Its 95 % interval, from the rounds; None with one round.
+        efficiency: Speed-up over the ideal one.
+        serial_share: Karp-Flatt metric: the share of the work that would have to be serial to explain the speed-up. Where it grows
+            with the ranks, communication is to blame; where it stays, work that is not divided.
+        communication: Estimated share of the step that was communication.
+        epoch_s: Time to train on every sample once; None without a data set of known size.
+        n_rounds: Rounds.
+    """
+
+    world_size: int
+    step_s: float
+    samples_per_s: float
+    samples_per_step: int
+    speedup: float
+    speedup_ci95: tuple[float, float] | None
+    efficiency: float
+    serial_share: float | None
+    communication: float | None
+    epoch_s: float | None
+    n_rounds: int
+
+
+def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, Candidate]:
+    """The configuration for each rank count.
+
+    Weak: every rank does what it did, so the global batch grows with the ranks. Strong: the global batch is the same for all,
+    that of the most ranks; fewer ranks accumulate more micro-batches, so that a rank's memory stays the same.
+
+    Args:
+        base: The configuration of the most ranks.
+        ranks: Rank counts.
+        mode: Which of the two.
+
+    Raises:
+        ScalingError: A rank count does not divide the largest one.
+    """
+    most = max(ranks)
+    if mode == "weak":
+        return dict.fromkeys(sorted(ranks), base)
+    odd = [n for n in ranks if most % n]
+    if odd:
+        raise ScalingError(
+            f"strong scaling keeps the global batch by accumulating more on fewer ranks, but {', '.join(map(str, odd))} does not"
+            f" divide {most}; choose other rank counts, or --weak"
+        )
+    steps = base.gradient_accumulation_steps
+    return {n: Candidate.of({**base.values(), "gradient_accumulation_steps": steps * most // n}) for n in sorted(ranks)}
+
+
+def scaling(runs: Sequence[Run], n_samples: int | None) -> list[Scale]:
+    """Compares the rank counts, each round with itself, so that a machine that drifts drifts for all.
+
+    Args:
+        runs: What was measured.
+        n_samples: Samples in the data set; None if it has no end.
+    """
+    by_rank: dict[int, dict[int, Run]] = {}
+    for run in runs:
+        by_rank.setdefault(run.world_size, {})[run.round] = run
+    if not by_rank:
+        return []
+    fewest = min(by_rank)
+    found = []
+    for world_size, rounds in sorted(by_rank.items()):
+        speedup, interval = _speedup(rounds, by_rank[fewest]) if world_size != fewest else (1.0, None)
+        ideal = world_size / fewest
+        throughput = statistics.median(run.samples_per_s for run in rounds.values())
+        shares = [run.communication for run in rounds.values() if run.communication is not None]
+        found.append(
+            Scale(
+                world_size=world_size,
+                step_s=statistics.median(run.step_s for run in rounds.values()),
+                samples_per_s=throughput,
+                samples_per_step=next(iter(rounds.values())).samples_per_step,
+                speedup=speedup,
+                speedup_ci95=interval,
+                efficiency=speedup / ideal,
+                serial_share=(1 / speedup - 1 / ideal) / (1 - 1 / ideal) if ideal > 1 else None,
+                communication=statistics.median(shares) if shares else None,
+                epoch_s=n_samples / throughput if n_samples else None,
+                n_rounds=len(rounds),
+            )
+        )
+    return found
+
+
+def _speedup(own: Mapping[int, Run], reference: Mapping[int, Run]) -> tuple[float, tuple[float, float] | None]:
+    logs = [math.log(own[n].samples_per_s / reference[n].samples_per_s) for n in own.keys() & reference.keys()]
+    if not logs:  # never measured in one round: medians have to do
+        both = [statistics.median(run.samples_per_s for run in runs.values()) for runs in (own, reference)]
+        return both[0] / both[1], None
+    if len(logs) == 1:
+        return math.exp(logs[0]), None
+    return stats.ratio_ci95(logs)

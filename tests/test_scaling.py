@@ -1,0 +1,113 @@
+"""How a configuration scales: the figures, the configurations compared, and the command on real ranks."""
+
+import json
+import os
+import re
+import shutil
+from html import unescape
+
+import pytest
+from test_cli import autotune, one_sentence
+
+from autotune import UserError, scale
+from autotune.analysis.scaling import Run, ScalingError, candidates, scaling
+from autotune.candidate import Candidate
+from autotune.report import scaling as page
+
+BASE = Candidate(micro_batch_size=4, gradient_accumulation_steps=2)
+
+
+def run(world_size, rate, round_=0, **more):
+    return Run(world_size=world_size, round=round_, samples_per_s=rate, step_s=16 / rate, samples_per_step=16, **more)
+
+
+def test_strong_scaling_keeps_the_global_batch_and_the_memory_of_a_rank():
+    found = candidates(BASE, [1, 2, 4], "strong")
+    assert {c.global_batch_size(n) for n, c in found.items()} == {32} and {c.micro_batch_size for c in found.values()} == {4}
+    assert found[4] == BASE
+
+
+def test_weak_scaling_keeps_what_a_rank_does():
+    assert set(candidates(BASE, [4, 1], "weak").values()) == {BASE}
+
+
+def test_rank_counts_that_cannot_keep_the_global_batch_are_refused_with_the_remedy():
+    with pytest.raises(ScalingError, match=r"3 does not divide 4.*--weak"):
+        candidates(BASE, [1, 3, 4], "strong")
+
+
+def test_speedup_and_efficiency_are_those_of_the_throughputs():
+    one, two, four = scaling([run(1, 10.0), run(2, 18.0), run(4, 25.0)], 1000)
+    assert (one.speedup, one.efficiency, one.serial_share) == (1.0, 1.0, None)
+    assert two.speedup == pytest.approx(1.8) and two.efficiency == pytest.approx(0.9) and four.efficiency == pytest.approx(0.625)
+    assert four.epoch_s == pytest.approx(40.0) and four.speedup_ci95 is None
+
+
+def test_a_serial_tenth_is_found_at_every_number_of_ranks():
+    found = scaling([run(n, 10 / (0.1 + 0.9 / n)) for n in (1, 2, 4, 8)], None)
+    assert [scale.serial_share for scale in found[1:]] == pytest.approx([0.1] * 3)
+    assert found[0].epoch_s is None
+
+
+def test_a_machine_that_slows_down_between_rounds_changes_no_speedup():
+    steady = [run(n, 10.0 * n * 0.9 / (2 if r else 1), r) for r in (0, 1, 2) for n in (1, 2)]
+    found = scaling(steady, None)[1]
+    assert found.speedup == pytest.approx(2.0) and found.speedup_ci95 == pytest.approx((2.0, 2.0))
+
+
+def test_rounds_that_scatter_widen_the_interval():
+    found = scaling(
+        [run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 16), (10, 18)]) for n, rate in zip((1, 2), rates, strict=True)], None
+    )
+    low, high = found[1].speedup_ci95
+    assert low < 1.6 < found[1].speedup < 1.9 < high
+
+
+def test_a_count_that_never_ran_is_left_out():
+    assert [scale.world_size for scale in scaling([run(1, 10.0), run(4, 30.0)], None)] == [1, 4] and scaling([], None) == []
+
+
+@pytest.mark.parametrize("text", ["", "2", "a,b", "0,2", "2,2", "-1,4"])
+def test_rank_counts_that_are_none_are_refused_with_an_example(text):
+    with pytest.raises(UserError, match="--ranks 1,2,4"):
+        scale.rank_counts(text)
+
+
+def test_rank_counts_come_in_order():
+    assert scale.rank_counts("4, 1,2") == [1, 2, 4]
+
+
+def test_the_threads_of_a_rank_are_the_same_for_all_and_put_back(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with scale.equal_threads(10**6) as said:
+        assert os.environ["OMP_NUM_THREADS"] == "1" and "OMP_NUM_THREADS=1 " in said
+    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with scale.equal_threads(2) as said:
+        assert os.environ["OMP_NUM_THREADS"] == "3" and "=3 " in said
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
+    found = scaling([run(1, 10.0, communication=0.0), run(2, 18.0, communication=0.1)], 1000)
+    page.write(found, "strong", "<script>alert(1)</script>", ["a <b>note</b>"], tmp_path / "scaling.html")
+    text = (tmp_path / "scaling.html").read_text()
+    assert "<script" not in text and "<b>note" not in text and "default-src 'none'" in unescape(text)
+    assert text.count("<circle") == 2 and "1.80x" in text and not re.search(r"(src|href)=", text)
+
+
+@pytest.mark.slow
+def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
+    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
+    done = autotune("scale", "ok.py", "--ranks", "1,2", "--rounds", "1", "--base-config", "ds.json", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [each["world_size"] for each in found["scales"]] == [1, 2] and {each["samples_per_step"] for each in found["scales"]} == {16}
+    assert found["scales"][1]["samples_per_s"] > 0 and found["scales"][1]["communication"] is not None
+    assert (tmp_path / "studies" / "ok" / "scaling.html").exists()
+
+
+def test_a_wrong_list_of_ranks_ends_as_one_sentence(tmp_path, models):
+    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    assert "--ranks 1,2,4" in one_sentence(autotune("scale", "ok.py", "--ranks", "two", cwd=tmp_path))

@@ -298,7 +298,6 @@ def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
     folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))
     with executor_for(spec, folder) as executor:
         workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1)
-        profiles.keep(workload, key)
         base_config, ranks = _base_config(spec, target, workload), _ranks_here(spec, workload)
         found, notes = profiles.find_out(workload, target.path, base_config, ranks, executor, folder / "trials")
     shutil.rmtree(folder, ignore_errors=True)

@@ -75,6 +75,8 @@ def find_out(
     Returns:
         The workload, and what the user should know.
     """
+    if workload.script is None:
+        keep(replace(workload, profile=None, machine=None), workload_key(target))
     workload, notes = known(workload, target, ds_config, world_size), []
     if workload.profile is None and workload.script is None:
         request = TrialRequest(

@@ -13,7 +13,7 @@ from zoo import ADAMW, MODELS
 from autotune import UserError, forecasting, profiles, trial
 from autotune.candidate import Candidate
 from autotune.predict.profile import Machine, Pass, Profile
-from autotune.trial import TrialRequest, TrialResult
+from autotune.trial import TrialRequest, TrialResult, Workload
 
 P = 10_000_000
 TARGET = MODELS / "ok.py"
@@ -174,6 +174,7 @@ def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):
 
     again, _ = profiles.find_out(bare, MODELS / "tied.py", ADAMW, 1, NoExecutor(), tmp_path / "trials")
     assert (again.profile, again.machine) == (found.profile, found.machine)
+    assert profiles.kept(Workload, profiles.workload_key(MODELS / "tied.py")) == bare
 
 
 def test_a_model_that_cannot_be_profiled_leaves_a_note_and_a_guess(zoo, tmp_path, monkeypatch, write_model):

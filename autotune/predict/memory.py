@@ -145,7 +145,7 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
     flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
     in_bucket = _where(
-        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket * w), (flat, bucket * w * (1.0 + knobs.overlap)),
+        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket * _stage_3_bytes(knobs)), (flat, bucket * w * (1.0 + knobs.overlap)),
         ((stage == 2) & ~waits, filled * w), otherwise=0.0,
     )  # fmt: skip
     activations, complete = _activations(knobs, profile, early)
@@ -187,10 +187,20 @@ def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
     per_block = profile.block_share * P / max(profile.n_blocks, 1)
     flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
     # Small parameters stay whole once they are gathered.
-    small = np.array([float(profile.small_elements(t)) for t in knobs.persistence])
-    reused = np.maximum(np.minimum(P, knobs.reuse_distance / 2), small)
+    reused = np.maximum(np.minimum(P, knobs.reuse_distance / 2), _small_elements(knobs, profile))
     live = np.minimum(np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying)))
     return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
+
+
+def _small_elements(knobs: Knobs, profile: Profile) -> Floats:
+    """Elements in parameters that stage 3 does not release."""
+    return np.array([float(profile.small_elements(threshold)) for threshold in knobs.persistence])
+
+
+def _stage_3_bytes(knobs: Knobs) -> Floats:
+    """Bytes of a gradient in stage 3's bucket: the type that travels, which is 16 bits wide under autocast."""
+    autocast = np.array([ARITHMETIC.get(str(name), "fp32") == "autocast" for name in knobs.precision])
+    return np.where(autocast, 2.0, knobs.weight_bytes)
 
 
 def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
@@ -203,18 +213,21 @@ def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # Stages 1 and 2 move gradients into the bucket and their own part out of it; at stage 1 the rest stays.
     own = np.where(stage == 2, np.maximum(g, w), w) * Pt / N * on_device
     gradients = _where(
-        (both, 0.0),
-        (stage == 0, w * Pt),
+        ((stage == 0) | both, w * Pt),
         (stage == 1, np.where(filled < Pt, w * (Pt - filled), 0.0) + own),
         (stage == 2, own),
         otherwise=0.0,
     )
     flat = np.where((stage == 0) | both, min(Pt, ALLREDUCE_ELEMENTS), filled)
     copies = reduced * flat + np.where(knobs.wire_bytes != reduced, knobs.wire_bytes * flat, 0.0)
+    # Stage 3 flattens once more for the scatter, receives its part, and casts that to the type of the sums.
+    e = _stage_3_bytes(knobs)
+    copies = np.where(stage == 3, flat * (e * (2.0 + 1.0 / N) + np.where(g != e, g / N, 0.0)), copies)
     # Without a contiguous buffer the gradients themselves wait.
     kept = np.where(knobs.contiguous > 0, bucket * (1.0 + knobs.overlap), filled)
-    held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket), otherwise=kept) * w
-    return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * float(profile.largest_module), 0.0)}
+    held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket * e), otherwise=kept * w)
+    whole = np.maximum(_small_elements(knobs, profile), float(profile.largest_module))
+    return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * whole, 0.0)}
 
 
 def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
@@ -231,7 +244,7 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
     single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
     scratch = profile.optimizer_scratch * master / 4.0 * single
-    bucket = np.where(stage == 3, _bucket(knobs, profile, machine) * w, 0.0)
+    bucket = np.where(stage == 3, _bucket(knobs, profile, machine) * _stage_3_bytes(knobs), 0.0)
     return {"gradients": left, "step": (copy + scratch) * on_device, "buckets": bucket}
 
 

@@ -88,14 +88,18 @@ class Follower(TorchDispatchMode):
             trace.peak_bytes = max(trace.peak_bytes, self._live)
         return result
 
-    @property
-    def live(self) -> int:
-        """Bytes that are alive now."""
-        return self._live
+    def live(self, without: Iterable[Tensor] = ()) -> int:
+        """Bytes that are alive now.
 
-    def forward_ended(self) -> None:
-        """Notes what forward leaves."""
-        self.trace.kept_bytes = self._live
+        Args:
+            without: Tensors that do not count, as weights that ZeRO-3 has gathered meanwhile.
+        """
+        gathered = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in without}
+        return self._live - sum(int(storage.nbytes()) for key, storage in gathered.items() if key in self._alive)
+
+    def forward_ended(self, without: Iterable[Tensor] = ()) -> None:
+        """Notes what forward leaves; see `live`."""
+        self.trace.kept_bytes = self.live(without)
         self._forward = False
 
     def _made(self, tensor: Tensor) -> int:

@@ -54,21 +54,21 @@ class Sketch:
         if self._follower is None or self._done:
             return
         self._done = True
-        self._follower.forward_ended()
+        self._follower.forward_ended(self._engine.parameters())
         self._follower.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
     def _enter_block(self, block: nn.Module, _args: Any) -> None:
         if self._follower is not None and not self._done:
-            self._entered[id(block)] = self._follower.live
+            self._entered[id(block)] = self._follower.live(self._engine.parameters())
 
     def _leave_block(self, block: nn.Module, _args: Any, output: Any) -> None:
         if self._follower is None or self._done or id(block) not in self._entered:
             return
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         size = first.numel() * first.element_size() if isinstance(first, Tensor) else 0
-        kept = max(0, self._follower.live - self._entered.pop(id(block)))
+        kept = max(0, self._follower.live(self._engine.parameters()) - self._entered.pop(id(block)))
         before, outputs = self._inside.get(id(block), (0, 0))
         self._inside[id(block)] = before + kept, outputs + size
 

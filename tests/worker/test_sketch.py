@@ -69,3 +69,23 @@ def test_without_a_training_forward_or_a_counted_batch_there_is_no_profile():
     assert sketch.profile(WORKLOAD, {}, 4) is None
     engine(torch.randn(4, WIDTH)).sum().backward()
     assert sketch.profile(WORKLOAD, {}, None) is None and sketch.profile(WORKLOAD, {}, 4) is not None
+
+
+def test_weights_that_are_gathered_for_a_forward_are_no_activations():
+    """ZeRO-3 gives a parameter its memory when its module is entered, and may keep it until backward."""
+    model, x = nn.Sequential(Block(), Block()), torch.randn(SAMPLES, WIDTH)
+    plain = sketched(model, x).passes["fp32/0"].kept_bytes
+    whole = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+
+    def gather(module, _):
+        for parameter in module.parameters(recurse=False):
+            parameter.data = whole[parameter].clone()
+
+    for module in model.modules():
+        module.register_forward_pre_hook(gather)
+    engine = Engine(model)
+    sketch = Sketch(engine, [])
+    engine(x).square().mean().backward()
+    assert sketch.profile(WORKLOAD, {}, len(x)).passes["fp32/0"].kept_bytes == plain

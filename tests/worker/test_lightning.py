@@ -1,7 +1,7 @@
 """Scripts of Lightning in real ranks: a strategy by name, by object, by LightningCLI, or none at all."""
 
 import pytest
-from bench import Bench
+from bench import Bench, losses_without_hooks
 
 from autotune.executors.local import LocalExecutor
 
@@ -74,3 +74,11 @@ def test_the_command_line_of_lightning_is_a_script_too(bench, home):
     assert set(found.workload.script.movable) == BOTH
     bench.applied(found, zero_stage=3, micro_batch_size=6, precision="fp32")
     assert not list(home.iterdir())
+
+
+def test_hooks_change_no_loss_of_a_script_without_deepspeed(bench, home):
+    own = losses_without_hooks("lightning_fit.py", "--ordered", "--steps", "6", ranks=1, cwd=home)
+    steps = [(first + second) / 2 for first, second in zip(own[::2], own[1::2], strict=True)]
+    result = bench.applied(bench.plan("lightning_fit.py", "--ordered"), steps=6)
+    # Adam's epsilon sees that Lightning and DeepSpeed both divide by the accumulation.
+    assert result.losses == pytest.approx(steps, rel=1e-5) and len(steps) == 6

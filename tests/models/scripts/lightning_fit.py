@@ -41,7 +41,11 @@ class Module(L.LightningModule):
 
 class Data(L.LightningDataModule):
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(dataset(512), batch_size=8)
+        share = {"num_replicas": int(os.environ.get("WORLD_SIZE", "1")), "rank": int(os.environ.get("RANK", "0"))}
+        data = dataset(512)
+        # Without a sampler of its own Lightning shuffles wherever there may be several ranks, and only there.
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False, **share) if args.ordered else None
+        return torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(dataset(64), 32)
@@ -50,6 +54,7 @@ class Data(L.LightningDataModule):
 parser = argparse.ArgumentParser()
 parser.add_argument("--strategy", default="auto")
 parser.add_argument("--precision", default=None)
+parser.add_argument("--ordered", action="store_true")
 parser.add_argument("--steps", type=int, default=10**6)
 args = parser.parse_args()
 plugins = None

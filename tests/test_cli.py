@@ -245,7 +245,7 @@ def test_a_model_that_does_not_fit_at_all_ends_with_status_1_and_one_sentence(mo
     (tmp_path / "small.yaml").write_text(STUDY)
     done = autotune("run", "small.yaml", "--ranks", "1", "--device-memory", "1KiB", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("autotune: no configuration completed")
+    assert done.stderr.strip().splitlines()[-1].startswith("autotune: no configuration fits the device memory")
     assert "Traceback" not in done.stderr + done.stdout
 
 

@@ -580,6 +580,10 @@ RULES: tuple[Rule, ...] = (
         lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
         "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, whose stages share out the model already; use 0 or 1",
     ),
+    Rule(
+        lambda c, k, s: s.pipeline_stages > 0 and c.checkpoint_every > 0 and c.precision.startswith("torch_autocast"),
+        "{precision}: a PipelineModule recomputes its layers outside of autocast, where they meet other types; use bf16",
+    ),
     Rule(lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0, "offload_optimizer needs ZeRO stage 1 or more"),
     Rule(lambda c, k, s: c.offload_param != "none" and c.zero_stage != 3, "offload_param needs ZeRO stage 3"),
     Rule(

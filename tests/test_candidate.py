@@ -222,6 +222,7 @@ ILLEGAL = [
     ({"precision": "bf16"}, Setting(bf16=False), "bfloat16"),
     ({"precision": "bf16"}, Setting(unsafe_precisions=("bf16",)), "mixes types"),
     ({"zero_stage": 2}, Setting(pipeline_stages=2), "PipelineModule"),
+    ({"precision": "torch_autocast", "checkpoint_every": 1}, Setting(pipeline_stages=2, n_blocks=4), "recomputes"),
     ({"checkpoint_every": 1}, Setting(n_blocks=0), "blocks"),
     ({"checkpoint_every": 5}, CPU, "only 4 blocks"),
     ({"micro_batch_size": 64}, Setting(world_size=2, n_samples=100), "only 100 samples"),

@@ -19,7 +19,8 @@ from autotune.candidate import Candidate, DsConfig, Scalar, Setting
 from autotune.plan import executor_for, grounds, inspect_workload, studies_folder
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
 from autotune.predict.profile import Machine, Profile
-from autotune.spec import StudySpec, Target, inspect_target
+from autotune.spec import StudySpec
+from autotune.target import Target, inspect_target
 from autotune.trial import Outcome, TrialDir, Workload
 
 # A micro-batch that fits this surely is offered as the largest that does.

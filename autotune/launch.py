@@ -20,7 +20,7 @@ from typing import Any
 
 from autotune.executors.local import MARK, sweep
 from autotune.invocation import ALIASES, Invocation, InvocationError, masked, start_of, templates_in, unmasked
-from autotune.spec import SpecError, inspect_target
+from autotune.target import SpecError, inspect_target
 
 DEADLINE_S = 180.0
 HOOK = Path(__file__).parent / "_capture"

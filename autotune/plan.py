@@ -29,7 +29,8 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
-from autotune.spec import StudySpec, Target
+from autotune.spec import StudySpec
+from autotune.target import Target
 from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, TrialResult, Workload
 
 DEFAULT_MICRO_BATCH = 8

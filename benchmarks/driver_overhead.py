@@ -24,8 +24,9 @@ from autotune.console import ProgressView
 from autotune.executors.base import Status
 from autotune.plan import Plan
 from autotune.search import SAMPLERS
-from autotune.spec import StudySpec, inspect_target
+from autotune.spec import StudySpec
 from autotune.study import Progress, Runner
+from autotune.target import inspect_target
 from autotune.trial import Environment, Exit, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 
 TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "model.py"

@@ -26,9 +26,10 @@ from autotune.executors.replay import Row, read_table, write_table
 from autotune.objective import Reference
 from autotune.plan import Plan, executor_for, plan, profiled
 from autotune.space import SearchSpace
-from autotune.spec import StudySpec, inspect_target
+from autotune.spec import StudySpec
 from autotune.store import SearchRecord
 from autotune.study import ENDLESS_SAMPLES
+from autotune.target import inspect_target
 from autotune.trial import Outcome, TrialRequest, TrialResult, Workload
 
 KEPT_LOSSES = 12

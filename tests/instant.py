@@ -15,8 +15,9 @@ from autotune import store, trial
 from autotune.candidate import Candidate, Setting
 from autotune.executors.base import Status
 from autotune.plan import Plan
-from autotune.spec import StudySpec, inspect_target
+from autotune.spec import StudySpec
 from autotune.study import Progress, Runner
+from autotune.target import inspect_target
 from autotune.trial import Environment, Exit, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
 
 STEPS = 24

@@ -13,10 +13,8 @@ from autotune.invocation import Invocation
 from autotune.objective import Constraint, Objective
 from autotune.space import SearchSpace
 from autotune.spec import (
-    SpecError,
     StudySpec,
     find_preset,
-    inspect_target,
     load_preset,
     preset_folder,
     preset_summary,
@@ -24,6 +22,7 @@ from autotune.spec import (
     read_yaml,
     stated_command,
 )
+from autotune.target import SpecError, inspect_target
 
 MODEL = "import torch\n\ndef model():\n    return torch.nn.Linear(2, 2)\n\ndef data():\n    return []\n"
 

@@ -11,7 +11,7 @@ from autotune import store, trial
 from autotune.analysis import recommend
 from autotune.candidate import Candidate
 from autotune.report import summary
-from autotune.spec import SpecError
+from autotune.target import SpecError
 from autotune.trial import Outcome
 
 LIMIT = 1_100_000_000

@@ -11,7 +11,7 @@ from bench import SCRIPTS, Bench, losses_without_hooks
 from autotune import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.report import export
-from autotune.spec import inspect_target
+from autotune.target import inspect_target
 
 pytestmark = pytest.mark.slow
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"

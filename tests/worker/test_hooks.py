@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.worker import hooks, patching
+from autotune.worker import hooks, loaders, patching
 
 CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_reentrant=False)\n"
 
@@ -32,7 +32,7 @@ def caller_in(folder):
 
 def test_recomputation_that_a_library_asks_for_cannot_be_taken_out_by_the_user(skipping, tmp_path, monkeypatch):
     checkpoint, report = skipping
-    monkeypatch.setattr(hooks, "_INSTALLED", (str(tmp_path),))
+    monkeypatch.setattr(loaders, "_INSTALLED", (str(tmp_path),))
     run = caller_in(tmp_path)
     assert run(checkpoint) == run(checkpoint) == 3
     assert report.unreproducible == report.side_changes and "inside a library" in report.side_changes[0] and len(report.side_changes) == 1

@@ -1,6 +1,7 @@
 """transformers' Trainer: flags by HfArgumentParser, an own subclass, evaluation, saving and tracking on; prints its losses."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +43,8 @@ def main():
     if model_args.half:
         model = model.to(torch.bfloat16)
     trainer = PrintingTrainer(model=model, args=training_args, train_dataset=Tokens(2048), eval_dataset=Tokens(16))
-    trainer.save_model("untrained")
+    if "--deepspeed" not in sys.argv:  # with DeepSpeed transformers cannot save before it trains
+        trainer.save_model("untrained")
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)

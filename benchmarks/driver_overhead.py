@@ -95,7 +95,7 @@ class Clock(ProgressView):
 
 
 def measure(sampler: str, n_trials: int, folder: Path) -> dict[str, float]:
-    spec = StudySpec.of(TARGET, {"sampler": sampler, "trials": n_trials, "name": sampler})
+    spec = StudySpec.of(TARGET, {"sampler": sampler, "trials": n_trials, "name": sampler, "stop_below": 0})
     environment = Environment(
         accelerator="cpu", device_name="", n_devices=2, device_memory_bytes=2**34, bf16=True, fp16=False, n_cores=2, versions={}
     )

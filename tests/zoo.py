@@ -85,7 +85,7 @@ def build_locks() -> list[Path]:
 def assert_nothing_left(zoo: Zoo, shared_before: set[str]) -> None:
     """No process below the server, no file in /dev/shm, no build lock."""
     if zoo.executor._server is not None:
-        assert zoo.server.children(recursive=True) == []
+        assert wait_until(lambda: zoo.server.children(recursive=True) == []), zoo.server.children(recursive=True)
     assert wait_until(lambda: not shared_memory() - shared_before), f"left in /dev/shm: {shared_memory() - shared_before}"
     assert build_locks() == []
 

@@ -116,7 +116,7 @@ class Agent:
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         running = _Running(folder, request, time.monotonic(), {}, kernel_oom_before=_kernel_ooms())
         # What lives below this process already, an imported module started; it is not the trial's to end.
-        running.others, running.shared_before = frozenset(_descendants(os.getpid())), frozenset(_shared_memory())
+        running.others, running.shared_before = frozenset(_descendants(os.getpid(), dead=True)), frozenset(_shared_memory())
         sys.stdout.flush()
         sys.stderr.flush()
         with listener:
@@ -219,7 +219,8 @@ class Agent:
                     os.kill(pid, signal.SIGKILL)
                     swept.append(f"process {pid}")
             running.pids.update(pid for pid, _ in _dead_children())
-            if not left:
+            # A process that is just dying is neither alive nor to be reaped yet.
+            if not left and running.others.issuperset(_descendants(os.getpid(), dead=True)):
                 break
             time.sleep(0.01)
         for path in _left_in_shared_memory(running):
@@ -330,14 +331,14 @@ def _dead_children() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _descendants(root: int) -> list[int]:
-    """Living processes below `root`; the dead that wait to be reaped do not count."""
+def _descendants(root: int, *, dead: bool = False) -> list[int]:
+    """Living processes below `root`, and with `dead` those too that are about to die or wait to be reaped."""
     import psutil
 
     found = []
     for process in psutil.Process(root).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if dead or process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 

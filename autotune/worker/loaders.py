@@ -100,7 +100,7 @@ def users_caller() -> str | None:
         if not f"{module}.".startswith(_TRANSPARENT):
             path = os.path.abspath(frame.f_code.co_filename)
             installed = any(path.startswith(folder) for folder in _INSTALLED)
-            return None if installed or path.startswith("<") else f"{Path(path).name}:{frame.f_lineno}"
+            return None if installed else f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

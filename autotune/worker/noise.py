@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +29,11 @@ class NoiseMeter:
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._in_step: list[Tensor] = []
         for parameter in self.parameters:
-            parameter.register_hook(self._hook())
+            parameter.register_hook(self._add)
 
-    def _hook(self) -> Callable[[Tensor], None]:
-        def add(gradient: Tensor) -> None:
-            square = gradient.detach().float().square().sum()
-            self._micro = square if self._micro is None else self._micro + square
-
-        return add
+    def _add(self, gradient: Tensor) -> None:
+        square = gradient.detach().float().square().sum()
+        self._micro = square if self._micro is None else self._micro + square
 
     def backward(self) -> None:
         """Closes the gradient of a micro-batch."""

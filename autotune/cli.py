@@ -284,6 +284,19 @@ def scale(
 
 
 @app.command()
+def probe(
+    target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what this machine reaches: matrix products, memory, collectives by message size, data loading."""
+    from autotune import probing
+
+    raise typer.Exit(probing.probe(target, ranks, again=again, as_json=as_json))
+
+
+@app.command()
 def dashboard(
     storage: Storage = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,

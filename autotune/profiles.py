@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 from autotune import trial
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, cache_dir, has_cuda_device
+from autotune.predict.links import Probe
 from autotune.predict.profile import Machine, Profile
 from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
 
 # Part of every key: what was written in another form is found out again.
 FORMAT = 1
 PROFILE_DEADLINE_S = 180.0
-T = TypeVar("T", Profile, Machine, Workload)
+T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 
 def workload_key(target: Path, given: Any = None) -> str:
@@ -45,7 +46,7 @@ def kept(kind: type[T], key: str) -> T | None:
         return None
 
 
-def keep(value: Profile | Machine | Workload, key: str) -> None:
+def keep(value: Profile | Machine | Workload | Probe, key: str) -> None:
     """Puts something into the cache."""
     trial.write(_path(type(value), key), value, sync=False)
 

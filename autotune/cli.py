@@ -194,11 +194,16 @@ def cp(
 
 
 @app.command()
-def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -> None:
-    """Say how far STUDY is and what it has found."""
+def status(
+    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far STUDY is and what it has found; follow it while another terminal runs it. --json says it once."""
     from autotune import commands
 
-    commands.status(study, storage, as_json=as_json)
+    raise typer.Exit(commands.status(study, storage, once=once, as_json=as_json))
 
 
 @app.command()

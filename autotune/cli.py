@@ -147,7 +147,8 @@ def check(
 
 @app.command()
 def predict(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py or a study.yaml.")],
+    target: Target,
+    script_args: ScriptArgs = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks, also more than this machine has.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device.")] = None,
@@ -156,10 +157,22 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds."""
-    from autotune import forecasting
+    from autotune import forecasting, plan, spec
 
-    overrides = {"name": study, "ranks": ranks, "device_memory_bytes": device_memory, "base_config": base_config and str(base_config)}
-    raise typer.Exit(forecasting.predict(target, overrides, settings or [], as_json=as_json))
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "name": study,
+        "ranks": ranks,
+        "device_memory_bytes": device_memory,
+        "base_config": base_config and str(base_config),
+    }
+    if spec.stated_command(target, overrides) is None:
+        wanted = spec.StudySpec.of(Path(target), overrides)
+    else:  # the command is run; what it takes to import is little beside that
+        from autotune import commands
+
+        wanted, _ = commands.wanted_study(target, overrides)
+    raise typer.Exit(forecasting.predict(wanted, settings or [], plan.studies_folder(Path(target)), as_json=as_json))
 
 
 @app.command()

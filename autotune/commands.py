@@ -42,7 +42,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
     try:
-        wanted, notes = _wanted(target, overrides)
+        wanted, notes = wanted_study(target, overrides)
     except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
         print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
         return INTERRUPTED
@@ -86,7 +86,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     return 0
 
 
-def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
+def wanted_study(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
     """The study that a TARGET means, whether file or launch command, and what to say about it."""
     stated = spec.stated_command(target, overrides)
     if stated is None:
@@ -108,7 +108,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
-    wanted, notes = _wanted(target, overrides)
+    wanted, notes = wanted_study(target, overrides)
     folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
     with ProgressView() as view, _terminable():
         view.doing(f"loading {shown(wanted.target)}")
@@ -414,7 +414,7 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     from autotune.report import scaling as page
 
     counts = measuring.rank_counts(ranks)
-    wanted, notes = _wanted(target, {**overrides, "ranks": max(counts)})
+    wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)})
     folder = studies_folder(Path(target)) / wanted.name / "scaling"
     with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)

@@ -25,7 +25,7 @@ from autotune.target import Target
 from autotune.trial import Outcome, TrialDir, Workload
 
 # A micro-batch that fits this surely is offered as the largest that does.
-SURE = 0.9
+SURE = 0.95
 MOST_SAMPLES = 4096
 # What takes this share of a step binds it; below, several things do.
 BINDING_SHARE = 0.5
@@ -38,6 +38,7 @@ BINDS = {
     "optimizer": "the optimizer's step: accumulate more micro-batches, or shard it",
     "offload": "the link between host and device",
     "launches": "the fixed cost of each operation: a larger micro-batch",
+    "bookkeeping": "what ZeRO does for each parameter: a lower stage",
     "input": "drawing the samples",
 }
 
@@ -337,7 +338,7 @@ def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | 
     """The largest micro-batch that fits with probability `SURE`, all else the same."""
     sizes = list(range(1, MOST_SAMPLES + 1))
     mean, sd = predictor.log_memory([replace(candidate, micro_batch_size=size) for size in sizes])
-    fitting = np.flatnonzero(mean + 1.2816 * sd <= np.log(limit))  # the normal's 90 % quantile
+    fitting = np.flatnonzero(mean + 1.6449 * sd <= np.log(limit))  # the quantile of `SURE`
     return sizes[int(fitting[-1])] if len(fitting) else None
 
 

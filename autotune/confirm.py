@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune import gate, objective, store, trial
+from autotune import UserError, gate, objective, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
 from autotune.branch import Branch, Run, compare
@@ -68,21 +68,21 @@ class Confirmation:
         self._gate_s = 0.0
 
     def run(self) -> None:
-        """Confirms until what is recommended has stood every check."""
+        """Confirms until what is recommended has stood every check; nothing where no finalists are wanted."""
+        if not self.spec.finalists:
+            return
         self._gate_s = sum(result.wall_s for path in self.folder.glob("trials/*/*") if (result := _of_gate(path)) is not None)
         found = self._finalists()
         while self._gate(found) or self._branch(found):
             found = self._finalists()  # others have moved up
-        if found and self.spec.finalists:
+        if found:
             self._measure_again(found)
         while self._gate(self._shown()):
             pass
 
     def _finalists(self) -> list[Measured]:
         measured = self.host.measured()
-        return recommend.finalists(
-            measured, baseline_of(measured), self.host.objectives, max(1, self.spec.finalists), self.plan.data_parallel
-        )
+        return recommend.finalists(measured, baseline_of(measured), self.host.objectives, self.spec.finalists, self.plan.data_parallel)
 
     def _shown(self) -> list[Measured]:
         """What the answer will show: the picks, then the front."""
@@ -161,7 +161,7 @@ class Confirmation:
         baseline = baseline_of(self.host.measured())
         done = sum(m.branch is not None for m in self.host.measured())
         open_ = [m for m in found if m.branch_wanted and m.branch is None and (m.numerics_kept or (m.verdict and m.verdict.passed))]
-        if baseline is None or not open_ or done >= max(1, self.spec.finalists) or self.host.out_of_time():
+        if baseline is None or not open_ or done >= self.spec.finalists or self.host.out_of_time():
             return False
         start = self._start()
         if start is None:
@@ -265,12 +265,18 @@ class Confirmation:
         kept = trial.result_in(path)
         if kept is not None and kept.outcome is not Outcome.LOST:
             return kept
-        result = self.host.execute(
+        try:
+            result = self._trained(candidate, path, n_steps, replicate)
+        except UserError as error:  # an engine that only replays what was measured
+            return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
+        self._gate_s += result.wall_s
+        return result
+
+    def _trained(self, candidate: Candidate, path: Path, n_steps: int, replicate: int) -> TrialResult:
+        return self.host.execute(
             candidate, path, role="gate", max_steps=n_steps, min_samples=ENDLESS_SAMPLES, replicate=replicate,
             budget_s=LONGEST * self.spec.trial_budget_s,
         )  # fmt: skip
-        self._gate_s += result.wall_s
-        return result
 
 
 def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Candidate:

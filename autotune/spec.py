@@ -100,7 +100,7 @@ class StudySpec(BaseModel):
         trial_budget_s: Training time of one trial, warm-up included.
         trial_deadline_s: Wall time after which a trial's processes are killed.
         min_samples: Samples that a trial trains on at least, as far as its budget goes.
-        finalists: Candidates that are measured again at the end, together with the baseline.
+        finalists: Candidates that are checked and measured again at the end, together with the baseline; 0: nothing is.
         repeats: How often each of them is.
         branch: Candidates with another global batch are checked by a branch before they may be recommended.
         branch_tokens: Tokens (samples, where those are no sequences) that each side of a branch trains on; None for twice what

@@ -642,7 +642,8 @@ COMMENTS = {
     "device_memory_bytes": "Memory limit of a device; null is what it has.",
     "storage": "null is SQLite in studies/autotune.db.",
     "trial_budget_s": "Training time of one trial, and when its processes are killed.",
-    "finalists": "The best are measured again at the end, this many, this often.",
+    "finalists": "The best are checked and measured again at the end, this many, this often.",
+    "branch": "Other global batches are checked by a branch from the baseline's state, on so many tokens.",
 }
 
 

@@ -77,6 +77,12 @@ class Measured:
         return ""
 
     @property
+    def barred(self) -> bool:
+        """Whether a check has been made that it did not stand, so that no further one helps."""
+        failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
+        return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
+
+    @property
     def usable(self) -> bool:
         """Whether it may be recommended."""
         return self.outcome is Outcome.COMPLETE and self.feasible
@@ -214,18 +220,19 @@ def finalists(
 ) -> list[Measured]:
     """What to measure again: the best compromise, the best with the baseline's batch and numerics, the fastest, then the next best.
 
-    Where the best compromise must not be recommended, the best that may is among them.
+    What did not stand a check makes room for the next; the best that may be recommended as things stand is among them.
 
     Chosen by first measurements alone, so that a resumed study chooses the same.
     """
     measured = [replace(m, repeats={}) for m in measured]
     baseline = replace(baseline, repeats={}) if baseline else None
     ranked = [m for m in rank(measured, baseline, objectives) if baseline is None or m.trial != baseline.trial]
-    wanted = [*ranked[:1], *[m for m in ranked if not m.doubt][:1]]
+    hopeful = [m for m in ranked if not m.barred]
+    wanted = [*hopeful[:1], *[m for m in hopeful if not m.doubt][:1]]
     if baseline is not None:
         wanted += [m for m in ranked if _drops_in(m, baseline, world_size)][:1]
     wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
-    unique = {m.trial: m for m in [*wanted, *ranked]}
+    unique = {m.trial: m for m in [*wanted, *hopeful]}
     return list(unique.values())[:n]
 
 

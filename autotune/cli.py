@@ -86,6 +86,11 @@ def run(
     learning_rate_rule: Annotated[
         str | None, typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge.")
     ] = None,
+    branch: Annotated[bool | None, typer.Option("--branch/--no-branch", help="Check other global batches by a branch.")] = None,
+    branch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens that each side of a branch trains on.")] = None,
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights that noise probe and branches start from: DeepSpeed's, or a state dict.")
+    ] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
@@ -112,6 +117,9 @@ def run(
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
+        "branch": branch,
+        "branch_tokens": branch_tokens,
+        "from_checkpoint": from_checkpoint and str(from_checkpoint),
     }
     raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json))
 

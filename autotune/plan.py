@@ -132,6 +132,7 @@ class Plan:
             "device_memory_bytes": spec.device_memory_bytes,
             "seed": spec.seed,
             "learning_rate_rule": spec.learning_rate_rule,
+            **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),
             "accelerator": self.workload.environment.accelerator,
             **({"script": self._script_fingerprint()} if self.workload.script else {}),
         }

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from autotune import stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
+from autotune.gate import GradientCheck
 from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
@@ -269,6 +270,11 @@ class TrialRequest:
         script: How to run the target, where it is a training script.
         noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
             configuration's own.
+        check_gradient: Compare the first step's gradient with the micro-gradients that it is made of.
+        replicate: Above 0: not the run of the study's seed but one as good: weights rounded otherwise, other dropout.
+        weights: Start from these, a file or folder, in place of the weights that `model()` makes.
+        save_weights: Write the weights that the trial ends with to this file.
+        first_sample: Start at this place of the data's order.
         learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
         rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
     """
@@ -286,6 +292,11 @@ class TrialRequest:
     device_memory_bytes: int | None = None
     script: Script | None = None
     noise: bool = False
+    check_gradient: bool = False
+    replicate: int = 0
+    weights: str | None = None
+    save_weights: str | None = None
+    first_sample: int = 0
     learning_rate_factor: float = 1.0
     rivals: tuple[Rival, ...] = ()
 
@@ -364,6 +375,7 @@ class RankReport:
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
         noise: Gradient sizes, where the request asks for them.
+        gradient: How true the first step's gradient is, where the request asks for it.
         unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
         flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
@@ -387,6 +399,7 @@ class RankReport:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -441,6 +454,7 @@ class TrialResult:
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
         noise: Gradient sizes, where the request asks for them.
+        gradient: How true the first step's gradient is, where the request asks for it.
         unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
         flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
@@ -469,6 +483,7 @@ class TrialResult:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -664,6 +679,7 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         other_cores=lead.other_cores,
         observed=lead.observed,
         noise=lead.noise,
+        gradient=lead.gradient,
     )
 
 

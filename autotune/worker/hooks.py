@@ -28,6 +28,7 @@ from autotune.trial import Probed, TrialRequest, Workload
 from autotune.worker import contract, frameworks, observe, pipeline, script, stated
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
+from autotune.worker.gradients import perturb
 from autotune.worker.loaders import Loaders, users_caller
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
@@ -219,6 +220,8 @@ class Hooks:
             self._widen(model)
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
+        if self.request.replicate:
+            perturb(model, self.request.replicate)
         return observe.Recomputations(blocks)
 
     def _widen(self, model: torch.nn.Module) -> None:

@@ -24,11 +24,15 @@ import torch.distributed as dist
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
+from autotune.gate import GradientCheck
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
-from autotune.worker import contract, observe
+from autotune.worker import contract, observe, weights
+from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
 from autotune.worker.noise import NoiseMeter
 
+# Between the dropout seeds of two replicates: more than there are ranks.
+REPLICATE_SEEDS = 1_000_003
 OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
 
 
@@ -118,6 +122,7 @@ class _Draft:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -313,6 +318,10 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     connect(request, rank, listener, cuda=memory.cuda)
     _seed(request.seed)
     model = contract.build_model(target)
+    if request.weights is not None:
+        weights.load(model, Path(request.weights))
+    if request.replicate:
+        perturb(model, request.replicate)
     blocks = contract.find_blocks(model, target.blocks)
     checkpointer = None
     if candidate.checkpoint_every:
@@ -320,17 +329,21 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False  # a recomputed block would append to the cache twice
+    # What batch(n) draws depends on how the batch is split, so that curves are not paired: replicates must show what that does.
+    seed = request.seed + (request.replicate if target.data is None else 0)
     loader = contract.Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=request.seed
-    )
+        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
+        first_sample=request.first_sample,
+    )  # fmt: skip
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size) if request.noise else None
+    gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
     engine = _initialize(request, target, model)
-    _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
+    _seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, noise, *meter).train()
+    _Trainer(contract.make_loss(target, model), loader, noise, gradients, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -376,9 +389,9 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, gradients: GradientWatch | None, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader, self.noise = loss, loader, noise
+        self.loss, self.loader, self.noise, self.gradients = loss, loader, noise, gradients
         self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
@@ -386,6 +399,8 @@ class _Trainer(Meter):
     def train(self) -> None:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
         self._window(1)
+        if self.gradients is not None:
+            self.report.gradient, self.gradients = self.gradients.found, None
         self._taken_apart()
         self.begin()
         self.micro_clock.forget()
@@ -395,6 +410,8 @@ class _Trainer(Meter):
         if self.noise is not None:
             self.report.noise = self._noise_terms(self.noise)
         self.finish()
+        if self.request.save_weights is not None:
+            weights.save(self.engine, Path(self.request.save_weights))
 
     def enough(self) -> bool:
         """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
@@ -431,6 +448,8 @@ class _Trainer(Meter):
                 return total / self.candidate.gradient_accumulation_steps
 
     def _update(self) -> None:
+        if self.gradients is not None:
+            self.gradients.before_step(self.engine)
         if self.noise is None:
             self.engine.step()
             return

@@ -44,6 +44,12 @@ def _command(schedule: Schedule, program: str = "") -> str:
     return f"{program or shlex.join([sys.executable, '-m', 'autotune.cli'])} retune {shlex.quote(schedule.study)} --if-due"
 
 
+def _name(schedule: Schedule, schedules: Sequence[Schedule]) -> str:
+    """A name for the schedule: its study's, with its number where the study has several."""
+    alone = sum(each.study == schedule.study for each in schedules) == 1
+    return f"retune-{schedule.study}" if alone else f"retune-{schedule.study}-{schedule.number}"
+
+
 def _where(storage: str | None) -> str:
     return "# AUTOTUNE_STORAGE must hold the database's URL where this runs\n" if storage else ""
 
@@ -60,7 +66,7 @@ def _in(folder: Path, command: str) -> str:
 
 def _slurm(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> str:
     lines = [
-        f"#SCRON --job-name=retune-{each.study}\n#SCRON --time=02:00:00\n#SCRON --chdir={folder}\n{_fields(each)} {_command(each)}\n"
+        f"#SCRON --job-name={_name(each, schedules)}\n#SCRON --time=02:00:00\n#SCRON --chdir={folder}\n{_fields(each)} {_command(each)}\n"
         for each in schedules
     ]
     return "# add with `scrontab -e`; partition, account and devices as your cluster wants them\n" + _where(storage) + "".join(lines)
@@ -69,7 +75,7 @@ def _slurm(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> 
 def _systemd(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> str:
     parts = []
     for each in schedules:
-        unit = f"autotune-retune-{each.study}"
+        unit = f"autotune-{_name(each, schedules)}"
         hourly = "daily" if each.every_s and each.every_s >= 2 * DAY_S else "hourly"
         parts.append(
             f"# ~/.config/systemd/user/{unit}.service\n[Unit]\nDescription=Re-tune {each.study} if it is due ({each.when})\n\n"
@@ -87,7 +93,7 @@ def _k8s(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> st
         f"""apiVersion: batch/v1
 kind: CronJob
 metadata:
-  name: retune-{each.study.lower().replace("_", "-").replace(".", "-")}
+  name: {_name(each, schedules).lower().replace("_", "-").replace(".", "-")}
 spec:
   schedule: "{_fields(each)}"
   concurrencyPolicy: Forbid
@@ -115,7 +121,8 @@ spec:
 def _github(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> str:
     times = "\n".join(f'    - cron: "{fields}"' for fields in dict.fromkeys(map(_fields, schedules)))
     steps = "\n".join(
-        f"      - name: {each.study}\n        run: |\n          {_command(each, 'autotune')}; s=$?\n          [ $s -eq 3 ] || exit $s"
+        f"      - name: {_name(each, schedules)}\n        run: |\n          {_command(each, 'autotune')}; s=$?\n"
+        "          [ $s -eq 3 ] || exit $s"
         for each in schedules
     )
     return f"""# .github/workflows/retune.yml; the runner keeps its studies folder from run to run

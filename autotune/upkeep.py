@@ -87,10 +87,11 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
         stack.enter_context(_terminable())
         stack.enter_context(store.failing_in_words(url))
         schedule.started(history, due)
+        wanted = _spec(study, folder, overrides)
         run = Retuning(name=study, folder=folder, url=url, asked=asked, observer=view)
         try:
             run.begin()
-            decision = _decided(run, _spec(study, folder, overrides), folder, lock, view)
+            decision = _decided(run, wanted, lock, view)
         except retuning.AttemptsError as error:
             print(f"autotune: {error}", file=sys.stderr)
             return STATUS[Verdict.FAILED]
@@ -104,7 +105,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     return STATUS[decision.verdict]
 
 
-def _decided(run: Retuning, wanted: StudySpec, folder: Path, lock: Any, view: ProgressView) -> retuning.Decision:
+def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: ProgressView) -> retuning.Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:

@@ -85,6 +85,7 @@ class Decision:
         differences: Knobs that differ: name, before, after.
         explained: What of the environment each of them follows from, in words.
         n_trials: Trials of the search.
+        notes: What else it found.
         generation: Number of the re-tuning.
         folder: Where its files lie.
     """
@@ -99,6 +100,7 @@ class Decision:
     differences: Sequence[tuple[str, Any, Any]] = ()
     explained: Sequence[str] = ()
     n_trials: int = 0
+    notes: Sequence[str] = ()
 
     def to_data(self) -> dict[str, Any]:
         """The decision with its evidence, for programs and for the history."""
@@ -108,7 +110,7 @@ class Decision:
             "check": self.standing.to_data() if self.standing else None,
             "duel": self.duel.to_data() if self.duel else None,
             "differences": [{"knob": name, "before": before, "after": after} for name, before, after in self.differences],
-            "explained": list(self.explained), "n_trials": self.n_trials,
+            "explained": list(self.explained), "n_trials": self.n_trials, "notes": list(self.notes),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -124,7 +126,7 @@ class Decision:
             found += [f"  {name:<{width}}  {_said(before)} -> {_said(after)}" for name, before, after in self.differences]
         if self.duel:
             found += [f"  {line}" for line in self.duel.lines()]
-        return [*found, *self.explained]
+        return [*found, *self.explained, *self.notes]
 
 
 @dataclass
@@ -239,9 +241,11 @@ class Retuning:
         standing = self._standing(runner)
         made["standing"] = standing
         opens = fingerprint.opened(news)
-        if not standing.moved and not opens and not self.asked.forced:
+        later = getattr(found.spec, "from_checkpoint", None) is not None  # the noise scale has grown since, so that larger batches pay
+        if not standing.moved and not opens and not later and not self.asked.forced:
             return Decision(verdict=Verdict.UNCHANGED, reason=f"{standing.reason}; searching would gain nothing", **made)
-        why = standing.reason if standing.moved else "something better may exist now" if opens else "as asked for"
+        opened = "something better may exist now" if opens else "the training has gone on" if later else "as asked for"
+        why = standing.reason if standing.moved else opened
         self.observer.say(f"searching, since {why}: {runner.plan.spec.trials} trials, starting from study {self.current.study_name}")
         runner.run()
         return self._compared(runner, made, standing)
@@ -250,6 +254,8 @@ class Retuning:
         """Best of the search against what is in use."""
         assert runner.study is not None
         made["n_trials"] = len(store.told_trials(runner.study))
+        before, now = (r.noise if r is not None else None for r in (self.kept.reference, runner.reference))
+        made["notes"] = [f"{now}; it was: {before or 'not measured'}"] if now is not None else []
         later = summary.read(runner.study, self.path)
         pick = later.picks.get("recommended")
         if pick is None:
@@ -297,7 +303,7 @@ class Retuning:
         decision = Decision(
             verdict=Verdict.IMPROVED, reason=data["reason"], generation=self.generation, folder=self.path, changes=changes,
             standing=Standing.of_data(data["check"]), duel=Duel.of_data(data["duel"]), differences=differences,
-            explained=data["explained"], n_trials=data["n_trials"],
+            explained=data["explained"], n_trials=data["n_trials"], notes=data["notes"],
         )  # fmt: skip
         runner.open()
         assert runner.study is not None

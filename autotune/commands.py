@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, launch, spec, store
+from autotune import UserError, experience, launch, spec, store
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
@@ -35,7 +35,7 @@ INTERRUPTED = 130
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
-def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
+def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool, learn: bool = True) -> int:
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
@@ -67,6 +67,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
                 _keep_spec(wanted, Path(target), folder)
                 for note in (*notes, *found.notes):
                     view.say(note)
+                experience.attach(runner, learn=learn)
                 runner.run()
         except KeyboardInterrupt:
             interrupted = True
@@ -75,6 +76,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         return INTERRUPTED
     report = summary.load(wanted.name, url, folder)
     written = summary.write(report, folder)
+    if report.study["stored_as"] == wanted.name:
+        experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
     _print_answer(report, [shown(path) for path in written], as_json=as_json)
     if interrupted:
         again = shlex.join(["autotune", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
@@ -324,7 +327,7 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
         raise UserError("explain: give --why-not or --what-if, not both")
     folder, url = _locate(study, storage)
     report = summary.load(study, url, folder)
-    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
+    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]), report)
     if why_not is not None:
         said = evidence.why_not(*explanations.read_setting(why_not))
     elif what_if is not None:
@@ -393,7 +396,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
         raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
-    found = diagnosis.of_trial(report, folder, row["trial"])
+    found = diagnosis.of_trial(report, Path(report.study["folder"]), row["trial"])
     if as_json:
         print(json.dumps(diagnosis.as_data(report, found), indent=1))
         return

@@ -59,6 +59,21 @@ def _read_share(given: Any) -> Any:
         raise ValueError(f"{given!r} is not a share such as 0.01 or 1%") from None
 
 
+def read_share(text: str, where: str) -> float:
+    """A share such as 0.03 or 3%, below 1.
+
+    Raises:
+        SpecError: It is none.
+    """
+    try:
+        share = float(_read_share(text))
+    except ValueError as error:
+        raise SpecError(f"{where}: {error}") from None
+    if not 0 <= share < 1:
+        raise SpecError(f"{where}: {text} is not between 0 and 100%")
+    return share
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]

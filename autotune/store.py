@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune import UserError, objective, trial
+from autotune import UserError, history, objective, trial
 from autotune.analysis.recommend import Measured
 from autotune.branch import Branch
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
@@ -31,6 +32,8 @@ from autotune.trial import Outcome, Workload
 MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotune", "ended"
 HEARTBEAT_S = 10
 GRACE_S = 60
+# Which re-tuning's study holds the answer of this one today.
+SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
 BUSY_TIMEOUT_S = 60
 
@@ -154,9 +157,11 @@ def create_study(storage: RDBStorage, name: str, directions: Sequence[Direction]
 
 
 def delete_study(storage: RDBStorage, name: str) -> None:
-    """Removes a study with its trials; one that is not there is no error."""
-    with contextlib.suppress(KeyError):
-        optuna.delete_study(study_name=name, storage=storage)
+    """Removes a study with its trials, its re-tunings and its history; one that is not there is no error."""
+    for own in [name, *(other for other in study_names(storage) if other != name and generation_of(other)[0] == name)]:
+        with contextlib.suppress(KeyError):
+            optuna.delete_study(study_name=own, storage=storage)
+    history.forget(storage.engine, name)
 
 
 def running(study: Study) -> list[FrozenTrial]:
@@ -387,4 +392,28 @@ def repeat_path(folder: Path, number: int, n: int) -> Path:
 def study_folder(name: str, studies: Path, url: str) -> Path:
     """The folder of a study: below `studies`, or beside its SQLite database where only that has one."""
     beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
-    return next((folder / name for folder in (studies, beside) if (folder / name).is_dir()), studies / name)
+    base, generation = generation_of(name)
+    own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)
+    return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
+
+
+def generation_name(name: str, generation: int) -> str:
+    """The study, as it lies in the database, of a study's n-th re-tuning."""
+    return f"{name}.retune-{generation}"
+
+
+def generation_of(name: str) -> tuple[str, int]:
+    """The study that a name in the database belongs to, and which of its re-tunings it is (0: none)."""
+    found = re.fullmatch(r"(.+)\.retune-([0-9]+)", name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def current(study: Study) -> str:
+    """The name of the study that holds the answer today: the last re-tuning that replaced it, else the study itself."""
+    later = str(study.user_attrs.get(SUCCESSOR_ATTR, ""))
+    return later if later and later in study_names(study._storage) else study.study_name  # type: ignore[arg-type]
+
+
+def succeed(study: Study, later: str) -> None:
+    """Makes a re-tuning the holder of a study's answer."""
+    study.set_user_attr(SUCCESSOR_ATTR, later)

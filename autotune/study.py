@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -36,6 +36,7 @@ from autotune.plan import Plan, remedy, shown
 from autotune.predict.forecast import Predictor, settings_of
 from autotune.predict.profile import Machine, Profile
 from autotune.search import check_sampler
+from autotune.search.catalogue import Prior
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
 from autotune.store import SearchRecord, StudyRecord
@@ -101,6 +102,21 @@ class Progress:
     left_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """What a study begins with that another one has learned.
+
+    Attributes:
+        prior: Lays what was learned over the study's own prior.
+        first: What is measured before anything is proposed: what was best before.
+        compromise: Look for the best compromise alone, not for the whole front.
+    """
+
+    prior: Callable[[Prior], Prior]
+    first: tuple[Candidate, ...] = ()
+    compromise: bool = False
+
+
 class Runner:
     """One run of a study: from wherever it stands to its end.
 
@@ -110,6 +126,9 @@ class Runner:
         folder: The study's folder.
         storage_url: The database.
         observer: Whoever watches.
+
+    Attributes:
+        warm: What another study has learned; set before `run`.
     """
 
     def __init__(self, plan: Plan, executor: LocalExecutor, folder: Path, storage_url: str, observer: Observer) -> None:
@@ -121,6 +140,7 @@ class Runner:
         self.reference: Reference | None = None
         self.objectives = list(plan.spec.objectives)
         self.learning_rate = plan.learning_rate()
+        self.warm: WarmStart | None = None
         self._built: set[str] = set()
         self._n_tries = BUSY_TRIES
         self._started = time.monotonic()
@@ -145,7 +165,7 @@ class Runner:
         assert self.study is not None
         self.study.sampler = sampler
         store.note_end(self.study, "")
-        for candidate in self._recover():
+        for candidate in [*self._recover(), *self._first()]:
             if self._n_spent() < self.spec.trials and not self.out_of_time():
                 sampler.force(candidate)
                 self._trial(role="search")
@@ -324,13 +344,22 @@ class Runner:
     def _advisor(self) -> PhysicsSampler:
         """What is believed of candidates, whoever proposes them."""
         plan, spec = self.plan, self.spec
+        prior: Prior = generic_prior(plan.workload, plan.setting)
         advisor = PhysicsSampler(
-            plan.space, plan.baseline, plan.setting, spec.seed, prior=generic_prior(plan.workload, plan.setting),
+            plan.space, plan.baseline, plan.setting, spec.seed, prior=self.warm.prior(prior) if self.warm is not None else prior,
             metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
+        if self.warm is not None and self.warm.compromise:
+            advisor.weights = [o.weight for o in self.objectives]
         advisor.proposes, advisor.cautious = spec.sampler == "physics", spec.memory_filter
         return advisor
+
+    def _first(self) -> list[Candidate]:
+        """What was good elsewhere and is still to be measured here."""
+        known = {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}
+        first = self.warm.first if self.warm is not None else ()
+        return [c for c in first if c.key not in known and c.illegal(self.plan.setting) is None]
 
     def _recover(self) -> list[Candidate]:
         """Trials that a dead run left behind: told if their result is there, else marked lost and given back to run again."""
@@ -506,6 +535,10 @@ class Runner:
                 metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
                 predictor.learn(store.told_candidate(told), **metrics)
         return predictor
+
+    def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
+        """One more measurement of a configuration, told to nobody: to be compared with others that are taken in turns with it."""
+        return self.execute(candidate, path, role="repeat")
 
     def say(self, text: str) -> None:
         """Tells whoever watches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -87,6 +88,31 @@ def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign
                 yield name, node
             case ast.If() | ast.With() | ast.Try():
                 yield from module_constants([*node.body, *getattr(node, "orelse", [])])
+
+
+def driver_version() -> str:
+    """Version of NVIDIA's kernel driver; empty where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module\D*([0-9][0-9.]+)", text)
+    return found[1] if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShape:
+    """What samples look like, as far as step time and memory depend on it.
+
+    Attributes:
+        fields: Each tensor of a sample: name, type and shape, with `*` where a size differs between samples.
+        lengths: Share of the samples whose largest dimension is at most so much, by upper edge; two classes to a doubling.
+        n_seen: Samples looked at.
+    """
+
+    fields: tuple[str, ...]
+    lengths: dict[str, float]
+    n_seen: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +216,8 @@ class Workload:
         script: What a probe found, where the target is a training script.
         profile: What memory and time follow from; None where it was not profiled.
         machine: What the machine does in a second, so many ranks at once; None where that was not measured.
+        structure: Digest of the model's modules and parameters; empty where it was not taken.
+        data: What the samples look like; None where none could be drawn.
     """
 
     n_parameters: int
@@ -206,6 +234,8 @@ class Workload:
     script: Probed | None = None
     profile: Profile | None = None
     machine: Machine | None = None
+    structure: str = ""
+    data: DataShape | None = None
 
     def data_parallel(self, world_size: int) -> int:
         """How many of the ranks have data of their own."""

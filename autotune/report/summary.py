@@ -30,7 +30,14 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     Raises:
         StoreError: There is no such database or study, or autotune did not make it.
     """
-    return read(store.load_study(store.open_storage(storage_url, create=False), name), folder)
+    storage = store.open_storage(storage_url, create=False)
+    study = store.load_study(storage, name)
+    later = store.current(study)
+    if later == name:
+        return read(study, folder)
+    generation = store.generation_of(later)[1]
+    found = read(store.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
+    return replace(found, study={**found.study, "name": name})
 
 
 def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
@@ -54,6 +61,8 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     return StudyReport(
         study={
             "name": name,
+            "stored_as": name,
+            "folder": str(folder),
             "target": kept.target,
             "ranks": kept.world_size,
             "data_parallel": kept.data_parallel,
@@ -191,7 +200,7 @@ def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     for row in report.trials:
         outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
-    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline")}
+    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline", "folder")}
     return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
 
 

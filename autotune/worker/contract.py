@@ -132,6 +132,13 @@ class Loader:
         self._next_sample += chunk
         return self._collate(samples), len(samples)
 
+    def samples(self) -> Any:
+        """The samples themselves: a data set, an iterator, or for `batch(n)` those of one small batch."""
+        if self._batch is None:
+            return self._dataset if self._stream is None else iter(self._dataset)
+        batch = self._batch(2)
+        return iter([_part(batch, 0), _part(batch, 1)])
+
     def _index(self, position: int) -> int:
         assert self.n_samples is not None
         epoch, offset = divmod(position, self.n_samples)
@@ -141,6 +148,15 @@ class Loader:
                 known: order for known, order in self._orders.items() if known >= epoch - 1
             }
         return int(self._orders[epoch][offset])
+
+
+def _part(batch: Any, index: int) -> Any:
+    """One sample of a batch, as far as its tensors show which it is."""
+    if isinstance(batch, Tensor):
+        return batch[index] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: _part(value, index) for key, value in batch.items()}
+    return [_part(value, index) for value in batch] if isinstance(batch, (list, tuple)) else batch
 
 
 def _dataset(target: Target) -> Any:

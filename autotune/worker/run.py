@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +28,7 @@ from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
-from autotune.worker import contract, observe, weights
+from autotune.worker import contract, observe, samples, weights
 from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
 from autotune.worker.noise import NoiseMeter
@@ -217,7 +219,7 @@ def _inspect(request: TrialRequest) -> Workload:
         raise contract.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = contract.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
-    return replace(found, optimizer=_optimizer_class(target, model))
+    return replace(found, optimizer=_optimizer_class(target, model), data=samples.data_shape(loader))
 
 
 def _optimizer_class(target: contract.Target, model: torch.nn.Module) -> str:
@@ -245,8 +247,18 @@ def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samp
         float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,
         environment=_environment(),
+        structure=_structure(model, sizes),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
+
+
+def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:
+    """A digest of what the model is made of: classes of modules, and names, shapes and types of parameters."""
+    lines = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
+    for name, parameter in model.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        lines.append(f"{name} {shape} {sizes[parameter]} {parameter.dtype} {parameter.requires_grad}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _has_float_buffers(model: torch.nn.Module) -> bool:
@@ -273,6 +285,7 @@ def _environment() -> Environment:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
     if cuda:
         versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        versions |= {"driver": driver} if (driver := trial.driver_version()) else {}
     return Environment(
         accelerator=accelerator.device_name(),
         device_name=torch.cuda.get_device_name() if cuda else _cpu_name(),

@@ -216,11 +216,16 @@ def cp(
 
 
 @app.command()
-def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -> None:
-    """Say how far STUDY is and what it has found."""
+def status(
+    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far STUDY is and what it has found; follow it while another terminal runs it. --json says it once."""
     from autotune import commands
 
-    commands.status(study, storage, as_json=as_json)
+    raise typer.Exit(commands.status(study, storage, once=once, as_json=as_json))
 
 
 @app.command()
@@ -303,6 +308,19 @@ def scale(
         "base_config": base_config and str(base_config),
     }
     raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, as_json=as_json))
+
+
+@app.command()
+def probe(
+    target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what this machine reaches: matrix products, memory, collectives by message size, data loading."""
+    from autotune import probing
+
+    raise typer.Exit(probing.probe(target, ranks, again=again, as_json=as_json))
 
 
 @app.command()

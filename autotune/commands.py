@@ -16,18 +16,19 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, experience, launch, spec, store
+from autotune import UserError, experience, launch, spec, store, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
-from autotune.console import ProgressView, duration
+from autotune.console import ProgressView
 from autotune.executors import base
 from autotune.invocation import check_templates
+from autotune.journal import Journal
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
 from autotune.spec import StudySpec
-from autotune.study import Runner, note_agent, study_lock
+from autotune.study import Runner, note_agent, run_under_way, study_lock
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")
@@ -58,15 +59,16 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
             with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
-                view.doing("profiling the model and the machine, once")
+                watched = Journal(view, folder)
+                watched.doing("profiling the model and the machine, once")
                 found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
-                runner = Runner(found, executor, folder, url, view)
+                runner = Runner(found, executor, folder, url, watched)
                 runner.open()
                 _keep_spec(wanted, Path(target), folder)
                 for note in (*notes, *found.notes):
-                    view.say(note)
+                    watched.say(note)
                 experience.attach(runner, learn=learn)
                 runner.run()
         except KeyboardInterrupt:
@@ -304,19 +306,39 @@ def cp(preset: str, file: Path) -> None:
     print(f"wrote {file}; use it with {flag} {file}")
 
 
-def status(study: str, storage: str | None, *, as_json: bool) -> None:
-    """`autotune status`: how far a study is and what it has found."""
-    folder, url = _locate(study, storage)
-    report = summary.load(study, url, folder)
-    n_running = len(store.running(store.load_study(store.open_storage(url, create=False), study)))
-    data = summary.status_data(report, n_running)
+def status(study: str | None, storage: str | None, *, once: bool, as_json: bool) -> int:
+    """`autotune status`: how far a study is and what it has found; follows it while it runs.
+
+    Returns:
+        Exit status: 0, or 130 where the user stopped watching.
+    """
+    folder, url = _locate(study or watching.only_running(STUDIES), storage)
+    name, pid = folder.name, run_under_way(folder)
+    if pid and not (once or as_json):
+        with ProgressView() as view, _terminable():
+            view.say(f"study {name}, run by process {pid}; Ctrl-C ends the watching, not the study")
+            try:
+                watching.follow(folder, pid, view)
+            except KeyboardInterrupt:
+                view.say("the study goes on")
+                return INTERRUPTED
+        pid = None
+    try:
+        report = summary.load(name, url, folder)
+    except store.StoreError:
+        if pid is None:
+            raise
+        data = {"name": name, "n_trials": 0, "outcomes": {}, "running": 0, "process": pid}
+        print(json.dumps(data, indent=1) if as_json else f"study {name}: process {pid} runs it now; no trial has ended yet")
+        return 0
+    n_running = len(store.running(store.load_study(store.open_storage(url, create=False), name)))
+    data = {**summary.status_data(report, n_running), "process": pid}
     if as_json:
         print(json.dumps(data, indent=1))
-        return
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in data["outcomes"].items())
-    running = f", {n_running} begun and not told (running now, or lost)" if n_running else ""
-    print(f"study {study}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){running}\n")
+        return 0
+    print(f"{watching.lines(data)}\n")
     _print_answer(report, [], as_json=False)
+    return 0
 
 
 def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from autotune import trial
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, cache_dir, has_cuda_device
 from autotune.invocation import Invocation
+from autotune.predict.links import Probe
 from autotune.predict.profile import Machine, Profile
 from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
 
@@ -25,7 +26,7 @@ FORMAT = 1
 PROFILE_DEADLINE_S = 180.0
 # Files that a script may read its configuration from, and the bytes up to which they are taken for that.
 SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
-T = TypeVar("T", Profile, Machine, Workload)
+T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 
 def workload_key(target: Path, given: Any = None) -> str:
@@ -58,7 +59,7 @@ def kept(kind: type[T], key: str) -> T | None:
         return None
 
 
-def keep(value: Profile | Machine | Workload, key: str) -> None:
+def keep(value: Profile | Machine | Workload | Probe, key: str) -> None:
     """Puts something into the cache."""
     trial.write(_path(type(value), key), value, sync=False)
 

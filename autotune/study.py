@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -52,6 +52,8 @@ CHECK_TRIALS, CHECK_SHARE = 6, 0.25
 NOISE_MICROS = 4
 # So many trials of a precision end with a dtype mismatch, and none otherwise, before it is no longer proposed.
 MISMATCHES = 2
+# How often the lock of a study is asked for.
+LOCK_TRIES = 5
 
 
 class Observer(Protocol):
@@ -73,6 +75,13 @@ class Observer(Protocol):
         """A trial was told."""
 
 
+class Leader(NamedTuple):
+    """The best compromise so far."""
+
+    trial: int
+    candidate: Candidate
+
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """Where a study stands after a trial.
@@ -81,8 +90,10 @@ class Progress:
         number: The trial.
         role: `baseline`, `search` or `repeat`.
         candidate: Its configuration.
-        result: Its end.
+        outcome: Its end.
+        reason: Why, where it is not `complete`.
         metrics: What it yielded.
+        wall_s: How long it took.
         n_told: Trials told so far.
         n_trials: Trials in all.
         best: The best compromise so far.
@@ -93,11 +104,13 @@ class Progress:
     number: int
     role: str
     candidate: Candidate
-    result: TrialResult
+    outcome: Outcome
+    reason: str
     metrics: dict[str, float]
+    wall_s: float
     n_told: int
     n_trials: int
-    best: Measured | None
+    best: Leader | None
     best_speedup: float | None
     left_s: float
 
@@ -698,8 +711,9 @@ class Runner:
             left = min(left, max(0.0, self.spec.time_budget_s - self.spent_s()))
         self.observer.ended(
             Progress(
-                number=number, role=role, candidate=candidate, result=result, metrics=dict(metrics), n_told=n_spent,
-                n_trials=self.spec.trials, best=best, best_speedup=speedup, left_s=left,
+                number=number, role=role, candidate=candidate, outcome=result.outcome, reason=result.reason, metrics=dict(metrics),
+                wall_s=result.wall_s, n_told=n_spent, n_trials=self.spec.trials, best=Leader(best.trial, best.candidate) if best else None,
+                best_speedup=speedup, left_s=left,
             )
         )  # fmt: skip
 
@@ -763,14 +777,19 @@ def study_lock(folder: Path) -> Iterator[IO[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            pid = (json.loads(file.read() or "{}")).get("pid", "?")
-            raise UserError(
-                f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
-            ) from None
+        for tries_left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if tries_left:
+                    time.sleep(0.01)  # whoever only looks whether it runs has the lock for a moment
+                    continue
+                file.seek(0)
+                pid = (json.loads(file.read() or "{}")).get("pid", "?")
+                raise UserError(
+                    f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
+                ) from None
         file.seek(0)
         with contextlib.suppress(json.JSONDecodeError):
             left = json.loads(file.read() or "{}")
@@ -778,6 +797,21 @@ def study_lock(folder: Path) -> Iterator[IO[str]]:
                 sweep(left["agent"])
         note_agent(file, "")
         yield file
+
+
+def run_under_way(folder: Path) -> int | None:
+    """The process that runs the study of a folder; None if none does."""
+    try:
+        with open(folder / ".lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with contextlib.suppress(json.JSONDecodeError):
+                    return int(json.loads(file.read() or "{}").get("pid", 0))
+                return 0  # it has not yet written down who it is
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def note_agent(file: IO[str], mark: str) -> None:

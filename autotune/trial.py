@@ -287,7 +287,8 @@ class TrialRequest:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
             for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
-            the machine and writes a `Machine` (both in `predict.profile`).
+            the machine and writes a `Machine` (both in `predict.profile`), `machine` does so at length and writes a `Probe`
+            (`predict.links`); a target then only stands for its data.
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.
@@ -533,6 +534,7 @@ class TrialDir:
         self.workload = path / "workload.json"
         self.profile = path / "profile.json"
         self.machine = path / "machine.json"
+        self.probe = path / "probe.json"
         self.events = path / "events.jsonl"
         self.scratch = path / "scratch"
 

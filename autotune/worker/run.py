@@ -59,7 +59,7 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
             from autotune.worker.profile import profile
 
             trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
-        elif request.mode == "rates":
+        elif request.mode in ("rates", "machine"):
             from autotune.worker.rates import measure_machine
 
             measure_machine(recorder, request, rank, listener)
@@ -288,7 +288,7 @@ def _environment() -> Environment:
         versions |= {"driver": driver} if (driver := trial.driver_version()) else {}
     return Environment(
         accelerator=accelerator.device_name(),
-        device_name=torch.cuda.get_device_name() if cuda else _cpu_name(),
+        device_name=device_name(cuda=cuda),
         n_devices=torch.cuda.device_count() if cuda else 1,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory
         if cuda
@@ -301,7 +301,10 @@ def _environment() -> Environment:
     )
 
 
-def _cpu_name() -> str:
+def device_name(*, cuda: bool) -> str:
+    """Model of the device; of the processor where there is none."""
+    if cuda:
+        return str(torch.cuda.get_device_name())
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -245,7 +245,7 @@ def foresee_workload(spec: StudySpec) -> Foreseen:
     return Foreseen(
         profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
-        share_bytes=environment.device_memory_bytes / (1 if _cuda(workload) else local), notes=notes,
+        share_bytes=environment.share_bytes(local), notes=notes,
     )  # fmt: skip
 
 

@@ -85,9 +85,7 @@ class Plan:
     @property
     def memory_limit_bytes(self) -> float | None:
         """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
-        environment = self.workload.environment
-        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else self.world_size)
-        return self.spec.device_memory_bytes or share or None
+        return self.spec.device_memory_bytes or self.workload.environment.share_bytes(self.world_size) or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The complete DeepSpeed configuration of a candidate of this study."""

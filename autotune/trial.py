@@ -22,6 +22,8 @@ from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
+# What a process takes of a device outside torch's allocator: CUDA's context, its modules and libraries.
+CUDA_CONTEXT_BYTES = 600 << 20
 # With this much of the machine in other hands, a step time is no longer the configuration's own.
 BUSY_CORES = 0.3
 # Families of scripts, in words, that others than the worker look at.
@@ -71,6 +73,10 @@ class Environment:
     n_cores: int
     versions: dict[str, str]
     omp_num_threads: str | None = None
+
+    def share_bytes(self, ranks: int) -> float:
+        """What a rank may use: its device's memory but for what CUDA itself takes; on a CPU its share of the machine's."""
+        return max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES) if self.accelerator == "cuda" else self.device_memory_bytes / ranks
 
 
 def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:

@@ -35,7 +35,8 @@ from autotune.worker.noise import NoiseMeter
 
 # Between the dropout seeds of two replicates: more than there are ranks.
 REPLICATE_SEEDS = 1_000_003
-OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
+# The last: cuBLAS and cuDNN, whose workspaces no allocator of torch's refuses (CUBLAS_STATUS_ALLOC_FAILED).
+OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory", "_status_alloc_failed")
 
 
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
@@ -319,8 +320,8 @@ def prepare_device(request: TrialRequest) -> observe.Memory:
 
     if get_accelerator().device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
+    # On CUDA too: an offloaded optimizer steps on the host, and each rank would take all cores for it.
+    torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on CPU leaks 66 MiB of /dev/shm per rank for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return observe.Memory(get_accelerator().device_name())
@@ -446,7 +447,7 @@ class _Trainer(Meter):
         losses = [self._step() for _ in range(n_steps)]
         self.synchronize()
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        self.gather(wall, cpu, losses, overflowed=self.engine.skipped_steps > skipped)
+        self.gather(wall, cpu, losses, skipped=self.engine.skipped_steps - skipped)
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -501,4 +502,4 @@ class _Trainer(Meter):
         self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
-        self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
+        self.gather(wall, cpu, [total], skipped=self.engine.skipped_steps - skipped)

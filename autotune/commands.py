@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, launch, spec, store, watching
+from autotune import UserError, experience, launch, spec, store, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView
@@ -36,14 +36,14 @@ INTERRUPTED = 130
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
-def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
+def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool, learn: bool = True) -> int:
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
     try:
-        wanted, notes = _wanted(target, overrides)
+        wanted, notes = wanted_study(target, overrides)
     except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
         print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
         return INTERRUPTED
@@ -69,6 +69,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
                 _keep_spec(wanted, Path(target), folder)
                 for note in (*notes, *found.notes):
                     watched.say(note)
+                experience.attach(runner, learn=learn)
                 runner.run()
         except KeyboardInterrupt:
             interrupted = True
@@ -77,6 +78,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         return INTERRUPTED
     report = summary.load(wanted.name, url, folder)
     written = summary.write(report, folder)
+    if report.study["stored_as"] == wanted.name:
+        experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
     _print_answer(report, [shown(path) for path in written], as_json=as_json)
     if interrupted:
         again = shlex.join(["autotune", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
@@ -88,7 +91,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     return 0
 
 
-def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
+def wanted_study(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
     """The study that a TARGET means, whether file or launch command, and what to say about it."""
     stated = spec.stated_command(target, overrides)
     if stated is None:
@@ -110,7 +113,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
-    wanted, notes = _wanted(target, overrides)
+    wanted, notes = wanted_study(target, overrides)
     folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
     with ProgressView() as view, _terminable():
         view.doing(f"loading {shown(wanted.target)}")
@@ -346,7 +349,7 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
         raise UserError("explain: give --why-not or --what-if, not both")
     folder, url = _locate(study, storage)
     report = summary.load(study, url, folder)
-    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
+    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]), report)
     if why_not is not None:
         said = evidence.why_not(*explanations.read_setting(why_not))
     elif what_if is not None:
@@ -416,6 +419,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
         raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
+    folder = Path(report.study["folder"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}
         with ProgressView() as view, _terminable():
@@ -442,7 +446,7 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     from autotune.report import scaling as page
 
     counts = measuring.rank_counts(ranks)
-    wanted, notes = _wanted(target, {**overrides, "ranks": max(counts)})
+    wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)})
     folder = studies_folder(Path(target)) / wanted.name / "scaling"
     with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)

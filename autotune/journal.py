@@ -141,7 +141,7 @@ def _progress(line: dict[str, Any]) -> Progress:
     best = line["best"]
     return Progress(
         number=line["number"], role=line["role"], candidate=Candidate.of(line["candidate"]), outcome=Outcome(line["outcome"]),
-        reason=line["reason"], metrics=line["metrics"], n_told=line["n_told"], n_trials=line["n_trials"],
+        reason=line["reason"], metrics=line["metrics"], wall_s=line["wall_s"], n_told=line["n_told"], n_trials=line["n_trials"],
         best=Leader(best["trial"], Candidate.of(best["candidate"])) if best else None, best_speedup=line["best_speedup"],
         left_s=line["left_s"],
     )  # fmt: skip

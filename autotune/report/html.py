@@ -29,9 +29,12 @@ from autotune.report import (
 )
 from autotune.report.elements import Html, breakable, each, el, group, with_code
 from autotune.report.plots import said
+from autotune.report.quality import quality
 from autotune.report.readme import machine, reproduce, subject
 
 SCRIPTS = ("canvas.js", "page.js")
+# What the page says elsewhere, or what is nobody's business but that of programs.
+HIDDEN = ("name", "target", "wall s", "folder", "stored as")
 
 
 def write(report: StudyReport, path: Path) -> None:
@@ -55,6 +58,7 @@ def render(report: StudyReport) -> str:
         "all": ("Trials", table.trials(report)),
         "steps": ("Steps", sections.step() if data["steps"] else None),
         "losses": ("Losses", sections.loss() if data["losses"] else None),
+        "quality": ("Quality", quality(report)),
         "forecasts": ("Forecasts", sections.forecast(data["forecasts"]) if data["forecasts"] else None),
         "facts": ("Environment", _facts(report)),
     }
@@ -332,7 +336,7 @@ def _study_facts(report: StudyReport) -> dict[str, Any]:
         "objectives": ", ".join(METRICS[name].label for name in report.metric_names(all_metrics=False)),
         "wall time": units.duration(study["wall_s"]) if study.get("wall_s") else None,
     }
-    return {name: value for name, value in said.items() if name not in ("name", "target", "wall s") and value != ""} | own
+    return {name: value for name, value in said.items() if name not in HIDDEN and value != ""} | own
 
 
 def _definitions(found: Data) -> Html:

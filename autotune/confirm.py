@@ -160,6 +160,7 @@ class Confirmation:
         """
         baseline = baseline_of(self.host.measured())
         done = sum(m.branch is not None for m in self.host.measured())
+        found = [self._now(m) for m in found]
         open_ = [m for m in found if m.branch_wanted and m.branch is None and (m.numerics_kept or (m.verdict and m.verdict.passed))]
         if baseline is None or not open_ or done >= self.spec.finalists or self.host.out_of_time():
             return False

@@ -30,6 +30,15 @@ ScriptSet = Annotated[
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
 Storage = Annotated[str | None, typer.Option(metavar="URL", help="Database URL (default: SQLite, studies/autotune.db).")]
+Executor = Annotated[str | None, typer.Option("--executor", metavar="local|slurm|ray", help="What runs the trials (default: local).")]
+Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that the ranks of a trial are spread over.")]
+ExecutorOptions = Annotated[
+    list[str] | None,
+    typer.Option("--executor-option", metavar="NAME=VALUE", help="What the executor is told, as partition=gpu; repeatable."),
+]
+Hostfile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="Machines for local, over your ssh: HOST slots=N a line.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 STUDIES = Path("studies")
 
@@ -74,6 +83,10 @@ def run(
     trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
     time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")] = None,
+    executor: Executor = None,
+    nodes: Nodes = None,
+    executor_option: ExecutorOptions = None,
+    hostfile: Hostfile = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
@@ -85,6 +98,11 @@ def run(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
     learning_rate_rule: Annotated[
         str | None, typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge.")
+    ] = None,
+    branch: Annotated[bool | None, typer.Option("--branch/--no-branch", help="Check other global batches by a branch.")] = None,
+    branch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens that each side of a branch trains on.")] = None,
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights that noise probe and branches start from: DeepSpeed's, or a state dict.")
     ] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
@@ -103,6 +121,10 @@ def run(
         "trials": trials,
         "time_budget_s": time_budget,
         "ranks": ranks,
+        "executor": executor,
+        "nodes": nodes,
+        "executor_options": executor_option or None,
+        "hostfile": hostfile and str(hostfile),
         "base_config": base_config and str(base_config),
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
@@ -113,6 +135,9 @@ def run(
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
+        "branch": branch,
+        "branch_tokens": branch_tokens,
+        "from_checkpoint": from_checkpoint and str(from_checkpoint),
     }
     raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json, learn=not no_history))
 
@@ -124,6 +149,10 @@ def check(
     space: Annotated[str | None, typer.Option(metavar="A,B", help="Search spaces: presets or YAML files.")] = None,
     objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial.")] = None,
+    executor: Executor = None,
+    nodes: Nodes = None,
+    executor_option: ExecutorOptions = None,
+    hostfile: Hostfile = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
@@ -139,6 +168,10 @@ def check(
         "space": space,
         "objectives": objective,
         "ranks": ranks,
+        "executor": executor,
+        "nodes": nodes,
+        "executor_options": executor_option or None,
+        "hostfile": hostfile and str(hostfile),
         "base_config": base_config and str(base_config),
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
@@ -148,7 +181,8 @@ def check(
 
 @app.command()
 def predict(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py or a study.yaml.")],
+    target: Target,
+    script_args: ScriptArgs = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks, also more than this machine has.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device.")] = None,
@@ -157,10 +191,22 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds."""
-    from autotune import forecasting
+    from autotune import forecasting, plan, spec
 
-    overrides = {"name": study, "ranks": ranks, "device_memory_bytes": device_memory, "base_config": base_config and str(base_config)}
-    raise typer.Exit(forecasting.predict(target, overrides, settings or [], as_json=as_json))
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "name": study,
+        "ranks": ranks,
+        "device_memory_bytes": device_memory,
+        "base_config": base_config and str(base_config),
+    }
+    if spec.stated_command(target, overrides) is None:
+        wanted = spec.StudySpec.of(Path(target), overrides)
+    else:  # the command is run; what it takes to import is little beside that
+        from autotune import commands
+
+        wanted, _ = commands.wanted_study(target, overrides)
+    raise typer.Exit(forecasting.predict(wanted, settings or [], plan.studies_folder(Path(target)), as_json=as_json))
 
 
 @app.command()
@@ -195,11 +241,16 @@ def cp(
 
 
 @app.command()
-def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -> None:
-    """Say how far STUDY is and what it has found."""
+def status(
+    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far STUDY is and what it has found; follow it while another terminal runs it. --json says it once."""
     from autotune import commands
 
-    commands.status(study, storage, as_json=as_json)
+    raise typer.Exit(commands.status(study, storage, once=once, as_json=as_json))
 
 
 @app.command()
@@ -282,6 +333,19 @@ def scale(
         "base_config": base_config and str(base_config),
     }
     raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, as_json=as_json))
+
+
+@app.command()
+def probe(
+    target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what this machine reaches: matrix products, memory, collectives by message size, data loading."""
+    from autotune import probing
+
+    raise typer.Exit(probing.probe(target, ranks, again=again, as_json=as_json))
 
 
 @app.command()

@@ -67,8 +67,7 @@ class Recorder:
         Raises:
             GoneError: The study was deleted meanwhile.
         """
-        result = progress.result
-        self.keep(progress.number, progress.role, progress.candidate, str(result.outcome), progress.metrics, result.wall_s)
+        self.keep(progress.number, progress.role, progress.candidate, str(progress.outcome), progress.metrics, progress.wall_s)
         self._observer.ended(progress)
 
     def keep(self, trial: int, role: str, candidate: Candidate, outcome: str, metrics: Mapping[str, float], wall_s: float) -> None:

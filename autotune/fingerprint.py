@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune import trial
 from autotune.candidate import Scalar
-from autotune.executors.local import has_cuda_device
+from autotune.executors.host import has_cuda_device
 from autotune.plan import Plan
 from autotune.space import Parameter, SearchSpace
 from autotune.store import StudyRecord

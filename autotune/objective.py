@@ -113,7 +113,7 @@ class Reference:
 
 
 def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate | None:
-    """Seconds of training until the loss first is the baseline's final one (provisional).
+    """Seconds of training until the loss first is the baseline's final one; near the initial weights small batches win that too easily.
 
     For a trial with B samples per step and losses l_1 .. l_n (equal seed and data order in all trials of a study):
 

@@ -19,7 +19,7 @@ from optuna.study import Study
 from autotune import UserError, duel, experience, fingerprint, objective, store, trial
 from autotune.candidate import Candidate
 from autotune.duel import Duel, Standing
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Executor
 from autotune.experience import Experience, Recorder
 from autotune.fingerprint import Change, Fingerprint
 from autotune.history import GoneError, History
@@ -193,7 +193,7 @@ class Retuning:
         self.generation = next(row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number)
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def run(self, found: Plan, executor: LocalExecutor) -> Decision:
+    def run(self, found: Plan, executor: Executor) -> Decision:
         """Measures, searches if need be, and decides; the decision is kept with its evidence.
 
         Args:
@@ -230,7 +230,7 @@ class Retuning:
         self._close(decision)
         return decision
 
-    def _decide(self, found: Plan, executor: LocalExecutor, changes: list[Change], news: list[Change]) -> Decision:
+    def _decide(self, found: Plan, executor: Executor, changes: list[Change], news: list[Change]) -> Decision:
         made: dict[str, Any] = {"generation": self.generation, "folder": self.path, "changes": changes}
         if self.asked.cause == "stale" and not news and "replacing" not in self.evidence:
             return Decision(verdict=Verdict.UNCHANGED, reason="nothing that it depends on has changed", **made)
@@ -332,7 +332,7 @@ class Retuning:
 
     # Measuring
 
-    def _runner(self, found: Plan, executor: LocalExecutor, changes: list[Change]) -> Runner:
+    def _runner(self, found: Plan, executor: Executor, changes: list[Change]) -> Runner:
         """The search: told what the study found, and held to what the change touches."""
         n = self.asked.trials or max(FEWEST, math.ceil(SHARE * found.spec.trials))
         spec = found.spec.model_copy(update={"name": store.generation_name(self.name, self.generation), "trials": n, "sampler": "physics"})

@@ -21,8 +21,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from autotune import UserError, history, objective, trial
 from autotune.analysis.recommend import Measured
+from autotune.branch import Branch
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
 from autotune.convergence import LearningRate
+from autotune.gate import Verdict, numerics
 from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.trial import Outcome, Workload
@@ -201,6 +203,7 @@ class StudyRecord:
         workload: What the target turned out to be.
         learning_rate: How the trials followed the batch.
         invocation: How the script is started, where the target is one.
+        branches: Another global batch is recommended only if a branch confirms it.
         search: What the search went by; None in studies of earlier versions.
     """
 
@@ -214,6 +217,7 @@ class StudyRecord:
     workload: Workload
     learning_rate: LearningRate = field(default_factory=LearningRate)
     invocation: Invocation | None = None
+    branches: bool = False
     search: SearchRecord | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
@@ -312,11 +316,18 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         result = trial.result_in(path)
         if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
             repeats[n] = {name: estimate.value for name, estimate in objective.measure(result, reference).items()}
+    ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
+    baseline = Candidate.from_key(kept.baseline)
+    refused = verdict is not None and verdict.passed is False
     return Measured(
         trial=told.number,
         candidate=candidate,
-        ds_config=kept.ds_config(candidate),
-        outcome=Outcome(data["outcome"]),
+        ds_config=ds_config,
+        outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
+        verdict=verdict,
+        branch=branch_in(folder, told.number),
+        branch_wanted=kept.branches and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
+        numerics_kept=numerics(ds_config) == numerics(kept.ds_config(baseline)),
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
@@ -324,6 +335,22 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
     )
+
+
+def branch_in(folder: Path, number: int) -> Branch | None:
+    """What a branch of a trial showed; None if there was none."""
+    try:
+        return trial.read(branch_path(folder, number), Branch)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def verdict_in(folder: Path, number: int) -> Verdict | None:
+    """What the quality gate said of a trial; None if it was not asked."""
+    try:
+        return trial.read(gate_path(folder, number), Verdict)
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def trial_path(folder: Path, number: int) -> Path:
@@ -335,6 +362,26 @@ def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
     """The folders of a trial's re-measurements by round."""
     found = trial_path(folder, number).glob("repeat-*")
     return dict(sorted((int(path.name.removeprefix("repeat-")), path) for path in found if path.name.removeprefix("repeat-").isdigit()))
+
+
+def gate_path(folder: Path, number: int) -> Path:
+    """Where a trial's verdict lies, once its numerics were checked."""
+    return trial_path(folder, number) / "verdict.json"
+
+
+def branch_path(folder: Path, number: int) -> Path:
+    """Where it is kept what a branch of a trial showed."""
+    return trial_path(folder, number) / "branch.json"
+
+
+def warm_path(folder: Path) -> Path:
+    """The weights that branches start from."""
+    return folder / "trials" / "warm.pt"
+
+
+def reference_path(folder: Path, batch: int) -> Path:
+    """The folder of the trials that show how the baseline's numerics train at a global batch."""
+    return folder / "trials" / f"reference-{batch}"
 
 
 def repeat_path(folder: Path, number: int, n: int) -> Path:

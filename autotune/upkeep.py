@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune import UserError, fingerprint, schedule, schedule_export, store
 from autotune import retune as retuning
-from autotune.commands import INTERRUPTED, STUDIES, _locate, _terminable, _wanted
+from autotune.commands import INTERRUPTED, STUDIES, _locate, _terminable, wanted_study
 from autotune.console import ProgressView
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
@@ -283,5 +283,5 @@ def _history(study: str, storage: str | None) -> tuple[History, str]:
 
 
 def _spec(study: str, folder: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
-    wanted, _ = _wanted(str(retuning.spec_file(folder, study)), dict(overrides or {}))
+    wanted, _ = wanted_study(str(retuning.spec_file(folder, study)), dict(overrides or {}))
     return retuning.same_name(wanted, study)

@@ -16,7 +16,7 @@ from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
 from autotune.report.export import Started, deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
-from autotune.trial import Outcome
+from autotune.trial import Outcome, TrialResult
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
@@ -136,8 +136,8 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
             {
                 "trial": told.number,
                 "role": told.user_attrs.get(store.ROLE_ATTR, "search"),
-                "outcome": data["outcome"],
-                "reason": data["reason"],
+                "outcome": str(seen.outcome),
+                "reason": seen.verdict.reason if seen.verdict is not None and seen.verdict.passed is False else data["reason"],
                 "phase": data["phase"],
                 "candidate": seen.candidate.values(),
                 "metrics": data["metrics"],
@@ -148,11 +148,19 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "caveats": data["caveats"],
                 "phase_times_s": data.get("phase_times_s", {}),
                 "forecast": data.get("forecast", {}),
-                "losses": result.losses if result else [],
+                "gate": asdict(seen.verdict) if seen.verdict is not None and folder else None,
+                "losses": _curve(result, seen, folder),
                 "step_times_s": result.step_times_s if result else [],
             }
         )
     return rows
+
+
+def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> list[float | None]:
+    """A trial's losses; those of its second run where the quality gate needed a longer one."""
+    longer = trial.result_in(store.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
+    shown = longer or result
+    return shown.losses if shown is not None else []
 
 
 def write(report: StudyReport, folder: Path) -> list[Path]:

@@ -245,5 +245,6 @@ def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int)
         return timed["inner"], timed["boundary"]
     if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
         return None, None
-    inner = (phases.get("data", 0.0) + phases["forward"] + phases["backward"]) / candidate.gradient_accumulation_steps
-    return inner, inner + phases["step"]
+    # What a collective took is told apart from the phase that it lay in.
+    inner = sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "reduce")) / candidate.gradient_accumulation_steps
+    return inner, inner + phases["step"] + phases.get("gather", 0.0)

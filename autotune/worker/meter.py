@@ -117,6 +117,16 @@ class Meter:
         self.report.reason = f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
         return True
 
+    def _cores_used_by_others(self) -> float:
+        """Cores that other processes kept busy meanwhile, on the machine of the trial where they were most."""
+        rows: list[Any] = [None] * dist.get_world_size()
+        machine = observe.machine_id()
+        dist.all_gather_object(rows, (machine, time.process_time() - self._cpu_before))
+        others = self._busyness.cores_used_by_others(sum(cpu_s for where, cpu_s in rows if where == machine))
+        most = torch.tensor(others, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return float(most)
+
     def _highest_peak(self) -> float:
         """The highest memory peak of all ranks so far, as the trial's result will count it."""
         own = max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0])
@@ -133,9 +143,7 @@ class Meter:
         self.check_applied()
         self.report.peak_memory_bytes = self.memory.finish()
         self.report.reserved_memory_bytes, self.report.alloc_retries = self.memory.reserved_bytes, self.memory.alloc_retries
-        own_cpu = torch.tensor(time.process_time() - self._cpu_before, dtype=torch.float64, device=self.device)
-        dist.all_reduce(own_cpu)
-        others = self._busyness.cores_used_by_others(float(own_cpu))
+        others = self._cores_used_by_others()
         self.report.other_cores = others
         if others > trial.BUSY_CORES and self.report.rank == 0:
             self.report.caveats.append(f"the machine was busy: other processes used {others:.1f} cores while this trial was timed")
@@ -155,21 +163,21 @@ class Meter:
             return 1
         return max(1, min(100, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
 
-    def gather(self, wall: float, cpu: float, losses: list[torch.Tensor], *, overflowed: bool, ragged: bool = False) -> None:
+    def gather(self, wall: float, cpu: float, losses: list[torch.Tensor], *, skipped: int, ragged: bool = False) -> None:
         """Adds the steps of a window as the slowest rank saw them, so that all ranks hold the same numbers.
 
         Args:
             wall: Seconds that the window took on this rank.
             cpu: Its process time.
             losses: Loss of each step.
-            overflowed: Loss scaling skipped an update in it.
+            skipped: Updates in it that loss scaling skipped.
             ragged: A step of it had fewer samples than the others.
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
         """
         own = torch.tensor(
-            [wall, cpu, float(overflowed), float(ragged), *(float(loss) for loss in losses)], dtype=torch.float64, device=self.device
+            [wall, cpu, float(skipped), float(ragged), *(float(loss) for loss in losses)], dtype=torch.float64, device=self.device
         )
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
@@ -181,7 +189,7 @@ class Meter:
         if table[:, 2].any():
             # Loss scaling skipped the update: neither its time nor its loss is a step's. fp16 needs some skips to find its
             # scale; a loss that is not finite itself, or skips without end, is no search for a scale.
-            self.skipped += n
+            self.skipped += int(table[:, 2].max())
             if self.skipped > MOST_SKIPPED or not np.isfinite(means).all() or self.elapsed_s >= self.request.budget_s:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return

@@ -26,12 +26,17 @@ import torch.distributed as dist
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
+from autotune.gate import GradientCheck
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
-from autotune.worker import contract, observe, samples
+from autotune.worker import contract, observe, samples, weights
+from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
 from autotune.worker.noise import NoiseMeter
 
-OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
+# Between the dropout seeds of two replicates: more than there are ranks.
+REPLICATE_SEEDS = 1_000_003
+# The last: cuBLAS and cuDNN, whose workspaces no allocator of torch's refuses (CUBLAS_STATUS_ALLOC_FAILED).
+OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory", "_status_alloc_failed")
 
 
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
@@ -40,7 +45,7 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
     Args:
         trial_dir: The trial's folder.
         rank: Number of this rank.
-        listener: Descriptor of the listening socket on which rank 0 keeps the ranks' store.
+        listener: Descriptor of the listening socket on which rank 0 keeps the ranks' store; -1 on another machine than its own.
     """
     recorder = Recorder(TrialDir(Path(trial_dir)), rank)
     try:
@@ -49,13 +54,15 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         _watch_memory(recorder, request)
         if request.mode == "inspect":
             trial.write(recorder.folder.workload, _inspect(request))
+        elif request.mode == "build":
+            _build(request)
         elif request.mode == "profile":
             from deepspeed.accelerator import get_accelerator
 
             from autotune.worker.profile import profile
 
             trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
-        elif request.mode == "rates":
+        elif request.mode in ("rates", "machine"):
             from autotune.worker.rates import measure_machine
 
             measure_machine(recorder, request, rank, listener)
@@ -68,6 +75,13 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         complete(recorder)
     except BaseException as error:
         abort(recorder, error)
+
+
+def _build(request: TrialRequest) -> None:
+    from autotune.worker import ops
+
+    if int(os.environ["LOCAL_RANK"]) == 0 and ops.build(request.ops):
+        raise UserError(f"{', '.join(request.ops)} cannot be built; the log says why")
 
 
 def complete(recorder: Recorder) -> NoReturn:
@@ -120,6 +134,7 @@ class _Draft:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -144,7 +159,8 @@ class Recorder:
     def event(self, **what: Any) -> None:
         """Appends one line to the trial's event stream; a line is small enough to be written in one piece."""
         line = json.dumps({"time": time.time(), "rank": self.report.rank, **what}) + "\n"
-        descriptor = os.open(self.folder.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        events = self.folder.events_of(int(os.environ.get("GROUP_RANK", "0")))
+        descriptor = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, line.encode())
         os.close(descriptor)
 
@@ -188,7 +204,7 @@ def _watch_memory(recorder: Recorder, request: TrialRequest) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         return
     stated = limit is not None
-    share = limit if limit is not None else int(0.9 * observe.available_bytes() / request.world_size)
+    share = limit if limit is not None else int(0.9 * observe.available_bytes() / request.ranks_per_node)
     start = observe.resident_bytes()
 
     def on_excess(growth: int) -> None:
@@ -283,7 +299,7 @@ def _environment() -> Environment:
         versions |= {"driver": driver} if (driver := trial.driver_version()) else {}
     return Environment(
         accelerator=accelerator.device_name(),
-        device_name=torch.cuda.get_device_name() if cuda else _cpu_name(),
+        device_name=device_name(cuda=cuda),
         n_devices=torch.cuda.device_count() if cuda else 1,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory
         if cuda
@@ -296,7 +312,10 @@ def _environment() -> Environment:
     )
 
 
-def _cpu_name() -> str:
+def device_name(*, cuda: bool) -> str:
+    """Model of the device; of the processor where there is none."""
+    if cuda:
+        return str(torch.cuda.get_device_name())
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -311,8 +330,8 @@ def prepare_device(request: TrialRequest) -> observe.Memory:
 
     if get_accelerator().device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
+    # On CUDA too: an offloaded optimizer steps on the host, and each rank would take all cores for it.
+    torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on CPU leaks 66 MiB of /dev/shm per rank for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return observe.Memory(get_accelerator().device_name())
@@ -326,6 +345,10 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     connect(request, rank, listener, cuda=memory.cuda)
     _seed(request.seed)
     model = contract.build_model(target)
+    if request.weights is not None:
+        weights.load(model, Path(request.weights))
+    if request.replicate:
+        perturb(model, request.replicate)
     blocks = contract.find_blocks(model, target.blocks)
     checkpointer = None
     if candidate.checkpoint_every:
@@ -333,31 +356,36 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False  # a recomputed block would append to the cache twice
+    # What batch(n) draws depends on how the batch is split, so that curves are not paired: replicates must show what that does.
+    seed = request.seed + (request.replicate if target.data is None else 0)
     loader = contract.Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=request.seed
-    )
+        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
+        first_sample=request.first_sample,
+    )  # fmt: skip
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size) if request.noise else None
+    gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
     engine = _initialize(request, target, model)
-    _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
+    _seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, noise, *meter).train()
+    _Trainer(contract.make_loss(target, model), loader, noise, gradients, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
     """Joins the ranks over a store on the agent's own socket: no port is chosen, so none can be lost to others."""
     timeout = timedelta(seconds=request.deadline_s + 60)  # the agent's deadline comes first
     dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
-    port = int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         store = dist.TCPStore(
-            "127.0.0.1", port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+            host, port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
         )
     else:
-        socket.close(listener)
-        store = dist.TCPStore("127.0.0.1", port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        if listener >= 0:
+            socket.close(listener)
+        store = dist.TCPStore(host, port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
 
@@ -389,9 +417,9 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, gradients: GradientWatch | None, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader, self.noise = loss, loader, noise
+        self.loss, self.loader, self.noise, self.gradients = loss, loader, noise, gradients
         self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
@@ -399,6 +427,8 @@ class _Trainer(Meter):
     def train(self) -> None:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
         self._window(1)
+        if self.gradients is not None:
+            self.report.gradient, self.gradients = self.gradients.found, None
         self._taken_apart()
         self.begin()
         self.micro_clock.forget()
@@ -408,6 +438,8 @@ class _Trainer(Meter):
         if self.noise is not None:
             self.report.noise = self._noise_terms(self.noise)
         self.finish()
+        if self.request.save_weights is not None:
+            weights.save(self.engine, Path(self.request.save_weights))
 
     def enough(self) -> bool:
         """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
@@ -426,7 +458,7 @@ class _Trainer(Meter):
         losses = [self._step() for _ in range(n_steps)]
         self.synchronize()
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        self.gather(wall, cpu, losses, overflowed=self.engine.skipped_steps > skipped)
+        self.gather(wall, cpu, losses, skipped=self.engine.skipped_steps - skipped)
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -444,6 +476,8 @@ class _Trainer(Meter):
                 return total / self.candidate.gradient_accumulation_steps
 
     def _update(self) -> None:
+        if self.gradients is not None:
+            self.gradients.before_step(self.engine)
         if self.noise is None:
             self.engine.step()
             return
@@ -479,4 +513,4 @@ class _Trainer(Meter):
         self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
-        self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
+        self.gather(wall, cpu, [total], skipped=self.engine.skipped_steps - skipped)

@@ -35,7 +35,7 @@ def changes(study: str, storage: str | None, *, quick: bool, as_json: bool) -> N
     folder, url = _locate(study, storage)
     kept = _record(study, url)
     if quick:
-        found = fingerprint.quick_changes(kept, (folder / kept.target).resolve())
+        found = fingerprint.quick_changes(kept, _target(study, folder, kept, url))
     else:
         wanted = _spec(study, folder)
         with ProgressView() as view, _terminable():
@@ -125,7 +125,7 @@ def _due(history: History, study: str, folder: Path, url: str) -> list[Schedule]
         changed = [each for each in found if each.on_change]
         if len(changed) == len(found):
             kept = _record(study, url)
-            now = fingerprint.here(kept, (folder / kept.target).resolve())
+            now = fingerprint.here(kept, _target(study, folder, kept, url))
             if not fingerprint.changes(retuning.last_looked_at(history, study, kept), now):
                 schedule.started(history, found)
                 print(f"study {study!r} was due, but nothing has changed since", file=sys.stderr)
@@ -274,6 +274,12 @@ def _record(study: str, url: str) -> StudyRecord:
     if kept is None:
         raise store.StoreError(f"study {study!r} in this database was not made by autotune, or holds no trial yet")
     return kept
+
+
+def _target(study: str, folder: Path, kept: StudyRecord, url: str) -> Path:
+    """The user's file: the record names it relative to the folder of the study, or re-tuning, that holds the answer."""
+    current = store.current(store.load_study(store.open_storage(url, create=False), study))
+    return (store.study_folder(current, folder.parent, url) / kept.target).resolve()
 
 
 def _history(study: str, storage: str | None) -> tuple[History, str]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, experience, launch, spec, store, watching
+from autotune import UserError, experience, fingerprint, launch, spec, store, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView
@@ -338,13 +338,22 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
         print(json.dumps(data, indent=1) if as_json else f"study {name}: process {pid} runs it now; no trial has ended yet")
         return 0
     n_running = len(store.running(store.load_study(store.open_storage(url, create=False), name)))
-    data = {**summary.status_data(report, n_running), "process": pid}
+    changed = fingerprint.lines(_changed(report, url))
+    data = {**summary.status_data(report, n_running), "process": pid, "changed": changed}
     if as_json:
         print(json.dumps(data, indent=1))
         return 0
     print(f"{watching.lines(data)}\n")
     _print_answer(report, [], as_json=False)
+    if changed:
+        print("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), f"is the answer still right? autotune retune {name}"]))
     return 0
+
+
+def _changed(report: StudyReport, url: str) -> list[fingerprint.Change]:
+    """What of the study's circumstances is not as it was, as far as it shows at once."""
+    kept = store.record(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]))
+    return fingerprint.quick_changes(kept, (Path(report.study["folder"]) / kept.target).resolve()) if kept is not None else []
 
 
 def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:

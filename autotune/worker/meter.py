@@ -154,6 +154,16 @@ class Meter:
         self.report.reason = f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
         return True
 
+    def _cores_used_by_others(self) -> float:
+        """Cores that other processes kept busy meanwhile, on the machine of the trial where they were most."""
+        rows: list[Any] = [None] * dist.get_world_size()
+        machine = observe.machine_id()
+        dist.all_gather_object(rows, (machine, time.process_time() - self._cpu_before))
+        others = self._busyness.cores_used_by_others(sum(cpu_s for where, cpu_s in rows if where == machine))
+        most = torch.tensor(others, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return float(most)
+
     def _highest_peak(self) -> float:
         """The highest memory peak of all ranks so far, as the trial's result will count it."""
         own = max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0])
@@ -170,9 +180,7 @@ class Meter:
         self.check_applied()
         self.report.peak_memory_bytes = self.memory.finish()
         self.report.reserved_memory_bytes, self.report.alloc_retries = self.memory.reserved_bytes, self.memory.alloc_retries
-        own_cpu = torch.tensor(time.process_time() - self._cpu_before, dtype=torch.float64, device=self.device)
-        dist.all_reduce(own_cpu)
-        others = self._busyness.cores_used_by_others(float(own_cpu))
+        others = self._cores_used_by_others()
         self.report.other_cores = others
         if others > trial.BUSY_CORES and self.report.rank == 0:
             self.report.caveats.append(f"the machine was busy: other processes used {others:.1f} cores while this trial was timed")

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import resource
 import threading
 import time
@@ -343,6 +344,13 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
             time.sleep(WATCH_INTERVAL_S)
 
     threading.Thread(target=watch, name="autotune-memory", daemon=True).start()
+
+
+def machine_id() -> str:
+    """What all processes on a machine have in common, and none on another: the kernel's own mark since it was started."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
 
 
 class Busyness:

@@ -12,7 +12,8 @@ import pytest
 
 from autotune import UserError, plan
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.executors.host import extensions_dir
+from autotune.executors.local import LocalExecutor
 from autotune.invocation import Invocation
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialRequest

@@ -269,6 +269,14 @@ def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(tmp_path
         commands.diagnose("s", 0, None, profile=True, as_json=False)
 
 
+def test_a_trial_that_ran_elsewhere_is_not_traced_here(tmp_path, monkeypatch):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    (tmp_path / "studies" / "s" / "study.yaml").write_text("target: model.py\nexecutor: slurm\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="ran on slurm"):
+        commands.diagnose("s", 0, None, profile=True, as_json=False)
+
+
 @pytest.mark.slow
 def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(phased), trials=3).run()

@@ -15,7 +15,6 @@ import yaml
 
 from autotune import UserError, profiles
 from autotune.candidate import Candidate, DsConfig, Scalar, Setting
-from autotune.console import ProgressView
 from autotune.executors.host import n_devices
 from autotune.plan import executor_for, grounds, inspect_workload
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
@@ -298,6 +297,8 @@ def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
         found = profiles.known(workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload))
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
+    from autotune.console import ProgressView  # brings Optuna along, which an answer from the cache does without
+
     folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept if something fails: its logs tell why
     with ProgressView() as view:
         view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")

@@ -724,6 +724,23 @@ def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurrie
     assert best.verdict.passed and best.branch.confirmed and best.repeats
 
 
+def test_who_leads_only_after_the_re_measurements_stands_the_same_checks(tmp_path):
+    """The wider batch is checked last and would cost too much then; measured again it turns out the best by far."""
+    executor = Instant()
+
+    def behaviour(candidate):
+        quick = candidate.micro_batch_size == 16 and len(executor.ran) > 4  # once it is measured again
+        whole = report(candidate)
+        return replace(whole, step_times_s=[step / (4 if quick else 1) for step in whole.step_times_s])
+
+    executor.behaviour = behaviour
+    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
+    runner, _, _ = run(tmp_path, executor, trials=4, finalists=3, sampler="grid", space=space, objectives=["latency"])
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert best.candidate == Candidate(micro_batch_size=16, precision="bf16") and best.verdict.passed
+
+
 def test_without_branches_nothing_is_branched(tmp_path):
     _, executor, _ = branching(tmp_path, branch=False)
     assert not [request for request in executor.requests if request.weights or request.save_weights]

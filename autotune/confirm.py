@@ -88,7 +88,7 @@ class Confirmation:
 
     def _contenders(self) -> list[Measured]:
         """Who of those measured again reads better than the baseline, the best first, down to the first that nothing speaks against."""
-        measured, found = self.host.measured(), []
+        measured, found = self.host.measured(), list[Measured]()
         for m in recommend.rank(measured, baseline_of(measured), self.host.objectives):
             if m.trial == 0:
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -113,6 +114,7 @@ def smoothed(result: TrialResult, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # models so small that a second thread only waits
     path = RESULTS / "time_to_target.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
     figures.pop("measured_on", None)

@@ -68,7 +68,7 @@ class Signed(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("lr = 30 * lr", "trains "),
+        ("lr = 300 * lr", "trains "),
         ("for p in params: p.register_hook(lambda g: 1024 * g)", " is off by "),
         ("return Signed(params, lr)", "trains "),
     ],

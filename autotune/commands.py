@@ -422,8 +422,9 @@ def report(
             print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
 
 
-def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bool) -> None:
-    """`autotune diagnose`: what a trial is bound by."""
+def diagnose(study: str, number: int | None, storage: str | None, *, profile: bool, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by; with `profile` it is run again and traced."""
+    from autotune import tracing
     from autotune.report import diagnosis
 
     folder, url = _locate(study, storage)
@@ -433,11 +434,17 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
         raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
-    found = diagnosis.of_trial(report, Path(report.study["folder"]), row["trial"])
+    folder = Path(report.study["folder"])
+    if profile:
+        environment = report.invocation.fixed_environment if report.invocation else {}
+        with ProgressView() as view, _terminable():
+            view.doing(f"running trial {row['trial']} again, {tracing.TRACED_STEPS} steps of it traced")
+            tracing.run(folder, row["trial"], environment, view.waiting, view.tick)
+    found = diagnosis.of_trial(report, folder, row["trial"])
     if as_json:
-        print(json.dumps(diagnosis.as_data(report, found), indent=1))
+        print(json.dumps(diagnosis.as_data(report, found, folder), indent=1))
         return
-    for line in diagnosis.lines(report, found):
+    for line in (*diagnosis.lines(report, found), *diagnosis.trace_lines(folder, row["trial"], report.world_size)):
         print(line)
 
 

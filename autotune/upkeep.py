@@ -19,6 +19,7 @@ from autotune.console import ProgressView
 from autotune.decision import Decision, Verdict
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
+from autotune.journal import Journal
 from autotune.plan import executor_for, plan, profiled, shown
 from autotune.retune import Asked, Retuning
 from autotune.schedule import Daemon, Schedule, ScheduleError
@@ -88,7 +89,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
         # Whoever held the lock until now may have done what was due.
         if cause == "due" and (due := _due(history, study, folder, url)) is None:
             return STATUS[Verdict.UNCHANGED]
-        view = stack.enter_context(ProgressView())
+        view = Journal(stack.enter_context(ProgressView()), folder)
         stack.enter_context(_terminable())
         try:
             schedule.started(history, due or [])
@@ -109,7 +110,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     return STATUS[decision.verdict]
 
 
-def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: ProgressView) -> Decision:
+def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:

@@ -56,7 +56,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     with ProgressView() as view, _terminable(), study_lock(folder) as lock, store.failing_in_words(url):
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
-            with executor_for(wanted, folder) as executor:
+            with executor_for(wanted, folder, view.waits) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
                 view.doing("profiling the model and the machine, once")
@@ -117,7 +117,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     folder = Path(tempfile.mkdtemp(prefix=".check-" if shared else "autotune-check-", dir=studies_folder(Path(target)) if shared else None))
     with ProgressView() as view, _terminable():
         view.doing(f"loading {shown(wanted.target)}")
-        with executor_for(wanted, folder) as executor:
+        with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             found.notes[:0] = notes
             view.doing("running two steps of the baseline")
@@ -425,7 +425,7 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
-        with executor_for(wanted, folder) as executor:
+        with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
             if environment.accelerator != "cpu" and environment.n_devices < max(counts):

@@ -166,9 +166,9 @@ def studies_folder(spec_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def executor_for(spec: StudySpec, folder: Path) -> Iterator[Executor]:
-    """The engine of a study, started and ended whatever happens."""
-    executor = choice.executor_of(spec, folder)
+def executor_for(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Iterator[Executor]:
+    """The engine of a study, started and ended whatever happens; arguments and errors as for `executor_of`."""
+    executor = choice.executor_of(spec, folder, on_queue)
     try:
         executor.start()
         yield executor

@@ -80,16 +80,17 @@ def zoo(machines: AgentExecutor, tmp_path: Path) -> Iterator[Zoo]:
 
 
 def ranks() -> list[psutil.Process]:
-    """Processes forked by warm servers of agents."""
+    """Processes forked by warm servers that were started from here."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if command[1:4] == ["-m", "autotune.worker", "serve"]:
             try:
                 parent = process.parent()
-                if parent is not None and parent.cmdline()[1:4] == ["-m", "autotune.worker", "serve"]:
+                forked = parent is not None and parent.cmdline()[1:4] == ["-m", "autotune.worker", "serve"]
+                if forked and process.cwd() == str(Path.cwd()):
                     found.append(process)
-            except psutil.NoSuchProcess:
+            except psutil.Error:
                 continue
     return found
 

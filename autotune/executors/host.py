@@ -51,3 +51,9 @@ def sweep(mark: str) -> list[int]:
 def has_cuda_device() -> bool:
     """Whether this machine has an NVIDIA device, as far as that is to be seen without its libraries."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def n_devices() -> int:
+    """How many ranks this machine can run at once, as far as that is to be seen without its libraries; on a CPU its cores, at least 2."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))

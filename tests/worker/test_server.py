@@ -107,6 +107,15 @@ def test_gloo_takes_the_interface_that_leads_to_the_others(monkeypatch: pytest.M
     assert "GLOO_SOCKET_IFNAME" not in network.environment("127.0.0.1", 29500, 2)  # the user's own
 
 
+def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
+    def fails() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess\nand more")
+
+    assert server.tried_in_a_fork(lambda: None) is None
+    assert server.tried_in_a_fork(fails) == "RuntimeError: Cannot re-initialize CUDA in forked subprocess"
+    assert server.tried_in_a_fork(lambda: os.kill(os.getpid(), 9)) == "exit status -9"
+
+
 def test_an_unknown_role_is_refused() -> None:
     done = subprocess.run([sys.executable, "-m", "autotune.worker", "sing"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("usage: ")

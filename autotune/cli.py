@@ -304,13 +304,14 @@ def report(
 def diagnose(
     study: StudyName,
     trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Run it again and trace some steps; the trace is kept.")] = False,
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a trial of STUDY is bound by, and which knob follows from it."""
     from autotune import commands
 
-    commands.diagnose(study, trial, storage, as_json=as_json)
+    commands.diagnose(study, trial, storage, profile=profile, as_json=as_json)
 
 
 @app.command()

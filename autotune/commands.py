@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, experience, launch, spec, store, watching
+from autotune import UserError, experience, fingerprint, launch, spec, store, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView
@@ -337,13 +337,22 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
         print(json.dumps(data, indent=1) if as_json else f"study {name}: process {pid} runs it now; no trial has ended yet")
         return 0
     n_running = len(store.running(store.load_study(store.open_storage(url, create=False), name)))
-    data = {**summary.status_data(report, n_running), "process": pid}
+    changed = fingerprint.lines(_changed(report, url))
+    data = {**summary.status_data(report, n_running), "process": pid, "changed": changed}
     if as_json:
         print(json.dumps(data, indent=1))
         return 0
     print(f"{watching.lines(data)}\n")
     _print_answer(report, [], as_json=False)
+    if changed:
+        print("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), f"is the answer still right? autotune retune {name}"]))
     return 0
+
+
+def _changed(report: StudyReport, url: str) -> list[fingerprint.Change]:
+    """What of the study's circumstances is not as it was, as far as it shows at once."""
+    kept = store.record(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]))
+    return fingerprint.quick_changes(kept, (Path(report.study["folder"]) / kept.target).resolve()) if kept is not None else []
 
 
 def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
@@ -412,8 +421,9 @@ def report(
             print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
 
 
-def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bool) -> None:
-    """`autotune diagnose`: what a trial is bound by."""
+def diagnose(study: str, number: int | None, storage: str | None, *, profile: bool, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by; with `profile` it is run again and traced."""
+    from autotune import tracing
     from autotune.report import diagnosis
 
     folder, url = _locate(study, storage)
@@ -423,11 +433,17 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
         raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
-    found = diagnosis.of_trial(report, Path(report.study["folder"]), row["trial"])
+    folder = Path(report.study["folder"])
+    if profile:
+        environment = report.invocation.fixed_environment if report.invocation else {}
+        with ProgressView() as view, _terminable():
+            view.doing(f"running trial {row['trial']} again, {tracing.TRACED_STEPS} steps of it traced")
+            tracing.run(folder, row["trial"], environment, view.waiting, view.tick)
+    found = diagnosis.of_trial(report, folder, row["trial"])
     if as_json:
-        print(json.dumps(diagnosis.as_data(report, found), indent=1))
+        print(json.dumps(diagnosis.as_data(report, found, folder), indent=1))
         return
-    for line in diagnosis.lines(report, found):
+    for line in (*diagnosis.lines(report, found), *diagnosis.trace_lines(folder, row["trial"], report.world_size)):
         print(line)
 
 

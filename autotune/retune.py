@@ -32,6 +32,8 @@ from autotune.trial import Outcome, TrialResult
 
 # Of a study's trials so large a share is enough for a search that starts from what it found, and no fewer than these.
 SHARE, FEWEST = 0.2, 6
+# Of so many trials one goes to a configuration of the old front, beside the one in use.
+FRONT_EVERY = 8
 MIN_GAIN = 0.03
 # So many times a re-tuning is begun again after it was killed, before it counts as failed.
 MOST_ATTEMPTS = 3
@@ -342,7 +344,8 @@ class Retuning:
         space = fingerprint.narrowed(found.space, touched, [c.values() for c in (*best, found.baseline)])
         runner = Runner(replace(found, spec=spec, space=space), executor, self.path, self.url, self.observer)
         known = experience.of_study(self.storage, self.current.study_name, "the study itself")
-        first = (self.incumbent, *_by_worth(best, known)[: max(1, n // 4)])
+        # Of the old front as much as the trials allow; the search expects the rest of it as well as anything else.
+        first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
         if known is not None:
             # The front is known; what is sought is one configuration that is better than the present one.
             runner.warm = replace(known.warm_start(found, first), compromise=True)

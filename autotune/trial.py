@@ -317,6 +317,7 @@ class TrialRequest:
         learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
         rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
         ops: DeepSpeed's operations to compile, by builder name.
+        traced_steps: Steps to run under torch's profiler once the step time is known, after some that are taken apart.
     """
 
     target: str
@@ -340,12 +341,52 @@ class TrialRequest:
     first_sample: int = 0
     learning_rate_factor: float = 1.0
     rivals: tuple[Rival, ...] = ()
+    traced_steps: int = 0
     ops: tuple[str, ...] = ()
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks on each machine."""
         return self.world_size // self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation of a traced step.
+
+    Attributes:
+        name: As torch names it.
+        calls: How often it ran in a step.
+        seconds: What it took itself, in a step.
+    """
+
+    name: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """What the traced steps of a rank were spent on; seconds are those of a step.
+
+    Attributes:
+        file: The trace, which Chrome and Perfetto show.
+        n_steps: Steps that were traced.
+        spans_s: From the beginning to the end of each phase, on the host.
+        kinds_s: By phase, what `products` of matrices and other operations, which move memory (`traffic`), took themselves, what
+            operations took that are too `short` to be worth their fixed cost, and how long there were only `messages`.
+        messages_s: While messages between ranks were under way.
+        hidden_s: Of that, while something else was computed.
+        operations: The ones that took most.
+    """
+
+    file: str
+    n_steps: int
+    spans_s: dict[str, float]
+    kinds_s: dict[str, dict[str, float]]
+    messages_s: float
+    hidden_s: float
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +453,9 @@ class RankReport:
         step_times_s: Wall time of each optimizer step, warm-up included, each the slowest rank's.
         cpu_times_s: Process time (all threads) of this rank for the same steps.
         losses: Mean loss over ranks for each step; None where it was not finite.
-        phase_times_s: One step taken apart: data, forward, backward, step.
+        phase_times_s: One step taken apart: data, forward, backward, step, and of backward what our own checkpointing recomputes
+            (`recompute`); with several ranks also what collectives took in forward and backward (`reduce`) and in the optimizer's
+            step (`gather`), and waiting for the others before them (`wait`).
         micro_step_s: Median time of a micro-step that ends no optimizer step (`inner`) and of one that does (`boundary`).
         peak_memory_bytes: High-water mark by phase: on CPU resident growth over the rank's start, on CUDA allocated.
         reserved_memory_bytes: CUDA only: high-water mark of the caching allocator.
@@ -425,6 +468,7 @@ class RankReport:
         gradient: How true the first step's gradient is, where the request asks for it.
         unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
         flags: The flags that carried a candidate field (or `ds_config`), by all their names.
+        traced: What a trace showed, where one was asked for.
     """
 
     rank: int
@@ -449,6 +493,7 @@ class RankReport:
     gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
+    traced: Traced | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
-from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
+from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, Traced, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe, samples, weights
 from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
@@ -137,6 +137,7 @@ class _Draft:
     gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
+    traced: Traced | None = None
 
 
 class Recorder:
@@ -436,6 +437,8 @@ class _Trainer(Meter):
         while not self.done():
             self._window(self.window_steps())
         self.report.micro_step_s = self.micro_clock.medians_s()
+        for _ in self.afterwards():
+            self._phase_by_phase()
         if self.noise is not None:
             self.report.noise = self._noise_terms(self.noise)
         self.finish()
@@ -495,9 +498,16 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        total = torch.zeros((), device=self.device)
         skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
         self.take_apart()
+        loss = self._phase_by_phase()
+        self.enter("")
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        self.gather(wall, cpu, [loss], skipped=self.engine.skipped_steps - skipped)
+
+    def _phase_by_phase(self) -> torch.Tensor:
+        """One step, whoever watches told of each phase; its loss."""
+        total = torch.zeros((), device=self.device)
         done = False
         while not done:
             self.enter("data")
@@ -511,7 +521,4 @@ class _Trainer(Meter):
             self.enter("step")
             self._update()
             done = self.batches.step()
-        self.enter("")
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        total /= self.candidate.gradient_accumulation_steps
-        self.gather(wall, cpu, [total], skipped=self.engine.skipped_steps - skipped)
+        return total / self.candidate.gradient_accumulation_steps

@@ -68,6 +68,10 @@ class ProgressView:
             self.is_waiting = True
             self.say("another study measures on this machine; taking turns, trial by trial")
 
+    def waits(self, why: str) -> None:
+        """The engine has no machine for a trial yet."""
+        self.say(f"waiting: {why}")
+
     def tick(self) -> None:
         """Redraws the line about the trial under way."""
         if self._live is not None and self._live.is_started:

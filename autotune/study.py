@@ -408,9 +408,6 @@ class Runner:
         with store.heartbeat(self.study, left._trial_id):
             return base.resume(self.executor, path, self.observer.tick)
 
-    def _queued(self, why: str) -> None:
-        self.observer.say(f"waiting: {why}")
-
     def _ask(self, role: str) -> Trial:
         assert self.study is not None
         with warnings.catch_warnings():
@@ -612,7 +609,7 @@ class Runner:
         while True:
             with self.executor.turn(self.observer.waiting):
                 self.observer.began(number, candidate, role)
-                result = base.run(self.executor, path, request, self.observer.tick, self._queued)
+                result = base.run(self.executor, path, request, self.observer.tick)
             if result.outcome is Outcome.LOST:
                 if lost:  # not chance then: this configuration takes whoever watches it along
                     return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")

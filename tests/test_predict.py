@@ -143,12 +143,18 @@ def test_recomputation_costs_a_third_of_the_blocks_compute():
     assert seconds("recompute", checkpoint_every=1) == pytest.approx(PROFILE.block_share / 3 * seconds("compute"))
 
 
-@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (2, 2)), (2, (2, 5)), (3, (3, 12))])
-def test_communication_follows_the_table_of_volumes(stage, volumes):
+@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (3, 3)), (2, (3, 9)), (3, (3, 12))])
+def test_communication_is_what_deepspeed_sends(stage, volumes):
     settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False} if stage else {})
     for steps, volume in zip((1, 4), volumes, strict=True):
         wire_s = seconds("communication", gradient_accumulation_steps=steps, **settings)
         assert wire_s == pytest.approx(volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s)
+
+
+def test_over_gloo_a_scatter_is_an_all_reduce():
+    flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8}
+    on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))["communication"][0]
+    assert on_cpu == pytest.approx(4 / 3 * seconds("communication", **flat))
 
 
 def test_small_buckets_send_more_messages():

@@ -130,6 +130,7 @@ class Plan:
             "device_memory_bytes": spec.device_memory_bytes,
             "seed": spec.seed,
             "learning_rate_rule": spec.learning_rate_rule,
+            **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),
             "accelerator": self.workload.environment.accelerator,
             **({"script": self._script_fingerprint()} if self.workload.script else {}),
         }
@@ -248,6 +249,8 @@ def profiled(found: Plan, executor: LocalExecutor, folder: Path, on_wait: Callab
     spec = found.spec
     trials = folder / "trials"
     workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait)
+    if workload.script is not None:  # so that `predict` need not run it once more
+        profiles.keep(replace(workload, machine=None), profiles.script_key(spec.how(), spec.script_set, spec.ranks))
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 

@@ -223,6 +223,12 @@ def has_cuda_device() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
+def n_devices() -> int:
+    """How many ranks this machine can run at once, as far as that is to be seen without its libraries; on a CPU its cores, at least 2."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
+
+
 def _last_line(path: Path) -> str:
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
     return lines[-1] if lines else "it wrote nothing"

@@ -37,7 +37,8 @@ def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: 
     M = N / L
     beta, B = machine.link_bytes_per_s, machine.node_bytes_per_s if M > 1 else machine.link_bytes_per_s
     alpha, a = machine.link_alpha_s, machine.node_alpha_s
-    slowest, crossings = min(beta, B), min(M, N - 1) if M > 1 else 0.0
+    # With one rank a node no link within one is passed.
+    slowest, crossings = min(beta, B) if L > 1 or M == 1 else B, min(M, N - 1) if M > 1 else 0.0
     costs = {
         "ring": ((N - 1) / N / slowest, (N - 1 - crossings) * alpha + crossings * a),
         "tree": (1.0 / slowest if N > 1 else 0.0, (L - 1) * alpha + np.ceil(np.log2(M)) * a),

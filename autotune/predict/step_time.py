@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from autotune.predict.communication import collective_s, within_node_s
@@ -17,12 +19,22 @@ SPREADS = {
     "optimizer": 0.4,
     "offload": 0.6,
     "launches": 0.7,
+    "bookkeeping": 0.5,
     "input": 0.3,
 }
 # An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the 16-bit copy.
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
 # What a collective cannot hide behind backward, however much there is to hide it behind.
 EXPOSED_AT_LEAST = 0.1
+# Within a step a collective is so much slower than by itself: NCCL by a third (vTrain), gloo since it runs on the ranks' own cores.
+WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
+# The same for links between nodes, which no core of a rank drives.
+BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
+# What ZeRO does in Python for each parameter, in operations: at stages 1 and 2 wherever gradients are reduced (copies into buckets and out
+# of them), at stage 3 in every micro-step (fetched, released, split again) and once more in the step. Counted on a small transformer.
+REDUCE_OPS, PARTITION_OPS = 40.0, 180.0
+# Of a block whose operations were not counted.
+TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
 
 
 def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Floats]:
@@ -38,7 +50,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       `collective_s` says, on one node (N - 1) / N of it; with overlap what backward does not hide;
     * messages: the latency of each bucket of each collective, on one node 2 (N - 1) hops for an all-reduce, half for its halves;
     * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate, from stage 1 on over N ranks;
-    * launches: a fixed cost of each operation; input: what drawing the samples takes.
+    * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each parameter in Python; on a GPU what
+      the device's own work does not hide;
+    * input: what drawing the samples takes.
     """
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
@@ -49,16 +63,17 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     reductions = np.where(stage >= 2, K, 1.0)
     buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
     scatters = (stage == 3) & (machine.accelerator != "cpu")
+    links = _within_a_step(machine)
     reduce_s, reduce_latency_s = collective_s(
-        machine, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
+        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
     )
     gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
     per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
-    gather_s, gather_latency_s = collective_s(machine, gathered, per_block, halves=np.ones(len(b)))
+    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(b)))
     wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
     if machine.ranks_per_node:
         # The second copy of the weights (hpZ) is gathered from its own node.
-        wire_s = wire_s + np.where((stage == 3) & (knobs.hpz > 1), within_node_s(machine, K * P * gather_bytes, knobs.hpz), 0.0)
+        wire_s = wire_s + np.where((stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0)
     hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     communication = wire_s - hidden
 
@@ -71,6 +86,15 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         knobs.offload_optimizer * 2.0 * knobs.weight_bytes * shard / machine.host_bytes_per_s
         + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
     )
+    tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
+    visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, np.where(stage == 2, K, stage) * REDUCE_OPS)
+    op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
+    bookkeeping = np.where(N > 1, visits, 0.0) * tensors * op_s
+    if machine.accelerator == "cuda":  # the host runs ahead of the device
+        device = K * (compute + traffic + recompute)
+        host = K * launches + bookkeeping
+        seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
+        launches, bookkeeping = launches * seen, bookkeeping * seen
     return {
         "compute": K * compute,
         "traffic": K * traffic,
@@ -79,9 +103,16 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "messages": messages,
         "optimizer": optimizer,
         "offload": offload,
-        "launches": K * launches * (1.0 + 0.5 * (stage == 3)),
+        "launches": K * launches,
+        "bookkeeping": bookkeeping,
         "input": K * b * profile.input_s_per_sample,
     }
+
+
+def _within_a_step(machine: Machine) -> Machine:
+    """The links as collectives find them while everything else goes on."""
+    own, between = WITHIN_A_STEP[machine.accelerator], BETWEEN_NODES[machine.accelerator]
+    return replace(machine, link_bytes_per_s=machine.link_bytes_per_s / own, node_bytes_per_s=machine.node_bytes_per_s / between)
 
 
 def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:

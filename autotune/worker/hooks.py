@@ -25,9 +25,10 @@ from torch.utils import checkpoint as checkpointing
 from autotune import UserError, stats, trial
 from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe, pipeline, script, stated
+from autotune.worker import contract, frameworks, observe, pipeline, samples, script, stated
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
+from autotune.worker.gradients import perturb
 from autotune.worker.loaders import Loaders, users_caller
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
@@ -219,6 +220,8 @@ class Hooks:
             self._widen(model)
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
+        if self.request.replicate:
+            perturb(model, self.request.replicate)
         return observe.Recomputations(blocks)
 
     def _widen(self, model: torch.nn.Module) -> None:
@@ -444,7 +447,7 @@ class Hooks:
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
-                workload = replace(self.workload, script=probed, caveats=caveats)
+                workload = replace(self.workload, script=probed, caveats=caveats, data=samples.describe(iter(meter.batches.shapes)))
                 if self._sketch is not None:
                     workload = replace(workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size))
                 trial.write(self.recorder.folder.workload, workload)

@@ -30,7 +30,8 @@ from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
 from autotune.confirm import ENDLESS_SAMPLES, Confirmation, baseline_of
 from autotune.convergence import NOISE_RULES
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, sweep
+from autotune.executors.base import Executor
+from autotune.executors.host import sweep
 from autotune.objective import GOODPUT, Reference, Score
 from autotune.plan import Plan, remedy, shown
 from autotune.predict.forecast import Predictor, settings_of
@@ -144,7 +145,7 @@ class Runner:
         warm: What another study has learned; set before `run`.
     """
 
-    def __init__(self, plan: Plan, executor: LocalExecutor, folder: Path, storage_url: str, observer: Observer) -> None:
+    def __init__(self, plan: Plan, executor: Executor, folder: Path, storage_url: str, observer: Observer) -> None:
         check_sampler(plan.spec.sampler)
         self.plan, self.executor, self.folder, self.observer = plan, executor, folder, observer
         self.spec = plan.spec
@@ -238,7 +239,7 @@ class Runner:
 
     def _check_same(self, kept: StudyRecord) -> None:
         now = json.loads(json.dumps(self.plan.fingerprint()))
-        changed = [name for name in now if kept.fingerprint.get(name) != now[name]]
+        changed = [name for name in {**kept.fingerprint, **now} if kept.fingerprint.get(name) != now.get(name)]
         if changed:
             raise UserError(
                 f"study {self.spec.name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be compared with new ones."
@@ -384,7 +385,8 @@ class Runner:
                 self.study.tell(left.number, state=TrialState.FAIL)
                 continue
             candidate = Candidate.from_key(attrs[CANDIDATE_ATTR])
-            result = trial.result_in(self._trial_path(left.number))
+            path = self._trial_path(left.number)
+            result = trial.result_in(path) or self._carried_on(left, path)
             live = Trial(self.study, left._trial_id)
             if result is not None and result.outcome is not Outcome.LOST:
                 self._tell(live, candidate, attrs["role"], result)
@@ -397,6 +399,17 @@ class Runner:
                 done.add(text)
                 again.append(Candidate.from_key(text))
         return again
+
+    def _carried_on(self, left: FrozenTrial, path: Path) -> TrialResult | None:
+        """The end of a trial that went on in its engine while nobody waited for it."""
+        assert self.study is not None
+        if not TrialDir(path).job.exists():
+            return None
+        with store.heartbeat(self.study, left._trial_id):
+            return base.resume(self.executor, path, self.observer.tick)
+
+    def _queued(self, why: str) -> None:
+        self.observer.say(f"waiting: {why}")
 
     def _ask(self, role: str) -> Trial:
         assert self.study is not None
@@ -580,6 +593,7 @@ class Runner:
             candidate=candidate.values(),
             ds_config=ds_config,
             world_size=self.plan.world_size,
+            nodes=self.spec.nodes_for(self.plan.world_size),
             seed=self.spec.seed,
             budget_s=self.spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
@@ -598,7 +612,7 @@ class Runner:
         while True:
             with self.executor.turn(self.observer.waiting):
                 self.observer.began(number, candidate, role)
-                result = base.run(self.executor, path, request, self.observer.tick)
+                result = base.run(self.executor, path, request, self.observer.tick, self._queued)
             if result.outcome is Outcome.LOST:
                 if lost:  # not chance then: this configuration takes whoever watches it along
                     return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")

@@ -337,6 +337,43 @@ def scale(
 
 
 @app.command()
+def project(
+    study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Name of a study (default: the only one).")] = None,
+    devices: Annotated[int, typer.Option(metavar="N", help="Devices of the cluster, one rank each.")] = 8,
+    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
+    intra_bandwidth: Annotated[
+        str | None, typer.Option(metavar="300GB/s", help="What a collective reaches within a node (default: as measured here).")
+    ] = None,
+    inter_bandwidth: Annotated[str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, each way.")] = None,
+    intra_latency: Annotated[str | None, typer.Option(metavar="5us", help="Of a message within a node.")] = None,
+    inter_latency: Annotated[str | None, typer.Option(metavar="20us", help="Of a message between nodes.")] = None,
+    algorithm: Annotated[str, typer.Option(metavar="NAME", help="Of collectives: auto, ring, tree or hierarchical.")] = "auto",
+    strong: Annotated[bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")] = False,
+    pick: Annotated[str, typer.Option(metavar="NAME", help="Which pick of the study.")] = "recommended",
+    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial of its front instead of a pick.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the pick's value.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device there.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict what STUDY's configurations take on a larger cluster: step time, memory, communication, efficiency."""
+    from autotune import commands
+    from autotune.forecasting import read_settings
+    from autotune.objective import parse_bytes
+    from autotune.projection import Cluster, Question
+
+    links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
+    links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
+    try:
+        memory = float(parse_bytes(device_memory)) if device_memory else None
+    except ValueError as error:
+        raise UserError(f"--device-memory: {error}") from None
+    question = Question(
+        pick=pick, trial=trial, settings=read_settings(settings or []), mode="strong" if strong else "weak", device_memory_bytes=memory
+    )
+    raise typer.Exit(commands.project(study, Cluster.of(devices, per_node, links, algorithm), question, as_json=as_json))
+
+
+@app.command()
 def probe(
     target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")] = None,

@@ -25,6 +25,7 @@ from autotune.executors.base import Executor
 from autotune.invocation import check_templates
 from autotune.journal import Journal
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
+from autotune.projection import Cluster, Question
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
@@ -486,6 +487,19 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 1 if failures or not scales else 0
+
+
+def project(study: str | None, cluster: Cluster, question: Question, *, as_json: bool) -> int:
+    """`autotune project`: a study's configurations on a larger cluster.
+
+    Returns:
+        Exit status: 0, or 1 where the configuration could not run there.
+    """
+    from autotune import projection
+
+    found = projection.project(projection.study_folder(study, STUDIES.absolute()), cluster, question)
+    print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
+    return 1 if found.rows[-1].impossible else 0
 
 
 def dashboard(storage: str | None, host: str, port: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, launch, spec, store
+from autotune import UserError, claims, launch, slots, spec, store, urls
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView, duration
@@ -42,7 +42,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
     try:
-        wanted, notes = _wanted(target, overrides)
+        wanted, notes = read_target(target, overrides)
     except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
         print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
         return INTERRUPTED
@@ -51,8 +51,10 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     folder = studies / wanted.name
     url = wanted.storage or store.default_url(studies)
     interrupted = False
-    store.open_storage(url)  # what is wrong with it is said before seconds of imports
-    with ProgressView() as view, _terminable(), study_lock(folder) as lock, store.failing_in_words(url):
+    storage = store.open_storage(url)  # what is wrong with it is said before seconds of imports
+    with ProgressView() as view, terminable(), study_lock(folder) as lock, store.failing_in_words(url), contextlib.ExitStack() as stack:
+        ledger = claims.Ledger(storage, wanted.name)
+        stack.enter_context(ledger.leading(view.say))
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
             with executor_for(wanted, folder) as executor:
@@ -62,7 +64,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
                 found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
-                runner = Runner(found, executor, folder, url, view)
+                at_once = stack.enter_context(slots.opened(found, executor, folder, view.say))
+                runner = Runner(found, executor, folder, ledger, view, at_once)
                 runner.open()
                 _keep_spec(wanted, Path(target), folder)
                 for note in (*notes, *found.notes):
@@ -77,7 +80,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     written = summary.write(report, folder)
     _print_answer(report, [shown(path) for path in written], as_json=as_json)
     if interrupted:
-        again = shlex.join(["autotune", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+        again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
         print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
         return INTERRUPTED
     if not report.recommended["picks"]:
@@ -86,7 +89,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     return 0
 
 
-def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
+def read_target(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
     """The study that a TARGET means, whether file or launch command, and what to say about it."""
     stated = spec.stated_command(target, overrides)
     if stated is None:
@@ -95,7 +98,7 @@ def _wanted(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[
     if overrides.get("script_args"):
         command = f"{command} {shlex.join(overrides['script_args'])}"
     check_templates([command], f"`{command}`")
-    with ProgressView() as view, _terminable():
+    with ProgressView() as view, terminable():
         view.doing("running your command up to its training script, once")
         invocation, notes = launch.capture(command, folder, view.tick)
     overrides = {**overrides, "script_args": None, "command": command}
@@ -108,9 +111,9 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
-    wanted, notes = _wanted(target, overrides)
+    wanted, notes = read_target(target, overrides)
     folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
-    with ProgressView() as view, _terminable():
+    with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
         with executor_for(wanted, folder) as executor:
             found = plan(wanted, executor, folder)
@@ -303,16 +306,19 @@ def cp(preset: str, file: Path) -> None:
 
 def status(study: str, storage: str | None, *, as_json: bool) -> None:
     """`autotune status`: how far a study is and what it has found."""
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
-    n_running = len(store.running(store.load_study(store.open_storage(url, create=False), study)))
-    data = summary.status_data(report, n_running)
+    opened = store.open_storage(url, create=False)
+    n_running = len(store.running(store.load_study(opened, study)))
+    held = {lease.name: lease.owner.shown for lease in claims.leases(opened, study)}
+    data = summary.status_data(report, n_running) | {"held": held}
     if as_json:
         print(json.dumps(data, indent=1))
         return
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in data["outcomes"].items())
     running = f", {n_running} begun and not told (running now, or lost)" if n_running else ""
-    print(f"study {study}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){running}\n")
+    print(f"study {study}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){running}")
+    print("".join(f"{what}: {who}\n" for what, who in held.items()))
     _print_answer(report, [], as_json=False)
 
 
@@ -322,7 +328,7 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
 
     if why_not is not None and what_if is not None:
         raise UserError("explain: give --why-not or --what-if, not both")
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
     evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
     if why_not is not None:
@@ -338,7 +344,7 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     """`autotune export`: the configuration that a study found, in the form that a training takes."""
     if pick is not None and number is not None:
         raise UserError("export: give --pick or --trial, not both")
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
     chosen = summary.pick_or_trial(report, pick, number)
     base_config: DsConfig = report.study["base_config"]
@@ -363,7 +369,7 @@ def report(
     """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
     from autotune.report import takeaway
 
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     found = summary.load(study, url, folder)
     if as_json:
         print(json.dumps(takeaway.as_data(found), indent=1))
@@ -386,7 +392,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
     """`autotune diagnose`: what a trial is bound by."""
     from autotune.report import diagnosis
 
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
     chosen = summary.pick_or_trial(report, None, number)
     row = next(row for row in report.trials if row["trial"] == chosen["trial"])
@@ -414,9 +420,9 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     from autotune.report import scaling as page
 
     counts = measuring.rank_counts(ranks)
-    wanted, notes = _wanted(target, {**overrides, "ranks": max(counts)})
+    wanted, notes = read_target(target, {**overrides, "ranks": max(counts)})
     folder = studies_folder(Path(target)) / wanted.name / "scaling"
-    with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
+    with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
         with executor_for(wanted, folder) as executor:
@@ -455,7 +461,7 @@ def dashboard(storage: str | None, host: str, port: int) -> None:
             print(
                 "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use ssh -L.", file=sys.stderr
             )
-        with _terminable(), contextlib.suppress(KeyboardInterrupt):
+        with terminable(), contextlib.suppress(KeyboardInterrupt):
             served.serve_forever()
 
 
@@ -477,10 +483,15 @@ def doctor(*, build: bool, as_json: bool) -> int:
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
-def _locate(study: str, storage: str | None) -> tuple[Path, str]:
+def locate(study: str, storage: str | None) -> tuple[Path, str]:
+    """The folder of a study and its database: the one named, else what its study.yaml names, else the usual one.
+
+    Raises:
+        UserError: Nothing can have that name.
+    """
     with contextlib.suppress(ValueError):
         spec.check_name(study)
-        url = storage or store.default_url(STUDIES)
+        url = storage or spec.stated_storage(STUDIES / study / "study.yaml") or store.default_url(STUDIES)
         return store.study_folder(study, STUDIES.absolute(), url), url
     raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
 
@@ -511,7 +522,7 @@ def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM ends a study as Ctrl-C does: ranks stopped, what was told kept, the best so far printed."""
 
     def interrupt(*_: object) -> NoReturn:

@@ -31,6 +31,7 @@ class ProgressView:
         self._live = Live(console=self.console, refresh_per_second=8, transient=True) if self.console.is_terminal else None
         self._doing = ""
         self._since = time.monotonic()
+        self._under_way: dict[int, str] = {}
         self._standing = ""
         self._waiting = False
 
@@ -56,14 +57,15 @@ class ProgressView:
 
     def began(self, number: int, candidate: Candidate, role: str) -> None:
         """A trial starts."""
-        self._doing, self._since = f"trial {number}{' again' if role == 'repeat' else ''}: {candidate.describe()}", time.monotonic()
+        self._under_way[number] = f"trial {number}{' again' if role == 'repeat' else ''}: {candidate.describe()}"
+        self._doing, self._since = "; ".join(self._under_way.values()), time.monotonic()
         self.tick()
 
     def waiting(self) -> None:
-        """Another study measures on this machine; said once."""
+        """Another study, or another coordinator of this one, measures on this machine; said once."""
         if not self._waiting:
             self._waiting = True
-            self.say("another study measures on this machine; taking turns, trial by trial")
+            self.say("something else is measured on this machine; taking turns, trial by trial")
 
     def tick(self) -> None:
         """Redraws the line about the trial under way."""
@@ -74,6 +76,8 @@ class ProgressView:
     def ended(self, progress: Progress) -> None:
         """A trial was told: its line stays."""
         result = progress.result
+        self._under_way.pop(progress.number, None)
+        self._doing = "; ".join(self._under_way.values()) or self._doing
         label = {"repeat": "again", "baseline": "base"}.get(progress.role, "")
         line = Text(f"{progress.number:>4} {label:<6}")
         line.append(f"{result.outcome!s:<12}", style=MARKS.get(result.outcome, "red"))

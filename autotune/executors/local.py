@@ -84,19 +84,9 @@ class LocalExecutor:
             self.start()
             return LocalJob(self, self._order(order), folder)
 
-    @contextlib.contextmanager
-    def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Two studies on one machine take turns, trial by trial: measured together, both would read slow."""
-        path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
-        with open(path, "w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    on_wait()
-                    time.sleep(0.05)
-            yield
+        return machine_turn(on_wait)
 
     def build_ops(self, names: Sequence[str]) -> str | None:
         """Compiles DeepSpeed ops ahead of the trials that need them; returns the compiler's last line if that failed."""
@@ -184,6 +174,21 @@ class LocalJob:
             if time.monotonic() > until:
                 self._server.kill()
             time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def machine_turn(on_wait: Callable[[], None], how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Holds the lock under which studies of one user take turns on this machine, alone or with others that share it (`LOCK_SH`)."""
+    path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
+    with open(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                on_wait()
+                time.sleep(0.05)
+        yield
 
 
 def extensions_dir() -> Path:

@@ -91,9 +91,15 @@ def run(
     learning_rate_rule: Annotated[
         str | None, typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge.")
     ] = None,
+    branch: Annotated[bool | None, typer.Option("--branch/--no-branch", help="Check other global batches by a branch.")] = None,
+    branch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens that each side of a branch trains on.")] = None,
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights that noise probe and branches start from: DeepSpeed's, or a state dict.")
+    ] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
+    no_history: Annotated[bool, typer.Option("--no-history", help="Do not start from what related studies found.")] = False,
 ) -> None:
     """Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."""
     from autotune import commands
@@ -119,8 +125,11 @@ def run(
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
+        "branch": branch,
+        "branch_tokens": branch_tokens,
+        "from_checkpoint": from_checkpoint and str(from_checkpoint),
     }
-    raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json))
+    raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json, learn=not no_history))
 
 
 @app.command()
@@ -167,7 +176,8 @@ def check(
 
 @app.command()
 def predict(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A model.py or a study.yaml.")],
+    target: Target,
+    script_args: ScriptArgs = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks, also more than this machine has.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device.")] = None,
@@ -176,10 +186,22 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds."""
-    from autotune import forecasting
+    from autotune import forecasting, plan, spec
 
-    overrides = {"name": study, "ranks": ranks, "device_memory_bytes": device_memory, "base_config": base_config and str(base_config)}
-    raise typer.Exit(forecasting.predict(target, overrides, settings or [], as_json=as_json))
+    overrides = {
+        "script_args": tuple(script_args) if script_args else None,
+        "name": study,
+        "ranks": ranks,
+        "device_memory_bytes": device_memory,
+        "base_config": base_config and str(base_config),
+    }
+    if spec.stated_command(target, overrides) is None:
+        wanted = spec.StudySpec.of(Path(target), overrides)
+    else:  # the command is run; what it takes to import is little beside that
+        from autotune import commands
+
+        wanted, _ = commands.wanted_study(target, overrides)
+    raise typer.Exit(forecasting.predict(wanted, settings or [], plan.studies_folder(Path(target)), as_json=as_json))
 
 
 @app.command()
@@ -214,11 +236,16 @@ def cp(
 
 
 @app.command()
-def status(study: StudyName, storage: Storage = None, as_json: AsJson = False) -> None:
-    """Say how far STUDY is and what it has found."""
+def status(
+    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
+    storage: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far STUDY is and what it has found; follow it while another terminal runs it. --json says it once."""
     from autotune import commands
 
-    commands.status(study, storage, as_json=as_json)
+    raise typer.Exit(commands.status(study, storage, once=once, as_json=as_json))
 
 
 @app.command()
@@ -304,6 +331,19 @@ def scale(
 
 
 @app.command()
+def probe(
+    target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what this machine reaches: matrix products, memory, collectives by message size, data loading."""
+    from autotune import probing
+
+    raise typer.Exit(probing.probe(target, ranks, again=again, as_json=as_json))
+
+
+@app.command()
 def dashboard(
     storage: Storage = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,
@@ -326,6 +366,139 @@ def doctor(
     from autotune import commands
 
     raise typer.Exit(commands.doctor(build=build, as_json=as_json))
+
+
+StorageOrEnv = Annotated[
+    str | None,
+    typer.Option("--storage", metavar="URL", envvar="AUTOTUNE_STORAGE", help="Database URL (default: SQLite, studies/autotune.db)."),
+]
+
+
+@app.command()
+def changes(
+    study: StudyName,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what shows without loading the target.")] = False,
+    storage: StorageOrEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what has changed since STUDY found its answer: device, libraries, model, data, ranks, search space."""
+    from autotune import upkeep
+
+    upkeep.changes(study, storage, quick=quick, as_json=as_json)
+
+
+@app.command()
+def retune(
+    study: StudyName,
+    if_due: Annotated[bool, typer.Option("--if-due", help="Only if a schedule of the study says so.")] = False,
+    if_stale: Annotated[bool, typer.Option("--if-stale", help="Only if something that it depends on has changed.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Search although nothing moved.")] = False,
+    min_gain: Annotated[str, typer.Option(metavar="3%", help="Replace the configuration from this gain on.")] = "3%",
+    trials: Annotated[int | None, typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's).")] = None,
+    on_change: Annotated[str | None, typer.Option(metavar="COMMAND", help="Run it where the configuration was replaced.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Measure the noise scale from this state.")] = None,
+    storage: StorageOrEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure whether STUDY's answer is still right; search again, in few trials, if it is not. Status 0: unchanged, 3: improved."""
+    from autotune import upkeep
+    from autotune.spec import read_share
+
+    options = {
+        "if_due": if_due, "if_stale": if_stale, "force": force, "min_gain": read_share(min_gain, "--min-gain"), "trials": trials,
+        "on_change": on_change,
+    }  # fmt: skip
+    raise typer.Exit(upkeep.retune(study, storage, options, checkpoint, as_json=as_json))
+
+
+@app.command()
+def history(
+    study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.")] = None,
+    what: Annotated[str, typer.Option("--what", metavar="KIND", help="measurements, recommendations or decisions.")] = "decisions",
+    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, help="The newest so many.")] = 50,
+    storage: StorageOrEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what was measured, recommended and decided across studies, newest first."""
+    from autotune import upkeep
+
+    upkeep.history(study, storage, what, limit, as_json=as_json)
+
+
+@app.command()
+def delete(
+    study: StudyName,
+    yes: Annotated[bool, typer.Option("--yes", help="Really.")] = False,
+    storage: StorageOrEnv = None,
+) -> None:
+    """Remove STUDY, its re-tunings, schedules and history; study.yaml and its answer stay in the folder."""
+    from autotune import upkeep
+
+    upkeep.delete(study, storage, yes=yes)
+
+
+schedule = typer.Typer(name="schedule", no_args_is_help=True, rich_markup_mode=None, help="When studies are re-tuned.")
+app.add_typer(schedule)
+
+
+@schedule.command("add")
+def schedule_add(
+    study: StudyName,
+    every: Annotated[str | None, typer.Option(metavar="7d", help="This long after the last run.")] = None,
+    cron: Annotated[str | None, typer.Option(metavar='"0 3 * * 0"', help="Five fields, as in a crontab; local time.")] = None,
+    on: Annotated[str | None, typer.Option("--on", metavar="environment-change", help="Only if the environment has changed.")] = None,
+    storage: StorageOrEnv = None,
+) -> None:
+    """Re-tune STUDY again and again."""
+    from autotune import upkeep
+
+    upkeep.schedule_add(study, storage, every, cron, on)
+
+
+@schedule.command("list")
+def schedule_list(storage: StorageOrEnv = None, as_json: AsJson = False) -> None:
+    """List the schedules."""
+    from autotune import upkeep
+
+    upkeep.schedule_list(storage, as_json=as_json)
+
+
+@schedule.command("remove")
+def schedule_remove(
+    number: Annotated[int, typer.Argument(metavar="NUMBER", help="As `autotune schedule list` shows it.")], storage: StorageOrEnv = None
+) -> None:
+    """Remove a schedule."""
+    from autotune import upkeep
+
+    upkeep.schedule_remove(number, storage)
+
+
+@schedule.command("run")
+def schedule_run(storage: StorageOrEnv = None) -> None:
+    """Run what is due until Ctrl-C. Of several daemons one leads; another takes over when it dies."""
+    from autotune import upkeep
+
+    upkeep.schedule_run(storage)
+
+
+@schedule.command("export")
+def schedule_export(
+    study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.")] = None,
+    cron: Annotated[bool, typer.Option("--cron", help="Lines of a crontab.")] = False,
+    systemd: Annotated[bool, typer.Option("--systemd", help="A service and a timer.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Lines for scrontab.")] = False,
+    k8s: Annotated[bool, typer.Option("--k8s", help="A Kubernetes CronJob.")] = False,
+    github: Annotated[bool, typer.Option("--github", help="A workflow of GitHub Actions.")] = False,
+    storage: StorageOrEnv = None,
+) -> None:
+    """Print the schedules for a scheduler of yours, which calls `autotune retune STUDY --if-due`."""
+    from autotune import UserError, upkeep
+
+    forms = {"cron": cron, "systemd": systemd, "slurm": slurm, "k8s": k8s, "github": github}
+    wanted = [name for name, given in forms.items() if given]
+    if len(wanted) != 1:
+        raise UserError(f"schedule export: give one of {', '.join(f'--{name}' for name in forms)}")
+    upkeep.schedule_exported(wanted[0], study, storage)
 
 
 def commands_of(application: typer.Typer = app) -> Iterable[str]:

@@ -16,18 +16,19 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, claims, launch, slots, spec, store, urls
+from autotune import UserError, claims, experience, launch, slots, spec, store, urls, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
-from autotune.console import ProgressView, duration
+from autotune.console import ProgressView
 from autotune.executors import base
 from autotune.invocation import check_templates
+from autotune.journal import Journal
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
 from autotune.spec import StudySpec
-from autotune.study import Runner, note_agent, study_lock
+from autotune.study import Runner, note_agent, run_under_way, study_lock
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")
@@ -35,14 +36,14 @@ INTERRUPTED = 130
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
-def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool) -> int:
+def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool, learn: bool = True) -> int:
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
     """
     try:
-        wanted, notes = read_target(target, overrides)
+        wanted, notes = wanted_study(target, overrides)
     except KeyboardInterrupt:  # while a launch command ran, of which nothing is left
         print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
         return INTERRUPTED
@@ -60,16 +61,18 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
             with executor_for(wanted, folder) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
-                view.doing("profiling the model and the machine, once")
+                watched = Journal(view, folder)
+                watched.doing("profiling the model and the machine, once")
                 found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder)
                 at_once = stack.enter_context(slots.opened(found, executor, folder, view.say))
-                runner = Runner(found, executor, folder, ledger, view, at_once)
+                runner = Runner(found, executor, folder, ledger, watched, at_once)
                 runner.open()
                 _keep_spec(wanted, Path(target), folder)
                 for note in (*notes, *found.notes):
-                    view.say(note)
+                    watched.say(note)
+                experience.attach(runner, learn=learn)
                 runner.run()
         except KeyboardInterrupt:
             interrupted = True
@@ -78,6 +81,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         return INTERRUPTED
     report = summary.load(wanted.name, url, folder)
     written = summary.write(report, folder)
+    if report.study["stored_as"] == wanted.name:
+        experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
     _print_answer(report, [shown(path) for path in written], as_json=as_json)
     if interrupted:
         again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
@@ -89,7 +94,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     return 0
 
 
-def read_target(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
+def wanted_study(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
     """The study that a TARGET means, whether file or launch command, and what to say about it."""
     stated = spec.stated_command(target, overrides)
     if stated is None:
@@ -111,7 +116,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
-    wanted, notes = read_target(target, overrides)
+    wanted, notes = wanted_study(target, overrides)
     folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
     with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
@@ -304,22 +309,42 @@ def cp(preset: str, file: Path) -> None:
     print(f"wrote {file}; use it with {flag} {file}")
 
 
-def status(study: str, storage: str | None, *, as_json: bool) -> None:
-    """`autotune status`: how far a study is and what it has found."""
-    folder, url = locate(study, storage)
-    report = summary.load(study, url, folder)
+def status(study: str | None, storage: str | None, *, once: bool, as_json: bool) -> int:
+    """`autotune status`: how far a study is and what it has found; follows it while it runs.
+
+    Returns:
+        Exit status: 0, or 130 where the user stopped watching.
+    """
+    folder, url = locate(study or watching.only_running(STUDIES), storage)
+    name, pid = folder.name, run_under_way(folder)
+    if pid and not (once or as_json):
+        with ProgressView() as view, terminable():
+            view.say(f"study {name}, run by process {pid}; Ctrl-C ends the watching, not the study")
+            try:
+                watching.follow(folder, pid, view)
+            except KeyboardInterrupt:
+                view.say("the study goes on")
+                return INTERRUPTED
+        pid = None
+    try:
+        report = summary.load(name, url, folder)
+    except store.StoreError:
+        if pid is None:
+            raise
+        data = {"name": name, "n_trials": 0, "outcomes": {}, "running": 0, "process": pid}
+        print(json.dumps(data, indent=1) if as_json else f"study {name}: process {pid} runs it now; no trial has ended yet")
+        return 0
     opened = store.open_storage(url, create=False)
-    n_running = len(store.running(store.load_study(opened, study)))
-    held = {lease.name: lease.owner.shown for lease in claims.leases(opened, study)}
-    data = summary.status_data(report, n_running) | {"held": held}
+    n_running = len(store.running(store.load_study(opened, name)))
+    held = {lease.name: lease.owner.shown for lease in claims.leases(opened, name)}
+    data = {**summary.status_data(report, n_running), "process": pid, "held": held}
     if as_json:
         print(json.dumps(data, indent=1))
-        return
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in data["outcomes"].items())
-    running = f", {n_running} begun and not told (running now, or lost)" if n_running else ""
-    print(f"study {study}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){running}")
+        return 0
+    print(watching.lines(data))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     _print_answer(report, [], as_json=False)
+    return 0
 
 
 def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
@@ -330,7 +355,7 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
         raise UserError("explain: give --why-not or --what-if, not both")
     folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
-    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), study), report)
+    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]), report)
     if why_not is not None:
         said = evidence.why_not(*explanations.read_setting(why_not))
     elif what_if is not None:
@@ -399,7 +424,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
         raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
-    found = diagnosis.of_trial(report, folder, row["trial"])
+    found = diagnosis.of_trial(report, Path(report.study["folder"]), row["trial"])
     if as_json:
         print(json.dumps(diagnosis.as_data(report, found), indent=1))
         return
@@ -420,7 +445,7 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     from autotune.report import scaling as page
 
     counts = measuring.rank_counts(ranks)
-    wanted, notes = read_target(target, {**overrides, "ranks": max(counts)})
+    wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)})
     folder = studies_folder(Path(target)) / wanted.name / "scaling"
     with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)

@@ -33,7 +33,7 @@ class ProgressView:
         self._since = time.monotonic()
         self._under_way: dict[int, str] = {}
         self._standing = ""
-        self._waiting = False
+        self.is_waiting = False
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -48,23 +48,23 @@ class ProgressView:
         """Something worth a line."""
         self._print(Text(f"- {text}"))
 
-    def doing(self, text: str) -> None:
-        """What goes on now, shown until something else does."""
-        self._doing, self._since = text, time.monotonic()
+    def doing(self, text: str, *, ago_s: float = 0.0) -> None:
+        """What goes on now, or since so many seconds, shown until something else does."""
+        self._doing, self._since = text, time.monotonic() - ago_s
         if self._live is None:
             self._print(Text(f"- {text}"))
         self.tick()
 
-    def began(self, number: int, candidate: Candidate, role: str) -> None:
-        """A trial starts."""
+    def began(self, number: int, candidate: Candidate, role: str, *, ago_s: float = 0.0) -> None:
+        """A trial starts, or started so many seconds ago."""
         self._under_way[number] = f"trial {number}{' again' if role == 'repeat' else ''}: {candidate.describe()}"
-        self._doing, self._since = "; ".join(self._under_way.values()), time.monotonic()
+        self._doing, self._since = "; ".join(self._under_way.values()), time.monotonic() - ago_s
         self.tick()
 
     def waiting(self) -> None:
         """Another study, or another coordinator of this one, measures on this machine; said once."""
-        if not self._waiting:
-            self._waiting = True
+        if not self.is_waiting:
+            self.is_waiting = True
             self.say("something else is measured on this machine; taking turns, trial by trial")
 
     def tick(self) -> None:
@@ -75,17 +75,16 @@ class ProgressView:
 
     def ended(self, progress: Progress) -> None:
         """A trial was told: its line stays."""
-        result = progress.result
         self._under_way.pop(progress.number, None)
         self._doing = "; ".join(self._under_way.values()) or self._doing
         label = {"repeat": "again", "baseline": "base"}.get(progress.role, "")
         line = Text(f"{progress.number:>4} {label:<6}")
-        line.append(f"{result.outcome!s:<12}", style=MARKS.get(result.outcome, "red"))
+        line.append(f"{progress.outcome!s:<12}", style=MARKS.get(progress.outcome, "red"))
         line.append(f" {progress.candidate.describe()}")
-        if result.outcome is Outcome.COMPLETE:
+        if progress.outcome is Outcome.COMPLETE:
             line.append(f"  {_figures(progress.metrics)}")
-        elif result.reason:
-            line.append(f"  {result.reason[:160]}", style="dim")
+        elif progress.reason:
+            line.append(f"  {progress.reason[:160]}", style="dim")
         self._print(line)
         self._standing = _standing(progress)
         if self._live is None and progress.role != "repeat" and progress.n_told % 5 == 0:

@@ -16,15 +16,16 @@ import yaml
 
 from autotune import UserError, profiles
 from autotune.candidate import Candidate, DsConfig, Scalar, Setting
-from autotune.plan import executor_for, grounds, inspect_workload, studies_folder
+from autotune.executors.local import n_devices
+from autotune.plan import executor_for, grounds, inspect_workload
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
 from autotune.predict.profile import Machine, Profile
 from autotune.spec import StudySpec
-from autotune.target import Target, inspect_target
+from autotune.target import Target
 from autotune.trial import Outcome, TrialDir, Workload
 
 # A micro-batch that fits this surely is offered as the largest that does.
-SURE = 0.9
+SURE = 0.95
 MOST_SAMPLES = 4096
 # What takes this share of a step binds it; below, several things do.
 BINDING_SHARE = 0.5
@@ -37,6 +38,7 @@ BINDS = {
     "optimizer": "the optimizer's step: accumulate more micro-batches, or shard it",
     "offload": "the link between host and device",
     "launches": "the fixed cost of each operation: a larger micro-batch",
+    "bookkeeping": "what ZeRO does for each parameter: a lower stage",
     "input": "drawing the samples",
 }
 
@@ -150,13 +152,13 @@ class Answer:
         yield from (f"note: {note}" for note in self.notes)
 
 
-def predict(target: Path, overrides: Mapping[str, Any], settings: Sequence[str], *, as_json: bool) -> int:
+def predict(spec: StudySpec, settings: Sequence[str], studies: Path, *, as_json: bool) -> int:
     """`autotune predict`: memory, step time and throughput of a configuration, each with its interval, and what binds.
 
     Args:
-        target: A `model.py` or a `study.yaml`.
-        overrides: Values from flags.
+        spec: The study that the target means.
         settings: The configuration as KEY=VALUE, over the baseline's.
+        studies: Where the studies lie, whose trials correct the forecast.
         as_json: Print JSON.
 
     Returns:
@@ -165,7 +167,7 @@ def predict(target: Path, overrides: Mapping[str, Any], settings: Sequence[str],
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here.
     """
-    answer = foresee(StudySpec.of(target, overrides), read_settings(settings), studies_folder(target))
+    answer = foresee(spec, read_settings(settings), studies)
     print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))
     return 0
 
@@ -229,10 +231,10 @@ def foresee_workload(spec: StudySpec) -> Foreseen:
     Raises:
         UserError: The target cannot be profiled, and why.
     """
-    target = inspect_target(spec.target)
-    if target.kind != "model":
-        raise UserError(f"{spec.target}: only a model.py can be predicted so far; what a script needs `autotune run` finds by measuring it")
+    target = spec.inspected()
     workload, notes = _known(spec, target)
+    if workload.script is not None and workload.script.pipeline_stages:
+        raise UserError(f"{spec.target}: what the stages of a pipeline need is not predicted; `autotune run` finds it by measuring")
     environment, world_size = workload.environment, _world_size(spec, workload)
     local = _local_ranks(workload, world_size)
     base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
@@ -243,7 +245,7 @@ def foresee_workload(spec: StudySpec) -> Foreseen:
     return Foreseen(
         profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
-        share_bytes=environment.device_memory_bytes / (1 if _cuda(workload) else local), notes=notes,
+        share_bytes=environment.share_bytes(local), notes=notes,
     )  # fmt: skip
 
 
@@ -289,18 +291,22 @@ def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, 
 
 def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
     """The workload with profile and rates: from the cache, else from the ranks."""
-    key = profiles.workload_key(target.path)
+    script = target.kind == "script"
+    key = profiles.script_key(spec.how(), spec.script_set, spec.ranks) if script else profiles.workload_key(target.path)
     workload = profiles.kept(Workload, key)
     if workload is not None:
         found = profiles.known(workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload))
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
-    print(f"profiling {target.path.name}, once", file=sys.stderr)
-    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))
+    print(f"{'running' if script else 'profiling'} {target.path.name}, once", file=sys.stderr)
+    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept if something fails: its logs tell why
     with executor_for(spec, folder) as executor:
-        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1)
-        base_config, ranks = _base_config(spec, target, workload), _ranks_here(spec, workload)
-        found, notes = profiles.find_out(workload, target.path, base_config, ranks, executor, folder / "trials")
+        ranks = min(spec.ranks or 1, n_devices()) if script else 1
+        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", ranks)
+        base_config = _base_config(spec, target, workload)
+        found, notes = profiles.find_out(workload, target.path, base_config, _ranks_here(spec, workload), executor, folder / "trials")
+    if script:
+        profiles.keep(replace(found, machine=None), key)
     shutil.rmtree(folder, ignore_errors=True)
     return found, notes
 
@@ -332,7 +338,7 @@ def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | 
     """The largest micro-batch that fits with probability `SURE`, all else the same."""
     sizes = list(range(1, MOST_SAMPLES + 1))
     mean, sd = predictor.log_memory([replace(candidate, micro_batch_size=size) for size in sizes])
-    fitting = np.flatnonzero(mean + 1.2816 * sd <= np.log(limit))  # the normal's 90 % quantile
+    fitting = np.flatnonzero(mean + 1.6449 * sd <= np.log(limit))  # the quantile of `SURE`
     return sizes[int(fitting[-1])] if len(fitting) else None
 
 

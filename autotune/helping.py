@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, claims, commands, slots, store
+from autotune import UserError, claims, commands, experience, slots, store
 from autotune.console import ProgressView
 from autotune.database import Storage
 from autotune.executors.local import LocalExecutor
@@ -51,6 +51,7 @@ def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) ->
             found = _planned(folder, kept, {**settings, **overrides, "storage": url}, scratch, view)
             with found as (there, executor), slots.opened(there, executor, scratch, view.say) as at_once:
                 runner = Runner(there, executor, folder, ledger, view, at_once)
+                experience.attach(runner, learn=False)
                 view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")
                 view.say(f"nothing left to start: {runner.help()}")
         except KeyError as error:
@@ -104,7 +105,7 @@ def _planned(
             f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials where `autotune run` does:"
             " start it in the same folder of a file system that both machines share"
         )
-    wanted, notes = commands.read_target(str(file), overrides)
+    wanted, notes = commands.wanted_study(str(file), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, scratch) as executor:
         found = plan(wanted, executor, scratch)

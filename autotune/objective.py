@@ -26,7 +26,7 @@ EXTRAPOLATION_CAP = 10.0
 REPLICATES = 200
 GOODPUT = "goodput_samples_per_s"
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 class ObjectiveError(UserError):
@@ -113,7 +113,7 @@ class Reference:
 
 
 def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate | None:
-    """Seconds of training until the loss first is the baseline's final one (provisional).
+    """Seconds of training until the loss first is the baseline's final one; near the initial weights small batches win that too easily.
 
     For a trial with B samples per step and losses l_1 .. l_n (equal seed and data order in all trials of a study):
 

@@ -85,9 +85,7 @@ class Plan:
     @property
     def memory_limit_bytes(self) -> float | None:
         """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
-        environment = self.workload.environment
-        share = environment.device_memory_bytes / (1 if environment.accelerator == "cuda" else self.world_size)
-        return self.spec.device_memory_bytes or share or None
+        return self.spec.device_memory_bytes or self.workload.environment.share_bytes(self.world_size) or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The complete DeepSpeed configuration of a candidate of this study."""
@@ -132,6 +130,7 @@ class Plan:
             "device_memory_bytes": spec.device_memory_bytes,
             "seed": spec.seed,
             "learning_rate_rule": spec.learning_rate_rule,
+            **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),
             "accelerator": self.workload.environment.accelerator,
             **({"script": self._script_fingerprint()} if self.workload.script else {}),
         }
@@ -250,6 +249,8 @@ def profiled(found: Plan, executor: LocalExecutor, folder: Path, on_wait: Callab
     spec = found.spec
     trials = folder / "trials"
     workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait)
+    if workload.script is not None:  # so that `predict` need not run it once more
+        profiles.keep(replace(workload, machine=None), profiles.script_key(spec.how(), spec.script_set, spec.ranks))
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 

@@ -16,19 +16,33 @@ from typing import Any, TypeVar
 from autotune import trial
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, cache_dir, has_cuda_device
+from autotune.invocation import Invocation
+from autotune.predict.links import Probe
 from autotune.predict.profile import Machine, Profile
 from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
 
 # Part of every key: what was written in another form is found out again.
 FORMAT = 1
 PROFILE_DEADLINE_S = 180.0
-T = TypeVar("T", Profile, Machine, Workload)
+# Files that a script may read its configuration from, and the bytes up to which they are taken for that.
+SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
+T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 
 def workload_key(target: Path, given: Any = None) -> str:
     """Names what is known of a target: its sources, what it is run with, the libraries and the kind of device."""
     parts = [FORMAT, *_libraries(), _accelerator(), given, str(target.absolute())]
     return _digest(*parts, *(path.read_text(errors="replace") for path in sources(target)))
+
+
+def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
+    """Names what is known of a training script as it is started: beside its sources, the settings that lie where it runs."""
+    path, folder = Path(how.script), Path(how.working_dir)
+    files = [folder / argument for argument in how.arguments]
+    files += [file for place in {folder, path.parent} for file in sorted(place.glob("*")) if file.suffix in SETTINGS]
+    texts = {str(file): file.read_text(errors="replace") for file in files if file.is_file() and file.stat().st_size <= LARGEST_SETTINGS}
+    started = [how.arguments, how.working_dir, how.module, how.environment, how.world_size]
+    return workload_key(path, [*started, dict(assignments), ranks, texts])
 
 
 def machine_key(world_size: int) -> str:
@@ -45,7 +59,7 @@ def kept(kind: type[T], key: str) -> T | None:
         return None
 
 
-def keep(value: Profile | Machine | Workload, key: str) -> None:
+def keep(value: Profile | Machine | Workload | Probe, key: str) -> None:
     """Puts something into the cache."""
     trial.write(_path(type(value), key), value, sync=False)
 

@@ -60,6 +60,21 @@ def _read_share(given: Any) -> Any:
         raise ValueError(f"{given!r} is not a share such as 0.01 or 1%") from None
 
 
+def read_share(text: str, where: str) -> float:
+    """A share such as 0.03 or 3%, below 1.
+
+    Raises:
+        SpecError: It is none.
+    """
+    try:
+        share = float(_read_share(text))
+    except ValueError as error:
+        raise SpecError(f"{where}: {error}") from None
+    if not 0 <= share < 1:
+        raise SpecError(f"{where}: {text} is not between 0 and 100%")
+    return share
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -103,8 +118,12 @@ class StudySpec(BaseModel):
         trial_budget_s: Training time of one trial, warm-up included.
         trial_deadline_s: Wall time after which a trial's processes are killed.
         min_samples: Samples that a trial trains on at least, as far as its budget goes.
-        finalists: Candidates that are measured again at the end, together with the baseline.
+        finalists: Candidates that are checked and measured again at the end, together with the baseline; 0: nothing is.
         repeats: How often each of them is.
+        branch: Candidates with another global batch are checked by a branch before they may be recommended.
+        branch_tokens: Tokens (samples, where those are no sequences) that each side of a branch trains on; None for twice what
+            the baseline trains on in a trial.
+        from_checkpoint: Weights that the noise probe and branches start from; None for those that a probe has warmed up.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -140,6 +159,9 @@ class StudySpec(BaseModel):
     min_samples: Natural = 0
     finalists: Natural = 3
     repeats: Count = 2
+    branch: bool = True
+    branch_tokens: Count | None = None
+    from_checkpoint: Path | None = None
 
     @classmethod
     def load(cls, path: Path, overrides: Mapping[str, Any] | None = None, invocation: Invocation | None = None) -> StudySpec:
@@ -245,7 +267,7 @@ class StudySpec(BaseModel):
         target = os.path.relpath(self.target, folder) if folder is not None else str(self.target)
         left_out = [
             "invocation",
-            *(name for name in ("script_args", "script_set", "arg_mappings", "working_dir") if not getattr(self, name)),
+            *(name for name in ("script_args", "script_set", "arg_mappings", "working_dir", "from_checkpoint") if not getattr(self, name)),
         ]
         if self.command is not None:  # which says the rest
             left_out += ["target", "script_args"]
@@ -257,6 +279,8 @@ class StudySpec(BaseModel):
             data["ranks"] = None
         if self.working_dir is not None:
             data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
+        if self.from_checkpoint is not None:
+            data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
         data |= {
             "storage": self.storage and urls.masked(self.storage),
             "target": target,
@@ -505,6 +529,15 @@ def _read_folder(value: Any, where: str, folder: Path) -> Path | None:
 
 
 # The keys that take more than pydantic to read: from (value, its place in words, the folder that paths start from).
+def _read_checkpoint(value: Any, where: str, folder: Path) -> Path | None:
+    if value is None:
+        return None
+    path = _inside(value, folder)
+    if not path.exists():
+        raise SpecError(f"{where}: there is no {path}; give the folder of a DeepSpeed checkpoint, or a state dict's file")
+    return path
+
+
 READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "space": _read_space,
     "objectives": _read_objectives,
@@ -515,6 +548,7 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "script_set": _read_script_set,
     "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
+    "from_checkpoint": _read_checkpoint,
 }
 
 
@@ -640,7 +674,8 @@ COMMENTS = {
     "storage": "null is SQLite in studies/autotune.db.",
     "parallel": "Trials at once; on one host only if they may overlap, where they disturb one another.",
     "trial_budget_s": "Training time of one trial, and when its processes are killed.",
-    "finalists": "The best are measured again at the end, this many, this often.",
+    "finalists": "The best are checked and measured again at the end, this many, this often.",
+    "branch": "Other global batches are checked by a branch from the baseline's state, on so many tokens.",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,13 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune import database, objective, trial
+from autotune import database, history, objective, trial
 from autotune.analysis.recommend import Measured
+from autotune.branch import Branch
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
 from autotune.convergence import LearningRate
 from autotune.database import Storage
+from autotune.gate import Verdict, numerics
 from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
 from autotune.spec import StudySpec
@@ -34,6 +37,8 @@ MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotun
 SETTINGS_ATTR = "settings"
 # Fields of a study that a run may change and that its helpers must know; the others are the same for all of its trials.
 SETTINGS = ("trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s", "trial_deadline_s", "min_samples")
+# Which re-tuning's study holds the answer of this one today.
+SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
 
 
@@ -71,9 +76,11 @@ def create_study(storage: Storage, name: str, directions: Sequence[Direction], m
 
 
 def delete_study(storage: Storage, name: str) -> None:
-    """Removes a study with its trials; one that is not there is no error."""
-    with contextlib.suppress(KeyError):
-        optuna.delete_study(study_name=name, storage=storage)
+    """Removes a study with its trials, its re-tunings and its history; one that is not there is no error."""
+    for own in [name, *(other for other in study_names(storage) if other != name and generation_of(other)[0] == name)]:
+        with contextlib.suppress(KeyError):
+            optuna.delete_study(study_name=own, storage=storage)
+    history.forget(storage.engine, name)
 
 
 def note_settings(study: Study, spec: StudySpec) -> None:
@@ -127,6 +134,7 @@ class StudyRecord:
         workload: What the target turned out to be.
         learning_rate: How the trials followed the batch.
         invocation: How the script is started, where the target is one.
+        branches: Another global batch is recommended only if a branch confirms it.
         search: What the search went by; None in studies of earlier versions.
     """
 
@@ -140,6 +148,7 @@ class StudyRecord:
     workload: Workload
     learning_rate: LearningRate = field(default_factory=LearningRate)
     invocation: Invocation | None = None
+    branches: bool = False
     search: SearchRecord | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
@@ -226,11 +235,18 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         result = trial.result_in(path)
         if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
             repeats[n] = {name: estimate.value for name, estimate in objective.measure(result, reference).items()}
+    ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
+    baseline = Candidate.from_key(kept.baseline)
+    refused = verdict is not None and verdict.passed is False
     return Measured(
         trial=told.number,
         candidate=candidate,
-        ds_config=kept.ds_config(candidate),
-        outcome=Outcome(data["outcome"]),
+        ds_config=ds_config,
+        outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
+        verdict=verdict,
+        branch=branch_in(folder, told.number),
+        branch_wanted=kept.branches and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
+        numerics_kept=numerics(ds_config) == numerics(kept.ds_config(baseline)),
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
@@ -238,6 +254,22 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
     )
+
+
+def branch_in(folder: Path, number: int) -> Branch | None:
+    """What a branch of a trial showed; None if there was none."""
+    try:
+        return trial.read(branch_path(folder, number), Branch)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def verdict_in(folder: Path, number: int) -> Verdict | None:
+    """What the quality gate said of a trial; None if it was not asked."""
+    try:
+        return trial.read(gate_path(folder, number), Verdict)
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def trial_path(folder: Path, number: int) -> Path:
@@ -251,6 +283,26 @@ def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
     return dict(sorted((int(path.name.removeprefix("repeat-")), path) for path in found if path.name.removeprefix("repeat-").isdigit()))
 
 
+def gate_path(folder: Path, number: int) -> Path:
+    """Where a trial's verdict lies, once its numerics were checked."""
+    return trial_path(folder, number) / "verdict.json"
+
+
+def branch_path(folder: Path, number: int) -> Path:
+    """Where it is kept what a branch of a trial showed."""
+    return trial_path(folder, number) / "branch.json"
+
+
+def warm_path(folder: Path) -> Path:
+    """The weights that branches start from."""
+    return folder / "trials" / "warm.pt"
+
+
+def reference_path(folder: Path, batch: int) -> Path:
+    """The folder of the trials that show how the baseline's numerics train at a global batch."""
+    return folder / "trials" / f"reference-{batch}"
+
+
 def repeat_path(folder: Path, number: int, n: int) -> Path:
     """The folder of a trial's n-th re-measurement."""
     return trial_path(folder, number) / f"repeat-{n}"
@@ -259,4 +311,28 @@ def repeat_path(folder: Path, number: int, n: int) -> Path:
 def study_folder(name: str, studies: Path, url: str) -> Path:
     """The folder of a study: below `studies`, or beside its SQLite database where only that has one."""
     beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
-    return next((folder / name for folder in (studies, beside) if (folder / name).is_dir()), studies / name)
+    base, generation = generation_of(name)
+    own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)
+    return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
+
+
+def generation_name(name: str, generation: int) -> str:
+    """The study, as it lies in the database, of a study's n-th re-tuning."""
+    return f"{name}.retune-{generation}"
+
+
+def generation_of(name: str) -> tuple[str, int]:
+    """The study that a name in the database belongs to, and which of its re-tunings it is (0: none)."""
+    found = re.fullmatch(r"(.+)\.retune-([0-9]+)", name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def current(study: Study) -> str:
+    """The name of the study that holds the answer today: the last re-tuning that replaced it, else the study itself."""
+    later = str(study.user_attrs.get(SUCCESSOR_ATTR, ""))
+    return later if later and later in study_names(study._storage) else study.study_name  # type: ignore[arg-type]
+
+
+def succeed(study: Study, later: str) -> None:
+    """Makes a re-tuning the holder of a study's answer."""
+    study.set_user_attr(SUCCESSOR_ATTR, later)

@@ -14,10 +14,10 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import optuna
 import sqlalchemy
@@ -31,6 +31,7 @@ from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
 from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
 from autotune.claims import Ledger, TurnLost
+from autotune.confirm import ENDLESS_SAMPLES, Confirmation, baseline_of
 from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor, sweep
@@ -40,6 +41,7 @@ from autotune.plan import Plan, remedy, shown
 from autotune.predict.forecast import Predictor, settings_of
 from autotune.predict.profile import Machine, Profile
 from autotune.search import check_sampler
+from autotune.search.catalogue import Prior
 from autotune.search.legal import LegalSampler, encoded
 from autotune.search.physics import PhysicsSampler, generic_prior
 from autotune.store import SearchRecord, StudyRecord
@@ -48,18 +50,19 @@ from autotune.trial import Outcome, Rival, TrialDir, TrialRequest, TrialResult
 COMPLETED = "completed"
 # So many trials from the start that all crash for one reason (twice as many for several): the target is broken.
 HOPELESS_TRIALS = 4
-ENDLESS_SAMPLES = 10**15
 BUSY_TRIES = 3
+# What checking the finalists takes of a time budget: so many trials, at most this share.
+CHECK_TRIALS, CHECK_SHARE = 6, 0.25
 # Micro-gradients of a step that the noise probe takes at least.
 NOISE_MICROS = 4
 # So many trials of a precision end with a dtype mismatch, and none otherwise, before it is no longer proposed.
 MISMATCHES = 2
-# Where the rounds of re-measurement differ by more than this (standard deviation of the log ratios), more rounds follow.
-WANTED_SPREAD = 0.03
 # How often it is looked whether other coordinators have told something, or the baseline is there.
 NEWS_S = 1.0
 IMPATIENT = 3
 ABANDONED = "the run ended before the trial did"
+# How often the lock of a study is asked for.
+LOCK_TRIES = 5
 
 
 class Observer(Protocol):
@@ -81,6 +84,13 @@ class Observer(Protocol):
         """A trial was told."""
 
 
+class Leader(NamedTuple):
+    """The best compromise so far."""
+
+    trial: int
+    candidate: Candidate
+
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """Where a study stands after a trial.
@@ -89,8 +99,10 @@ class Progress:
         number: The trial.
         role: `baseline`, `search` or `repeat`.
         candidate: Its configuration.
-        result: Its end.
+        outcome: Its end.
+        reason: Why, where it is not `complete`.
         metrics: What it yielded.
+        wall_s: How long it took.
         n_told: Trials told so far.
         n_trials: Trials in all.
         best: The best compromise so far.
@@ -101,13 +113,30 @@ class Progress:
     number: int
     role: str
     candidate: Candidate
-    result: TrialResult
+    outcome: Outcome
+    reason: str
     metrics: dict[str, float]
+    wall_s: float
     n_told: int
     n_trials: int
-    best: Measured | None
+    best: Leader | None
     best_speedup: float | None
     left_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """What a study begins with that another one has learned.
+
+    Attributes:
+        prior: Lays what was learned over the study's own prior.
+        first: What is measured before anything is proposed: what was best before.
+        compromise: Look for the best compromise alone, not for the whole front.
+    """
+
+    prior: Callable[[Prior], Prior]
+    first: tuple[Candidate, ...] = ()
+    compromise: bool = False
 
 
 class Runner:
@@ -120,6 +149,9 @@ class Runner:
         storage: The database, as its URL or as the claims on the study in it.
         observer: Whoever watches.
         slots: Engines for as many trials at once; by default one.
+
+    Attributes:
+        warm: What another study has learned; set before `run`.
     """
 
     def __init__(
@@ -145,6 +177,7 @@ class Runner:
         self.reference: Reference | None = None
         self.objectives = list(plan.spec.objectives)
         self.learning_rate = plan.learning_rate()
+        self.warm: WarmStart | None = None
         self._built: set[str] = set()
         self._n_tries = BUSY_TRIES
         self._started = time.monotonic()
@@ -161,13 +194,13 @@ class Runner:
             self.open()
             if self.study is None:
                 # The baseline runs first, since it decides what can be measured at all.
-                self._begin(self._execute(self.plan.baseline, self._trial_path(0), role="baseline"))
+                self._begin(self.execute(self.plan.baseline, self._trial_path(0), role="baseline"))
             assert self.study is not None
             store.note_end(self.study, "")
             store.note_settings(self.study, self.spec)
             if why := self._search():
                 store.note_end(self.study, why)
-            self._confirm()
+            Confirmation(self).run()
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads, until there is none left to start.
@@ -254,7 +287,7 @@ class Runner:
         if n_running and self._nothing_since == n_ended:
             return None
         sampler = self._without_unsafe(self.study.sampler)
-        again = self._to_run_again() or self._owed()
+        again = self._to_run_again() or next(iter(self._first()), None) or self._owed()
         if again is not None:
             sampler.force(again)
         claimed = self._over()
@@ -266,7 +299,7 @@ class Runner:
     def _over(self) -> Claim | str:
         """Begins the next trial, or says why there is none although the budget of trials is not spent."""
         assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
-        if self.leads and self._out_of_time():
+        if self.leads and self.out_of_time():
             return f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_spent()} trials"
         if self.spec.sampler == "physics" and self.study.sampler.forced is None:
             with undisturbed():
@@ -299,6 +332,8 @@ class Runner:
         self._check_same(kept)
         self.study = study
         self.reference, self.objectives, self.learning_rate = kept.reference, kept.objectives, kept.learning_rate
+        if self.reference is not None and self.reference.noise is None and self.spec.global_batch != "keep":
+            self._keep_batch(self.reference.noise_problem)
         self._spent_before_s = _wall_s(self._told())
         if self.leads and (n := self._n_spent()):
             self.observer.say(f"resuming: {n} of {self.spec.trials} trials are already there")
@@ -324,7 +359,7 @@ class Runner:
             for each in dropped:
                 self.observer.say(f"objective {each.name!r} is left out: {found.missing[each.metric]}")
         else:
-            dropped = [o for o in self.objectives if o.metric == "time_to_loss_s"]
+            dropped = [o for o in self.objectives if o.metric in (GOODPUT, "time_to_loss_s")]
             if len(dropped) == len(self.objectives):
                 raise UserError(f"convergence is measured against the baseline, which did not complete ({result.outcome}: {result.reason})")
             self.observer.say(f"the baseline did not complete ({result.outcome}: {result.reason}), so no speed-up can be stated")
@@ -355,7 +390,11 @@ class Runner:
             micro = max(1, base.global_batch_size(world) // (steps * world))
             candidate = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
             self.observer.say("measuring the gradient noise scale, for what other global batches are worth")
-            result = self._execute(candidate, self.folder / "trials" / "noise", role="noise")
+            start = self.spec.from_checkpoint
+            result = self.execute(
+                candidate, self.folder / "trials" / "noise", role="noise", weights=str(start) if start else None,
+                save_weights=str(store.warm_path(self.folder)) if self.spec.branch and start is None else None,
+            )  # fmt: skip
             noise = result.noise.noise_scale() if result.noise is not None else None
             problem = str(noise) if noise is not None else f"its probe ended with {result.outcome}: {result.reason}"
             if noise is not None and noise.resolved:
@@ -366,10 +405,27 @@ class Runner:
         self.reference = replace(self.reference, noise_problem=problem)
         if needs_rate:
             raise UserError(f"--learning-rate-rule {self.learning_rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`")
-        self.objectives = [o for o in self.objectives if o.name != wanted]
-        self.observer.say(f"objective {wanted!r} is left out: {problem}; raise trial_budget_s, or keep the global batch")
-        if not self.objectives:
-            raise UserError(f"objective {wanted!r} is the only one, and it cannot be measured: {problem}")
+        self._keep_batch(problem)
+
+    def _keep_batch(self, problem: str) -> None:
+        """What other global batches are worth is not known, so that only the baseline's is searched.
+
+        Raises:
+            UserError: Then there is nothing to search.
+        """
+        plan = self.plan
+        if not any(o.metric == GOODPUT for o in self.objectives):
+            return
+        name = next(o.name for o in self.objectives if o.metric == GOODPUT)
+        batch, world = plan.baseline.global_batch_size(plan.setting.world_size), plan.setting.world_size
+        space = plan.full_space.keeping(batch, world, plan.baseline.micro_batch_size).pruned(plan.baseline, plan.setting)
+        if next((c for c in space.candidates(plan.baseline) if c != plan.baseline and c.illegal(plan.setting) is None), None) is None:
+            raise UserError(f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies nothing else")
+        self.observer.say(
+            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; raise trial_budget_s, or"
+            f" leave {name!r} out of the objectives to vary it all the same"
+        )
+        self.plan = replace(plan, space=space)
 
     def _record(self) -> StudyRecord:
         plan = self.plan
@@ -384,6 +440,7 @@ class Runner:
             workload=plan.workload,
             learning_rate=self.learning_rate,
             invocation=plan.spec.how() if plan.workload.script else None,
+            branches=plan.spec.branch and plan.workload.script is None,
             search=SearchRecord(
                 space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
                 memory_limit_bytes=plan.memory_limit_bytes,
@@ -404,13 +461,22 @@ class Runner:
     def _advisor(self) -> PhysicsSampler:
         """What is believed of candidates, whoever proposes them."""
         plan, spec = self.plan, self.spec
+        prior: Prior = generic_prior(plan.workload, plan.setting)
         advisor = PhysicsSampler(
-            plan.space, plan.baseline, plan.setting, spec.seed, prior=generic_prior(plan.workload, plan.setting),
+            plan.space, plan.baseline, plan.setting, spec.seed, prior=self.warm.prior(prior) if self.warm is not None else prior,
             metrics=[o.metric for o in self.objectives], memory_limit_bytes=plan.memory_limit_bytes,
             bounds=objective.bounds(self.objectives, spec.constraints).values(),
         )  # fmt: skip
+        if self.warm is not None and self.warm.compromise:
+            advisor.weights = [o.weight for o in self.objectives]
         advisor.proposes, advisor.cautious = spec.sampler == "physics", spec.memory_filter
         return advisor
+
+    def _first(self) -> list[Candidate]:
+        """What was good elsewhere and is still to be measured here."""
+        known = self._known()
+        first = self.warm.first if self.warm is not None else ()
+        return [c for c in first if c.key not in known and c.illegal(self.plan.setting) is None]
 
     def _recover(self) -> None:
         """Trials that a dead coordinator left behind: told if their result is there, else marked lost, to be run again once."""
@@ -565,7 +631,7 @@ class Runner:
                 " what was measured here is not used"
             )
         elif not quiet:
-            self._progress(asked.number, role, candidate, result, score.metrics)
+            self.progress(asked.number, role, candidate, result, score.metrics)
 
     def _foreseen(self, candidate: Candidate) -> dict[str, list[float]]:
         """What the trials before this one led to expect of it, with 90 % intervals, to be read beside what it measured."""
@@ -587,8 +653,24 @@ class Runner:
         machine = workload.machine or Machine.guess(plan.setting.accelerator, plan.world_size, workload.environment.n_cores)
         return Predictor(profile, machine, settings_of(plan.base_config))
 
-    def _execute(self, candidate: Candidate, path: Path, *, role: str) -> TrialResult:
-        return self._measure(self._request(candidate, role), candidate, path, role, self.executor)
+    def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
+        """One more measurement of a configuration, told to nobody: to be compared with others that are taken in turns with it."""
+        return self.execute(candidate, path, role="repeat")
+
+    def say(self, text: str) -> None:
+        """Tells whoever watches."""
+        self.observer.say(text)
+
+    def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
+        """Runs a trial in a folder of its own.
+
+        Args:
+            candidate: What to run.
+            path: The folder.
+            role: `baseline`, `search`, `repeat`, `noise` or `gate`.
+            request_fields: Fields of the request that are to differ from what the study's trials have.
+        """
+        return self._measure(replace(self._request(candidate, role), **request_fields), candidate, path, role, self.executor)
 
     def _request(self, candidate: Candidate, role: str) -> TrialRequest:
         """What the ranks of a trial are asked to do."""
@@ -609,6 +691,7 @@ class Runner:
             seed=self.spec.seed,
             budget_s=self.spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
+            check_gradient=role in ("baseline", "search", "gate"),
             min_samples=min_samples,
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=self.spec.device_memory_bytes,
@@ -652,7 +735,7 @@ class Runner:
                 busy = result.other_cores > trial.BUSY_CORES
                 if not n_left and busy and role in ("baseline", "repeat"):
                     self._n_tries = 1  # waiting does not help here
-                if not n_left or not busy or self._out_of_time():
+                if not n_left or not busy or self.out_of_time():
                     return result
                 why = f"other processes used {result.other_cores:.1f} cores meanwhile"
             self.observer.say(f"trial {number} is measured again: {why}")
@@ -688,39 +771,6 @@ class Runner:
         if failure:
             self.observer.say(f"DeepSpeed's {', '.join(needed)} cannot be built here, so configurations that need it will fail: {failure}")
 
-    def _confirm(self) -> None:
-        """Measures the finalists and the baseline again in turns, so that what drifts meets all of them alike."""
-        measured = self.measured()
-        baseline = _baseline(measured)
-        found = recommend.finalists(measured, baseline, self.objectives, self.spec.finalists, self.plan.data_parallel)
-        if not found:
-            return
-        while True:
-            left = recommend.in_race(found, self.measured(), baseline and self._again(baseline), self.objectives, self.plan.world_size)
-            if beaten := [f"trial {m.trial}" for m in found if m not in left]:
-                self.observer.say(f"{', '.join(beaten)}: clearly beaten, so not measured again")
-            found = left
-            # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
-            turn = [*found, *([baseline] if baseline else [])]
-            rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
-            n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
-            if n_done >= self.spec.repeats and not (n_done < 2 * self.spec.repeats and self._unsettled()):
-                return
-            if n_done == 0:
-                self.observer.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
-            for m in turn:
-                result = self._execute(m.candidate, store.repeat_path(self.folder, m.trial, last + 1), role="repeat")
-                self._progress(m.trial, "repeat", m.candidate, result, {k: e.value for k, e in objective.measure(result, None).items()})
-
-    def _again(self, measured: Measured) -> Measured:
-        """The same trial with what was measured since."""
-        return next(m for m in self.measured() if m.trial == measured.trial)
-
-    def _unsettled(self) -> bool:
-        """Whether the rounds so far differ so much that more are worth their time."""
-        measured = self.measured()
-        return not self._out_of_time() and recommend.spread(measured, _baseline(measured)) > WANTED_SPREAD
-
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis sees it."""
         return store.measured(self.study, self.folder, self._record()) if self.study is not None else []
@@ -745,15 +795,20 @@ class Runner:
     def _trial_path(self, number: int) -> Path:
         return store.trial_path(self.folder, number)
 
-    def _out_of_time(self) -> bool:
+    def out_of_time(self) -> bool:
+        """Whether the time budget is spent, but for what the end of the study takes."""
         if self.spec.time_budget_s is None:
             return False
         walls = self._walls_s()
-        # The finalists' turns at the end come out of the same budget.
-        reserve = (self.spec.finalists + 1) * self.spec.repeats * (statistics.median(walls) if walls else 0.0) / 2
-        return self._spent_s() + reserve >= self.spec.time_budget_s
+        # The finalists' turns at the end come out of the same budget, and how they train is checked before.
+        usual_s = statistics.median(walls) if walls else 0.0
+        reserve = (self.spec.finalists + 1) * self.spec.repeats * usual_s / 2
+        if self.spec.finalists:
+            reserve += min(CHECK_TRIALS * usual_s, CHECK_SHARE * self.spec.time_budget_s)
+        return self.spent_s() + reserve >= self.spec.time_budget_s
 
-    def _spent_s(self) -> float:
+    def spent_s(self) -> float:
+        """Seconds that the study has taken so far."""
         return self._spent_before_s + time.monotonic() - self._started
 
     def _stop_if_hopeless(self) -> None:
@@ -767,9 +822,10 @@ class Runner:
             said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
             raise UserError(f"the first {len(ends)} trials, the baseline among them, {said} (see {log})")
 
-    def _progress(self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: dict[str, float]) -> None:
+    def progress(self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]) -> None:
+        """Tells whoever watches that a trial ended, and where the study stands."""
         measured = self.measured()
-        baseline = _baseline(measured)
+        baseline = baseline_of(measured)
         ranked = recommend.rank(measured, baseline, self.objectives)
         best = ranked[0] if ranked else None
         speedup = None
@@ -779,11 +835,12 @@ class Runner:
         n_left = max(0, self.spec.trials - n_spent)
         left = (n_left + (self.spec.finalists + 1) * self.spec.repeats / 2) * (statistics.median(walls) if walls else 0.0)
         if self.spec.time_budget_s is not None:
-            left = min(left, max(0.0, self.spec.time_budget_s - self._spent_s()))
+            left = min(left, max(0.0, self.spec.time_budget_s - self.spent_s()))
         self.observer.ended(
             Progress(
-                number=number, role=role, candidate=candidate, result=result, metrics=metrics, n_told=n_spent,
-                n_trials=self.spec.trials, best=best, best_speedup=speedup, left_s=left,
+                number=number, role=role, candidate=candidate, outcome=result.outcome, reason=result.reason, metrics=dict(metrics),
+                wall_s=result.wall_s, n_told=n_spent, n_trials=self.spec.trials, best=Leader(best.trial, best.candidate) if best else None,
+                best_speedup=speedup, left_s=left,
             )
         )  # fmt: skip
 
@@ -804,10 +861,6 @@ def _met_mismatch(told: FrozenTrial) -> bool:
     data = store.told_data(told)
     values = store.told_candidate(told).values()
     return trial.is_dtype_mismatch(TrialResult(outcome=Outcome(data["outcome"]), reason=data["reason"], candidate=values))
-
-
-def _baseline(measured: list[Measured]) -> Measured | None:
-    return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
 
 
 def ops_needed(ds_config: DsConfig) -> list[str]:
@@ -869,14 +922,19 @@ def study_lock(folder: Path) -> Iterator[IO[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            pid = (json.loads(file.read() or "{}")).get("pid", "?")
-            raise UserError(
-                f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
-            ) from None
+        for tries_left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if tries_left:
+                    time.sleep(0.01)  # whoever only looks whether it runs has the lock for a moment
+                    continue
+                file.seek(0)
+                pid = (json.loads(file.read() or "{}")).get("pid", "?")
+                raise UserError(
+                    f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
+                ) from None
         file.seek(0)
         with contextlib.suppress(json.JSONDecodeError):
             left = json.loads(file.read() or "{}")
@@ -884,6 +942,21 @@ def study_lock(folder: Path) -> Iterator[IO[str]]:
                 sweep(left["agent"])
         note_agent(file, "")
         yield file
+
+
+def run_under_way(folder: Path) -> int | None:
+    """The process that runs the study of a folder; None if none does."""
+    try:
+        with open(folder / ".lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with contextlib.suppress(json.JSONDecodeError):
+                    return int(json.loads(file.read() or "{}").get("pid", 0))
+                return 0  # it has not yet written down who it is
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def note_agent(file: IO[str], mark: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,10 +17,13 @@ from pydantic import TypeAdapter
 from autotune import stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
+from autotune.gate import GradientCheck
 from autotune.predict.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
+# What a process takes of a device outside torch's allocator: CUDA's context, its modules and libraries.
+CUDA_CONTEXT_BYTES = 600 << 20
 # With this much of the machine in other hands, a step time is no longer the configuration's own.
 BUSY_CORES = 0.3
 # Families of scripts, in words, that others than the worker look at.
@@ -70,6 +74,10 @@ class Environment:
     versions: dict[str, str]
     omp_num_threads: str | None = None
 
+    def share_bytes(self, ranks: int) -> float:
+        """What a rank may use: its device's memory but for what CUDA itself takes; on a CPU its share of the machine's."""
+        return max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES) if self.accelerator == "cuda" else self.device_memory_bytes / ranks
+
 
 def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:
     """Threads that a rank computes with on CPU: the user's `OMP_NUM_THREADS`, else its share of the cores."""
@@ -86,6 +94,31 @@ def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign
                 yield name, node
             case ast.If() | ast.With() | ast.Try():
                 yield from module_constants([*node.body, *getattr(node, "orelse", [])])
+
+
+def driver_version() -> str:
+    """Version of NVIDIA's kernel driver; empty where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module\D*([0-9][0-9.]+)", text)
+    return found[1] if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShape:
+    """What samples look like, as far as step time and memory depend on it.
+
+    Attributes:
+        fields: Each tensor of a sample: name, type and shape, with `*` where a size differs between samples.
+        lengths: Share of the samples whose largest dimension is at most so much, by upper edge; two classes to a doubling.
+        n_seen: Samples looked at.
+    """
+
+    fields: tuple[str, ...]
+    lengths: dict[str, float]
+    n_seen: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +222,8 @@ class Workload:
         script: What a probe found, where the target is a training script.
         profile: What memory and time follow from; None where it was not profiled.
         machine: What the machine does in a second, so many ranks at once; None where that was not measured.
+        structure: Digest of the model's modules and parameters; empty where it was not taken.
+        data: What the samples look like; None where none could be drawn.
     """
 
     n_parameters: int
@@ -205,6 +240,8 @@ class Workload:
     script: Probed | None = None
     profile: Profile | None = None
     machine: Machine | None = None
+    structure: str = ""
+    data: DataShape | None = None
 
     def data_parallel(self, world_size: int) -> int:
         """How many of the ranks have data of their own."""
@@ -256,7 +293,8 @@ class TrialRequest:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
             for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
-            the machine and writes a `Machine` (both in `predict.profile`).
+            the machine and writes a `Machine` (both in `predict.profile`), `machine` does so at length and writes a `Probe`
+            (`predict.links`); a target then only stands for its data.
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.
@@ -269,6 +307,11 @@ class TrialRequest:
         script: How to run the target, where it is a training script.
         noise: Measure the size of gradients too, for the noise scale; the hooks cost time, so the step times are not a
             configuration's own.
+        check_gradient: Compare the first step's gradient with the micro-gradients that it is made of.
+        replicate: Above 0: not the run of the study's seed but one as good: weights rounded otherwise, other dropout.
+        weights: Start from these, a file or folder, in place of the weights that `model()` makes.
+        save_weights: Write the weights that the trial ends with to this file.
+        first_sample: Start at this place of the data's order.
         learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
         rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
     """
@@ -286,6 +329,11 @@ class TrialRequest:
     device_memory_bytes: int | None = None
     script: Script | None = None
     noise: bool = False
+    check_gradient: bool = False
+    replicate: int = 0
+    weights: str | None = None
+    save_weights: str | None = None
+    first_sample: int = 0
     learning_rate_factor: float = 1.0
     rivals: tuple[Rival, ...] = ()
 
@@ -364,6 +412,7 @@ class RankReport:
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
         noise: Gradient sizes, where the request asks for them.
+        gradient: How true the first step's gradient is, where the request asks for it.
         unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
         flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
@@ -387,6 +436,7 @@ class RankReport:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -441,6 +491,7 @@ class TrialResult:
         caveats: What the user should know about this trial.
         side_changes: What a training script needed besides the DeepSpeed JSON.
         noise: Gradient sizes, where the request asks for them.
+        gradient: How true the first step's gradient is, where the request asks for it.
         unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
         flags: The flags that carried a candidate field (or `ds_config`), by all their names.
     """
@@ -469,6 +520,7 @@ class TrialResult:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -488,6 +540,7 @@ class TrialDir:
         self.workload = path / "workload.json"
         self.profile = path / "profile.json"
         self.machine = path / "machine.json"
+        self.probe = path / "probe.json"
         self.events = path / "events.jsonl"
         self.scratch = path / "scratch"
 
@@ -664,6 +717,7 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         other_cores=lead.other_cores,
         observed=lead.observed,
         noise=lead.noise,
+        gradient=lead.gradient,
     )
 
 

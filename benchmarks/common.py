@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import trial
-from autotune.executors.local import extensions_dir
+from autotune.executors.local import extensions_dir, has_cuda_device
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,8 +37,11 @@ def write(name: str, figures: dict[str, Any]) -> None:
 
 
 def plain_environment() -> dict[str, str]:
-    """The variables of a training that nobody watches, on a CPU."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    """The variables of a training that nobody watches; on a CPU a rank has one thread."""
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not has_cuda_device():
+        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return environment
 
 
 def plain_trial(target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2) -> tuple[float, list[float]]:

@@ -95,7 +95,9 @@ class Clock(ProgressView):
 
 
 def measure(sampler: str, n_trials: int, folder: Path) -> dict[str, float]:
-    spec = StudySpec.of(TARGET, {"sampler": sampler, "trials": n_trials, "name": sampler, "stop_below": 0})
+    to_loss = {"name": "convergence", "metric": "time_to_loss_s"}  # which needs no probe, and so leaves the batch free
+    given = {"objectives": ["latency", "throughput", to_loss, "memory"], "finalists": 0, "stop_below": 0}
+    spec = StudySpec.of(TARGET, {"sampler": sampler, "trials": n_trials, "name": sampler, **given})
     environment = Environment(
         accelerator="cpu", device_name="", n_devices=2, device_memory_bytes=2**34, bf16=True, fp16=False, n_cores=2, versions={}
     )

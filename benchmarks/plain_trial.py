@@ -34,6 +34,7 @@ def main() -> None:
         for part in range(config["gradient_accumulation_steps"]):
             first = ((step * config["gradient_accumulation_steps"] + part) * world + rank) * micro
             x, y = torch.utils.data.default_collate([dataset[i % len(dataset)] for i in range(first, first + micro)])
+            x, y = x.to(engine.device), y.to(engine.device)
             if x.is_floating_point():
                 x = x.to(dtype)
             output = engine(x)
@@ -45,6 +46,7 @@ def main() -> None:
                 loss = F.cross_entropy(output.float(), y)
             engine.backward(loss)
             engine.step()
+        deepspeed.get_accelerator().synchronize()
         times.append(time.perf_counter() - start)
     if rank == 0:
         print("STEPS", json.dumps(times), flush=True)

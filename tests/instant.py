@@ -13,6 +13,8 @@ from zoo import MODELS
 
 from autotune import store, trial
 from autotune.candidate import Candidate, Setting
+from autotune.confirm import ENDLESS_SAMPLES
+from autotune.convergence import NoiseTerms
 from autotune.executors.base import Status
 from autotune.plan import Plan
 from autotune.spec import StudySpec
@@ -29,6 +31,8 @@ WORKLOAD = Workload(
     n_parameters=1000, n_trainable=1000, n_samples=4096, n_blocks=4, block_class="Block", block_share=0.9, float_buffers=False,
     client_optimizer=False, environment=ENVIRONMENT,
 )  # fmt: skip
+# A noise scale of 16 samples, well resolved.
+NOISE = NoiseTerms(micro_batch_size=2, n_micro=4, micro_sq=[4 + 0.1 * (i % 3) for i in range(30)], mean_sq=[2.0] * 30)
 # What the rank of an instant trial reports, given its candidate; None is a rank that dies without a word.
 Behaviour = Callable[[Candidate], "RankReport | None"]
 
@@ -54,6 +58,7 @@ def report(candidate: Candidate, **changes: Any) -> RankReport:
             zero_stage=candidate.zero_stage,
             dtype="float32",
         ),
+        noise=NOISE,
     )
     return replace(whole, **changes)
 
@@ -68,8 +73,9 @@ class Instant:
 
     Attributes:
         behaviour: What the ranks report.
-        ran: The candidates that were run, in order.
+        ran: The candidates that were run, in order, but for the noise probe.
         requests: What was asked for, in order.
+        gated: What the quality gate asked for, in order; not among the others.
         lost: How many of the next trials end without a word from whoever watched them.
         stop_at: Raise KeyboardInterrupt in the trial with this number, counted from 0.
     """
@@ -77,14 +83,20 @@ class Instant:
     def __init__(self, behaviour: Behaviour = report) -> None:
         self.behaviour, self.ran, self.lost, self.stop_at = behaviour, list[Candidate](), 0, -1
         self.requests: list[TrialRequest] = []
+        self.gated: list[TrialRequest] = []
 
     def submit(self, folder: TrialDir) -> Instant:
         request = trial.read(folder.request, TrialRequest)
         candidate = Candidate.of(request.candidate)
-        self.requests.append(request)
-        self.ran.append(candidate)
-        if len(self.ran) - 1 == self.stop_at:
-            raise KeyboardInterrupt
+        if request.check_gradient and request.min_samples >= ENDLESS_SAMPLES and request.max_steps < 100:
+            self.gated.append(request)
+        elif request.noise:
+            self.requests.append(request)
+        else:
+            self.requests.append(request)
+            self.ran.append(candidate)
+            if len(self.ran) - 1 == self.stop_at:
+                raise KeyboardInterrupt
         if self.lost:
             self.lost -= 1
             return self
@@ -139,7 +151,7 @@ SPACE = {
 
 def spec_of(**changes: Any) -> StudySpec:
     """A study of `ok.py` on a space of 32 candidates."""
-    given = {"name": "s", "space": [SPACE], "trials": 6, "finalists": 2, "repeats": 1, "sampler": "random"} | changes
+    given = {"name": "s", "space": [SPACE], "trials": 6, "finalists": 2, "repeats": 1, "sampler": "random", "branch": False} | changes
     return StudySpec.of(MODELS / "ok.py", given)
 
 

@@ -12,8 +12,10 @@ from zoo import ADAMW, MODELS
 
 from autotune import UserError, forecasting, profiles, trial
 from autotune.candidate import Candidate
+from autotune.invocation import Invocation
 from autotune.predict.profile import Machine, Pass, Profile
-from autotune.trial import TrialRequest, TrialResult, Workload
+from autotune.spec import StudySpec
+from autotune.trial import Probed, TrialRequest, TrialResult, Workload
 
 P = 10_000_000
 TARGET = MODELS / "ok.py"
@@ -39,8 +41,12 @@ def known(tmp_path, monkeypatch):
     return tmp_path
 
 
+def predict(target, overrides, settings, *, as_json):
+    return forecasting.predict(StudySpec.of(target, overrides), settings, Path("studies").absolute(), as_json=as_json)
+
+
 def said(capsys, *settings, **overrides):
-    assert forecasting.predict(TARGET, overrides, settings, as_json=True) == 0
+    assert predict(TARGET, overrides, settings, as_json=True) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -58,7 +64,7 @@ def test_the_answer_adds_up_and_holds_its_intervals(known, capsys):
 
 
 def test_people_get_a_waterfall_a_verdict_and_what_binds(known, capsys):
-    forecasting.predict(TARGET, {"device_memory_bytes": "1GiB"}, ["micro_batch_size=64"], as_json=False)
+    predict(TARGET, {"device_memory_bytes": "1GiB"}, ["micro_batch_size=64"], as_json=False)
     text = capsys.readouterr().out
     assert "####  (the largest tensor 61.0 MiB)" in text and "may not fit" not in text and ": fits" in text
     assert "binds       memory: activations" in text and "largest micro-batch that surely fits:" in text
@@ -91,7 +97,7 @@ def test_ranks_that_are_not_here_share_the_states_and_are_said_to_be_assumed(kno
 )
 def test_a_wrong_knob_or_value_is_one_sentence(known, setting, words):
     with pytest.raises(UserError) as error:
-        forecasting.predict(TARGET, {}, [setting], as_json=False)
+        predict(TARGET, {}, [setting], as_json=False)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -100,9 +106,45 @@ def test_values_read_as_people_write_them():
     assert forecasting.read_settings(["a=5e8", "b=true", "c=null", "d=bf16", "e=0.5"]) == wanted
 
 
-def test_a_script_is_refused_in_one_sentence(known):
-    with pytest.raises(UserError, match=r"only a model\.py can be predicted"):
-        forecasting.predict(MODELS / "scripts" / "dict_config.py", {}, [], as_json=False)
+@pytest.mark.slow
+def test_a_script_is_run_once_and_then_predicted_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    script = MODELS / "scripts" / "dict_config.py"
+    first = command(script, "--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", 2, "--json")
+    assert first.returncode == 0 and "running dict_config.py, once" in first.stderr, first.stderr
+    again = command(script, "--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", 2, "--json")
+    assert again.returncode == 0 and again.stderr == ""
+    assert json.loads(first.stdout) == json.loads(again.stdout)
+    data = json.loads(again.stdout)
+    assert (data["ranks"], data["candidate"]["zero_stage"], data["candidate"]["micro_batch_size"]) == (2, 2, 4)
+    assert data["peak_memory_bytes"]["value"] > 0 and any("one forward of the script" in note for note in data["notes"])
+    other = command(script, "--ranks", 64, "--json")
+    assert other.returncode == 0 and json.loads(other.stdout)["ranks"] == 64, other.stderr
+
+
+def test_the_stages_of_a_pipeline_are_not_predicted(tmp_path, monkeypatch):
+    known = replace(
+        WORKLOAD, profile=PROFILE, script=Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2)
+    )
+    monkeypatch.setattr(forecasting, "_known", lambda *_: (known, []))
+    with pytest.raises(UserError, match="stages of a pipeline"):
+        predict(MODELS / "scripts" / "pipeline.py", {}, [], as_json=False)
+
+
+def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_it(tmp_path):
+    script, settings = tmp_path / "train.py", tmp_path / "ds.json"
+    script.write_text("import deepspeed")
+    settings.write_text("{}")
+
+    def key(*arguments, ranks=None):
+        return profiles.script_key(Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments), {}, ranks)
+
+    first = key("--steps", "3")
+    assert key("--steps", "3") == first
+    assert len({first, key("--steps", "4"), key("--steps", "3", ranks=2)}) == 3
+    settings.write_text('{"fp16": {"enabled": true}}')
+    assert key("--steps", "3") != first
 
 
 def write_trial(folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET):
@@ -139,8 +181,8 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
 
 def test_it_answers_without_torch_and_without_optuna(known):
     code = (
-        "import sys; from pathlib import Path; from autotune import forecasting\n"
-        f"forecasting.predict(Path({str(TARGET)!r}), {{}}, ['zero_stage=1'], as_json=True)\n"
+        "import sys; from pathlib import Path; from autotune import forecasting, spec\n"
+        f"forecasting.predict(spec.StudySpec.of(Path({str(TARGET)!r})), ['zero_stage=1'], Path('studies'), as_json=True)\n"
         "assert not {'torch', 'deepspeed', 'optuna', 'sqlalchemy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -143,12 +143,21 @@ def test_recomputation_costs_a_third_of_the_blocks_compute():
     assert seconds("recompute", checkpoint_every=1) == pytest.approx(PROFILE.block_share / 3 * seconds("compute"))
 
 
-@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (2, 2)), (2, (2, 5)), (3, (3, 12))])
+@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (3, 3)), (2, (3, 9)), (3, (3, 12))])
 def test_communication_follows_the_table_of_volumes(stage, volumes):
     settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False} if stage else {})
     for steps, volume in zip((1, 4), volumes, strict=True):
         wire_s = seconds("communication", gradient_accumulation_steps=steps, **settings)
-        assert wire_s == pytest.approx(volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s)
+        assert wire_s == pytest.approx(step_time.WITHIN_A_STEP["cuda"] * volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s)
+
+
+def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu_all():
+    counted = replace(PROFILE, passes={"fp32/0": a_pass((0, 1e6, 0))}, sizes=((1000, 50),))
+    few, many = Candidate(micro_batch_size=1, zero_stage=3), Candidate(micro_batch_size=4096, zero_stage=3)
+    for machine, hidden in ((GPU, True), (Machine.guess("cpu", N), False)):
+        found = step_time.step_time_terms(Knobs.of([few, many]), counted, machine)
+        host = found["bookkeeping"] + found["launches"]
+        assert (host[1] < 0.5 * host[0]) == hidden
 
 
 def test_small_buckets_send_more_messages():
@@ -205,7 +214,7 @@ def test_measurements_scale_the_terms_that_are_off_and_narrow_the_interval():
         predictor.learn(candidate, peak_memory_bytes=truth(candidate), step_time_s=None)
     after = predictor.memory(other)
     assert abs(before.total.value / truth(other) - 1) > 0.08
-    assert after.total.value == pytest.approx(truth(other), rel=0.02) and after.log_sd < before.log_sd / 2
+    assert after.total.value == pytest.approx(truth(other), rel=0.03) and after.log_sd < before.log_sd
     assert after.n_measured == len(candidates)
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autotune.analysis.recommend import Measured, finalists, log_gain, point, rank, recommend
+from autotune.branch import Branch
 from autotune.candidate import Candidate
+from autotune.gate import Verdict
 from autotune.objective import Objective
 from autotune.trial import Outcome
 
@@ -334,3 +336,47 @@ def test_where_only_a_trial_can_run_anything_that_is_said():
     best = replace(measured(1, 0.05, precision="bf16"), unreproducible=["a check is off"])
     found = recommend([base, best], base, [LATENCY], 1)
     assert chosen(found) == chosen(found, "out_of_reach") == 1
+
+
+PASSED = Verdict(passed=True, excess=0.001, limit=0.02, n_steps=40)
+
+
+def test_other_numerics_are_recommended_only_once_the_gate_has_passed_them():
+    base, faster, kept = measured(0, 0.1), measured(1, 0.05, precision="bf16"), measured(2, 0.09, checkpoint_every=1)
+    open_ = replace(faster, numerics_kept=False)
+    found = recommend([base, open_, kept], base, [LATENCY, THROUGHPUT], 1)
+    assert chosen(found) == 2 and chosen(found, "lowest_latency") == 1
+    assert (
+        "trial 1 reads better, but how it trains with other numerics than the baseline's was not checked"
+        in found.picks["recommended"].reasons
+    )
+    assert any(reason.startswith("not to be recommended") for reason in found.picks["lowest_latency"].reasons)
+    found = recommend([base, replace(open_, verdict=PASSED), kept], base, [LATENCY, THROUGHPUT], 1)
+    assert chosen(found) == 1 and any("over 40 steps its loss is 0.001 above theirs" in r for r in found.picks["recommended"].reasons)
+
+
+def test_drop_in_keeps_the_batch_and_the_numerics():
+    base, faster, kept = measured(0, 0.1), measured(1, 0.05, precision="bf16"), measured(2, 0.09, checkpoint_every=1)
+    faster = replace(faster, numerics_kept=False, verdict=PASSED)
+    wider = measured(3, 0.1, micro=16)
+    found = recommend([base, faster, kept, wider], base, [LATENCY, THROUGHPUT], 1)
+    assert chosen(found, "drop_in") == 2 and found.picks["drop_in"].reasons[0].endswith("and its numerics")
+
+
+def test_another_batch_is_recommended_only_once_a_branch_has_confirmed_it():
+    base, kept = measured(0, 0.1), measured(2, 0.095)
+    wider = replace(measured(1, 0.1, micro=32), branch_wanted=True)
+    said = Branch(confirmed=True, reason="a branch over 512 samples reaches it in 0.8x")
+    refuted = replace(said, confirmed=False, reason="a branch over 512 samples refutes it")
+    assert chosen(recommend([base, wider, kept], base, [LATENCY, THROUGHPUT], 1)) == 2
+    assert chosen(recommend([base, replace(wider, branch=refuted), kept], base, [LATENCY, THROUGHPUT], 1)) == 2
+    found = recommend([base, replace(wider, branch=said), kept], base, [LATENCY, THROUGHPUT], 1)
+    assert chosen(found) == 1 and said.reason in found.picks["recommended"].reasons
+
+
+def test_where_the_best_must_not_be_recommended_the_best_that_may_is_measured_again_too():
+    base, slow = measured(0, 0.1), measured(4, 0.099)
+    open_ = [replace(measured(n, 0.01 * n, precision="bf16"), numerics_kept=False) for n in (1, 2, 3)]
+    assert [m.trial for m in finalists([base, *open_, slow], base, [LATENCY], 2, 1)] == [1, 4]
+    undecided = replace(open_[0], verdict=Verdict(passed=None, reason="too few steps"))
+    assert [m.trial for m in finalists([base, undecided, *open_[1:], slow], base, [LATENCY], 2, 1)] == [2, 4]

@@ -396,3 +396,18 @@ def test_values_that_are_compared_share_unit_and_decimals(metric, values, shown)
 @pytest.mark.parametrize(("seconds", "shown"), [(8.42, "8.4 s"), (59.97, "1 min 0 s"), (222.4, "3 min 42 s"), (7500, "2 h 5 min")])
 def test_a_wall_time_is_said_in_two_units(seconds, shown):
     assert units.duration(seconds) == shown
+
+
+def test_the_page_shows_the_curves_of_what_the_quality_gate_refused_beside_the_reference(report):
+    chosen = [trial for trial in report.trials if trial.get("losses")][:2]
+    curve = [4.0 - 0.1 * i for i in range(12)]
+    refused = {"passed": False, "reason": f"trains worse {EVIL}", "excess": 0.3, "limit": 0.05, "n_steps": 12, "losses": curve,
+               "replicates": [curve, curve], "batch": 16}  # fmt: skip
+    passed = refused | {"passed": True, "reason": "", "excess": -0.001}
+    trials = [trial | {"gate": refused if trial is chosen[1] else passed if trial is chosen[0] else None} for trial in report.trials]
+    tags = Tags(html.render(replace(report, trials=trials)))
+    titles = [text for text in tags.texts["h3"] if "train" in text or "refused" in text]
+    assert titles == [f"trial {chosen[1]['trial']}: refused: diverged", f"trial {chosen[0]['trial']}: trains alike"]
+    assert [tag for tag, _ in tags.found].count("polyline") == 2 * 4
+    assert not [attributes for tag, attributes in tags.found if tag == "img"]
+    assert "quality" not in html.render(report).split('id="picks"')[0]

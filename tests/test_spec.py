@@ -183,7 +183,7 @@ def test_a_bucket_size_of_5e8_is_a_whole_number(study):
         ("space: 3", "a mapping of knobs"),
         ("space: {zero_stage: [9]}", "zero_stage: choices: 9 is not one of"),
         ("objectives: []", "at least one"),
-        ("objectives: [speed]", "Known: convergence, goodput, latency, memory, throughput"),
+        ("objectives: [speed]", "Known: convergence, latency, memory, throughput"),
         ("objectives: [latency, latency]", "'latency' is there twice"),
         ("objectives: [latency, {metric: step_time_s}]", "metric 'step_time_s' is there twice"),
         ("objectives: [{metric: step_tim_s}]", "Did you mean 'step_time_s'?"),

@@ -3,11 +3,13 @@
 import fcntl
 import functools
 import json
+import math
 import os
 import shutil
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from instant import SPACE, Instant, Watcher, failed, plan_of, report, runner_of, spec_of
@@ -16,7 +18,7 @@ from optuna.trial import TrialState
 from autotune import UserError, store, trial
 from autotune.analysis import recommend
 from autotune.candidate import CANDIDATE_ATTR, Candidate
-from autotune.convergence import NoiseTerms
+from autotune.gate import GradientCheck
 from autotune.objective import Constraint
 from autotune.plan import remedy
 from autotune.study import Runner, note_agent, study_lock, undisturbed
@@ -104,7 +106,7 @@ def test_the_gaussian_process_runs_a_study(tmp_path):
 
 def test_the_time_budget_ends_a_study_and_says_so(tmp_path):
     executor = Instant(lambda candidate: time.sleep(0.2) or report(candidate))
-    _, _, watcher = run(tmp_path, executor, trials=50, time_budget_s=1.0, finalists=0)
+    _, _, watcher = run(tmp_path, executor, trials=50, time_budget_s=1.0, finalists=0, objectives=["latency"])
     assert 2 <= len(executor.ran) <= 6
     assert any("the time budget of 1 s is spent after" in text for text in watcher.said)
 
@@ -114,17 +116,17 @@ def test_the_time_budget_ends_a_study_and_says_so(tmp_path):
 
 def test_an_objective_that_the_baseline_does_not_yield_is_left_out_with_a_word(tmp_path):
     flat = Instant(lambda candidate: report(candidate, losses=[1.0 + 0.1 * (i % 3) for i in range(24)]))
-    runner, _, watcher = run(tmp_path, flat, trials=3)
+    runner, _, watcher = run(tmp_path, flat, trials=3, objectives=DEFAULTS)
     assert [o.name for o in runner.objectives] == ["latency", "throughput", "memory"]
     assert any("'convergence' is left out: the baseline's loss did not fall" in text for text in watcher.said)
 
 
-NOISE = NoiseTerms(micro_batch_size=2, n_micro=4, micro_sq=[4 + 0.1 * (i % 3) for i in range(30)], mean_sq=[2.0] * 30)
+TO_LOSS = {"name": "convergence", "metric": "time_to_loss_s"}
+DEFAULTS = ["latency", "throughput", TO_LOSS, "memory"]
 
 
 def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth(tmp_path):
-    behaviour = functools.partial(report, noise=NOISE)
-    runner, executor, _ = run(tmp_path, Instant(behaviour), trials=4, objectives=["latency", "goodput"])
+    runner, executor, _ = run(tmp_path, trials=4, objectives=["latency", "convergence"])
     probes = [request for request in executor.requests if request.noise]
     assert [(p.candidate["micro_batch_size"], p.candidate["gradient_accumulation_steps"]) for p in probes] == [(2, 4)]
     phi = runner.reference.noise.samples
@@ -132,20 +134,26 @@ def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth
     for m in runner.measured():
         batch = m.candidate.global_batch_size(1)
         assert m.metrics["goodput_samples_per_s"] == pytest.approx(m.metrics["samples_per_s"] * (phi + 8) / (phi + batch))
-    again, executor, _ = run(tmp_path, Instant(behaviour), trials=5, objectives=["latency", "goodput"])
+    again, executor, _ = run(tmp_path, trials=5, objectives=["latency", "convergence"])
     assert again.reference == runner.reference and not any(request.noise for request in executor.requests)
 
 
-def test_where_the_noise_scale_is_not_resolved_goodput_is_left_out_with_a_word(tmp_path):
-    runner, _, watcher = run(tmp_path, trials=2, objectives=["latency", "goodput"])
-    assert [o.name for o in runner.objectives] == ["latency"]
-    assert any("objective 'goodput' is left out" in line for line in watcher.said)
+def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_a_word(tmp_path):
+    silent = functools.partial(report, noise=None)
+    runner, executor, watcher = run(tmp_path, Instant(silent), trials=6, objectives=["latency", "convergence"])
+    assert [o.name for o in runner.objectives] == ["latency", "convergence"]
+    assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8} and len(set(executor.ran)) == 6
+    assert any("the baseline's 8 is kept" in line for line in watcher.said)
+    _, executor, _ = run(tmp_path, Instant(silent), trials=8, objectives=["latency", "convergence"])  # resumed, too
+    assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8}
     with pytest.raises(UserError, match="adascale needs the gradient noise scale"):
-        run(tmp_path / "other", trials=2, objectives=["latency"], learning_rate_rule="adascale")
+        run(tmp_path / "other", Instant(silent), trials=2, objectives=["latency"], learning_rate_rule="adascale")
+    with pytest.raises(UserError, match="the space varies nothing else"):
+        run(tmp_path / "third", Instant(silent), trials=2, space=[{"micro_batch_size": [8, 16]}], objectives=["convergence"])
 
 
 def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
-    _, executor, _ = run(tmp_path, trials=2, objectives=["latency", "goodput"], global_batch="keep")
+    _, executor, _ = run(tmp_path, trials=2, objectives=["latency", "convergence"], global_batch="keep")
     assert not any(request.noise for request in executor.requests)
 
 
@@ -165,7 +173,7 @@ def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recomme
 def test_a_study_of_nothing_but_what_cannot_be_measured_is_refused(tmp_path):
     flat = Instant(lambda candidate: report(candidate, losses=[1.0] * 24))
     with pytest.raises(UserError, match="'convergence': time_to_loss_s cannot be measured"):
-        run(tmp_path, flat, objectives=["convergence"])
+        run(tmp_path, flat, objectives=[TO_LOSS])
 
 
 def test_a_constraint_that_cannot_be_measured_is_refused_before_the_budget_is_spent(tmp_path):
@@ -579,3 +587,149 @@ def test_the_optuna_parameters_are_those_of_the_candidate(tmp_path):
 def test_the_fingerprint_is_plain_data():
     plan = plan_of(spec_of())
     assert json.loads(json.dumps(plan.fingerprint())) == plan.fingerprint()
+
+
+# The quality gate.
+
+
+@pytest.fixture
+def unhurried(monkeypatch):
+    """No trial takes time here, so that checks may cost any share of it."""
+    monkeypatch.setattr("autotune.confirm.GATE_SHARE", 1e9)
+
+
+def trains(**bad):
+    """A behaviour in which some precisions train worse: the loss falls so many times more slowly."""
+
+    def behaviour(candidate):
+        batch, slower = candidate.global_batch_size(1), bad.get(candidate.precision, 1.0)
+        return report(candidate, losses=[1 + 2 / (1 + i * batch / 100 / slower) for i in range(24)])
+
+    return behaviour
+
+
+def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended(tmp_path, unhurried):
+    runner, executor, watcher = run(tmp_path, Instant(trains(bf16=3.0)), trials=12, sampler="grid")
+    refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
+    assert refused and {m.candidate.precision for m in refused} == {"bf16"}
+    assert all("trains worse: its loss is" in m.verdict.reason and "steps behind" in m.verdict.reason for m in refused)
+    assert any(f"trial {refused[0].trial} trains worse" in text for text in watcher.said)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert all(pick.measured.candidate.precision == "fp32" for pick in found.picks.values())
+    assert not {m.trial for m in found.front} & {m.trial for m in refused}
+    references = {request.candidate["precision"] for request in executor.gated}
+    assert references == {"fp32"}  # the baseline's numerics, at each batch; candidates show their own curves
+
+
+def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp_path, unhurried):
+    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
+    runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=space)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert best.candidate.precision == "bf16" and best.verdict.passed and best.verdict.losses
+    assert any("trains as the baseline's numerics do" in reason for reason in found.picks["recommended"].reasons)
+    assert found.picks["drop_in"].measured.candidate.precision == "fp32"
+    batch = best.candidate.global_batch_size(1)
+    seen = [r for r in executor.gated if r.candidate["micro_batch_size"] * r.candidate["gradient_accumulation_steps"] == batch]
+    assert [r.replicate for r in seen] == ([1, 2] if batch == 8 else [0, 1, 2])
+
+
+def test_a_resumed_study_checks_nothing_twice(tmp_path):
+    run(tmp_path, trials=12, sampler="grid")
+    runner, executor, _ = run(tmp_path, trials=12, sampler="grid")
+    assert executor.gated == [] and any(m.verdict for m in runner.measured())
+
+
+def test_with_the_numerics_kept_nothing_is_checked(tmp_path):
+    _, executor, _ = run(tmp_path, trials=6, space=[{"micro_batch_size": [4, 8], "checkpoint_every": [0, 1]}])
+    assert executor.gated == []
+
+
+def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
+    executor = Instant()
+    executor.behaviour = lambda c: failed(Outcome.OOM, "over the limit") if c.precision == "fp32" and executor.gated else report(c)
+    runner, _, _ = run(tmp_path, executor, trials=12, sampler="grid", space=[SPACE | {"precision": ["fp32", "bf16"]}])
+    doubted = [m for m in runner.measured() if m.verdict is not None and m.verdict.passed is None]
+    assert doubted and all("could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert not found.picks["recommended"].measured.doubt
+
+
+def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses(tmp_path):
+    def lossy(candidate):
+        error = 0.008 if candidate.precision == "bf16" and candidate.gradient_accumulation_steps > 1 else 0.0019
+        return report(candidate, gradient=GradientCheck(error=error, norm=1.0, n_micro=candidate.gradient_accumulation_steps))
+
+    runner, _, _ = run(tmp_path, Instant(lossy), trials=16, sampler="grid")
+    refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
+    assert refused and all(m.candidate.gradient_accumulation_steps == 2 for m in refused)
+    assert "the sum of 2 micro-gradients is off by 0.80%" in refused[0].verdict.reason
+
+
+# The branch check.
+
+
+def branching(folder, worth=None, **changes):
+    """Runs a study in which half the batch takes half the time, and a branch finds what it is worth: the loss falls so fast a sample."""
+
+    def behaviour(candidate):
+        batch = candidate.global_batch_size(1)
+        share = (worth or {}).get(batch, 24 / (16 + batch))
+        losses = [3 - 0.45 * math.log(share * i * batch + 200) + 0.01 * math.sin(5 * i * batch) for i in range(200)]
+        return report(candidate, losses=losses)
+
+    executor, submit = Instant(behaviour), Instant.submit
+    executor.submit = lambda folder: _leaving_weights(executor, submit, folder)
+    space = [{"micro_batch_size": [4, 8, 16], "checkpoint_every": [0, 1]}]
+    given = {"trials": 6, "space": space, "branch": True, "sampler": "grid", "objectives": ["latency", "throughput"]} | changes
+    return run(folder, executor, **given)
+
+
+def _leaving_weights(executor, submit, folder):
+    saves = trial.read(folder.request, trial.TrialRequest).save_weights
+    if saves is not None:
+        Path(saves).parent.mkdir(parents=True, exist_ok=True)
+        Path(saves).touch()
+    return submit(executor, folder)
+
+
+def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_equal_data(tmp_path):
+    runner, executor, watcher = branching(tmp_path)
+    branches = [request for request in executor.requests if request.weights is not None]
+    warm = [request for request in executor.requests if request.save_weights is not None]
+    assert len(warm) == 1 and {request.weights for request in branches} == {warm[0].save_weights}
+    assert len({request.first_sample for request in branches}) == 1
+    samples = {r.max_steps * r.candidate["micro_batch_size"] for r in branches}
+    assert max(samples) - min(samples) < 16  # equal, up to a step
+    assert any(m.branch is not None and m.branch.confirmed for m in runner.measured())
+    assert any("a branch over" in text for text in watcher.said)
+
+
+def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_nothing_twice(tmp_path):
+    runner, _, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
+    refuted = [m for m in runner.measured() if m.branch is not None and m.branch.confirmed is False]
+    assert refuted and refuted[0].doubt.startswith("a branch over")
+    _, executor, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
+    assert not [request for request in executor.requests if request.weights is not None]
+
+
+def test_without_branches_nothing_is_branched(tmp_path):
+    _, executor, _ = branching(tmp_path, branch=False)
+    assert not [request for request in executor.requests if request.weights or request.save_weights]
+
+
+def test_a_checkpoint_of_the_users_is_where_probe_and_branches_start(tmp_path):
+    checkpoint = tmp_path / "mine.pt"
+    checkpoint.touch()
+    _, executor, _ = branching(tmp_path, from_checkpoint=str(checkpoint), objectives=["latency", "convergence"])
+    started = [request for request in executor.requests if request.weights is not None]
+    assert {request.weights for request in started} == {str(checkpoint)} and any(request.noise for request in started)
+    assert not [request for request in executor.requests if request.save_weights]
+
+
+def test_branch_tokens_say_how_long_a_branch_is(tmp_path):
+    _, executor, _ = branching(tmp_path, branch_tokens=1600)  # these samples are no sequences
+    branches = [request for request in executor.requests if request.weights is not None]
+    assert branches and all(r.max_steps * r.candidate["micro_batch_size"] == 1600 for r in branches)

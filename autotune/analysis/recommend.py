@@ -9,8 +9,10 @@ from typing import Any
 
 from autotune import stats
 from autotune.analysis import pareto
+from autotune.branch import Branch
 from autotune.candidate import Candidate, DsConfig
-from autotune.objective import METRICS, Objective
+from autotune.gate import Verdict
+from autotune.objective import GOODPUT, METRICS, Objective
 from autotune.trial import Outcome
 
 # Spread between two runs of one configuration where nothing was measured twice: 2 %, as on a quiet machine.
@@ -24,7 +26,7 @@ OUT_OF_REACH = "out_of_reach"
 PICKS: dict[str, str] = {
     "lowest_latency": "step_time_s",
     "highest_throughput": "samples_per_s",
-    "fastest_convergence": "time_to_loss_s",
+    "fastest_convergence": GOODPUT,
     "lowest_memory": "peak_memory_bytes",
 }
 
@@ -44,6 +46,10 @@ class Measured:
         repeats: Metrics of each re-measurement, by round; a round measures all finalists and the baseline in turn.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
+        numerics_kept: Whether it computes the same numbers as the baseline, but for the batch.
+        verdict: What the quality gate said of it, where it was asked.
+        branch: What a branch from the baseline's state showed, where there was one.
+        branch_wanted: Its global batch is another one, which only a branch can justify.
     """
 
     trial: int
@@ -56,6 +62,25 @@ class Measured:
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
+    numerics_kept: bool = True
+    verdict: Verdict | None = None
+    branch: Branch | None = None
+    branch_wanted: bool = False
+
+    @property
+    def doubt(self) -> str:
+        """Why it must not be recommended although it is usable; empty if nothing is left open."""
+        if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
+            return (self.verdict and self.verdict.reason) or "how it trains with other numerics than the baseline's was not checked"
+        if self.branch_wanted and not (self.branch is not None and self.branch.confirmed):
+            return (self.branch and self.branch.reason) or "its global batch was not checked by a branch"
+        return ""
+
+    @property
+    def barred(self) -> bool:
+        """Whether a check has been made that it did not stand, so that no further one helps."""
+        failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
+        return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
 
     @property
     def usable(self) -> bool:
@@ -193,18 +218,21 @@ def _typical(usable: Sequence[Measured]) -> Measured:
 def finalists(
     measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], n: int, world_size: int
 ) -> list[Measured]:
-    """What to measure again: the best compromise, the best with the baseline's batch, the fastest, then the next best.
+    """What to measure again: the best compromise, the best with the baseline's batch and numerics, the fastest, then the next best.
+
+    What did not stand a check makes room for the next; the best that may be recommended as things stand is among them.
 
     Chosen by first measurements alone, so that a resumed study chooses the same.
     """
     measured = [replace(m, repeats={}) for m in measured]
     baseline = replace(baseline, repeats={}) if baseline else None
     ranked = [m for m in rank(measured, baseline, objectives) if baseline is None or m.trial != baseline.trial]
-    wanted = ranked[:1]
+    hopeful = [m for m in ranked if not m.barred]
+    wanted = [*hopeful[:1], *[m for m in hopeful if not m.doubt][:1]]
     if baseline is not None:
-        wanted += [m for m in ranked if _same_batch(m, baseline, world_size)][:1]
+        wanted += [m for m in ranked if _drops_in(m, baseline, world_size)][:1]
     wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
-    unique = {m.trial: m for m in [*wanted, *ranked]}
+    unique = {m.trial: m for m in [*wanted, *hopeful]}
     return list(unique.values())[:n]
 
 
@@ -213,8 +241,8 @@ def in_race(
 ) -> list[Measured]:
     """The finalists that may still turn out the best of something; those clearly beaten in every way need no further round.
 
-    A finalist may win as the compromise, as the compromise with the baseline's batch, or by throughput. It is out where the best
-    re-measured finalist leads by more than twice what can be told apart.
+    A finalist may win as the compromise, as the compromise with the baseline's batch and numerics, or by throughput. It is out where
+    the best re-measured finalist leads by more than twice what can be told apart.
 
     Args:
         found: The finalists.
@@ -239,7 +267,7 @@ def in_race(
     def hopeful(m: Measured, among: Sequence[Measured], worth: Callable[[Measured], float]) -> bool:
         return m in among and worth(m) >= max(worth(other) for other in among) - CLEARLY * judge.resolution(m)
 
-    same = [m for m in seen if baseline is not None and _same_batch(m, baseline, world_size)]
+    same = [m for m in seen if baseline is not None and _drops_in(m, baseline, world_size)]
     contests = ((seen, gain), (same, gain), (seen, throughput))
     left = {m.trial for m in seen if any(hopeful(m, among, worth) for among, worth in contests)}
     return [f for f in found if f.trial in left or not now[f.trial].repeats]
@@ -263,20 +291,23 @@ def recommend(measured: Sequence[Measured], baseline: Measured | None, objective
     rows = [[_better(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
     front = sorted((ranked[i] for i in pareto.front(rows, ["maximize"] * len(objectives))), key=lambda m: m.trial)
     picks: dict[str, Pick] = {}
-    best, why = _best(ranked, baseline, objectives, judge)
-    picks["recommended"] = judge.pick(best, [why, *_words(best, baseline, objectives), *_drift(baseline)])
-    same = [m for m in ranked if baseline is not None and _same_batch(m, baseline, world_size)]
+    sound = [m for m in ranked if baseline is None or not m.doubt]
+    best, why = _best(sound, baseline, objectives, judge)
+    picks["recommended"] = judge.pick(
+        best, [why, *_words(best, baseline, objectives), *_checked(best), *_passed_by(ranked[0], best), *_drift(baseline)]
+    )
+    same = [m for m in ranked if baseline is not None and _drops_in(m, baseline, world_size)]
     if baseline is not None and same:
         keeps, _ = _best(same, baseline, objectives, judge)
         batch = baseline.candidate.global_batch_size(world_size)
-        picks["drop_in"] = judge.pick(
-            keeps, [f"the best compromise that keeps the baseline's global batch of {batch}", *_words(keeps, baseline, objectives)]
-        )
+        why = f"the best compromise that keeps the baseline's global batch of {batch} and its numerics"
+        picks["drop_in"] = judge.pick(keeps, [why, *_words(keeps, baseline, objectives)])
     for name, metric in PICKS.items():
         having = [m for m in ranked if m.value(metric) is not None]
         if having and (metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")):
             extreme = max(having, key=lambda m: _better(log_ratio(m, reference, metric), metric))
-            picks[name] = judge.pick(extreme, [f"the best {METRICS[metric].label} of all that ran", *_words(extreme, baseline, objectives)])
+            why = f"the best {METRICS[metric].label} of all that ran"
+            picks[name] = judge.pick(extreme, [why, *_words(extreme, baseline, objectives), *_checked(extreme)])
     apart = max((m for m in everything if m.unreproducible), key=lambda m: log_gain(m, reference, objectives), default=None)
     if apart is not None and (apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)):
         missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
@@ -374,8 +405,40 @@ def _words(measured: Measured, baseline: Measured | None, objectives: Sequence[O
     for objective in objectives:
         gain = math.exp(_better(log_ratio(measured, baseline, objective.metric), objective.metric))
         better = gain if gain >= 1 else 1 / gain
-        gains.append(f"{METRICS[objective.metric].label} {better:.2f}x {'better' if gain >= 1 else 'worse'}")
+        read = _time_to_target(measured, baseline) if objective.metric == GOODPUT else ""
+        gains.append(f"{METRICS[objective.metric].label} {better:.2f}x {'better' if gain >= 1 else 'worse'}{read}")
     return [*([f"changes {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}"]
+
+
+def _time_to_target(measured: Measured, baseline: Measured) -> str:
+    """Goodput read as the time to any target, relative to the baseline's, with its interval."""
+    own, base = measured.ci95.get(GOODPUT), baseline.ci95.get(GOODPUT)
+    if own is None or base is None or not min(*own, *base) > 0:
+        return ""
+    ratio = math.exp(-log_ratio(measured, baseline, GOODPUT))
+    # The intervals in the order of one run; re-measurement moves the middle.
+    spread = math.hypot(math.log(own[1] / own[0]), math.log(base[1] / base[0])) / 2
+    return f" (a target in {ratio:.2f}x the baseline's time, {ratio * math.exp(-spread):.2f} to {ratio * math.exp(spread):.2f})"
+
+
+def _checked(measured: Measured) -> list[str]:
+    """What is known of how it trains, where it computes other numbers than the baseline."""
+    verdict, branch = measured.verdict, measured.branch
+    if measured.doubt:
+        return [f"not to be recommended: {measured.doubt}"]
+    said = [branch.reason] if branch is not None and measured.branch_wanted else []
+    if measured.numerics_kept or verdict is None:
+        return said
+    return [
+        *said,
+        f"trains as the baseline's numerics do at its global batch: over {verdict.n_steps} steps its loss is"
+        f" {abs(verdict.excess):.2g} {'above' if verdict.excess > 0 else 'below'} theirs, and up to {verdict.limit:.2g} above is chance",
+    ]
+
+
+def _passed_by(first: Measured, best: Measured) -> list[str]:
+    """Says what reads better still, and why it is not the answer."""
+    return [f"trial {first.trial} reads better, but {first.doubt}"] if first.doubt and first.trial != best.trial else []
 
 
 def _drift(baseline: Measured | None) -> list[str]:
@@ -393,8 +456,9 @@ def _shift(measured: Measured, metric: str) -> float:
     return math.log(now / then) if now and then else 0.0
 
 
-def _same_batch(measured: Measured, baseline: Measured, world_size: int) -> bool:
-    return measured.candidate.global_batch_size(world_size) == baseline.candidate.global_batch_size(world_size)
+def _drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:
+    """Whether it trains to the same end as the baseline: the same batch, the same numbers."""
+    return measured.numerics_kept and measured.candidate.global_batch_size(world_size) == baseline.candidate.global_batch_size(world_size)
 
 
 def _relative_half_width(measured: Measured, metric: str) -> float:

@@ -141,6 +141,7 @@ class LocalExecutor:
             "OPENBLAS_NUM_THREADS": "1",  # numpy's thread pool starts at import; the server must have one thread to fork
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for devices without initialising CUDA, which would not survive the fork
             "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": environment.get("NCCL_SOCKET_IFNAME", "lo"),  # it only finds its peers by it, and they are all here
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
         }
@@ -225,6 +226,12 @@ def sweep(mark: str) -> list[int]:
 def has_cuda_device() -> bool:
     """Whether this machine has an NVIDIA device, as far as that is to be seen without its libraries."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def n_devices() -> int:
+    """How many ranks this machine can run at once, as far as that is to be seen without its libraries; on a CPU its cores, at least 2."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
 
 
 def _last_line(path: Path) -> str:

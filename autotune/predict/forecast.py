@@ -16,11 +16,11 @@ from autotune.predict.profile import Floats, Knobs, Machine, Profile
 Z90 = 1.645
 ITERATIONS = 12
 # How far a single measurement scatters, and how far all terms together may be off before anything was measured.
-MEMORY_NOISE, TIME_NOISE = 0.03, 0.08
+MEMORY_NOISE, TIME_NOISE = 0.05, 0.15
 MEMORY_SCALE, TIME_SCALE = 0.03, 0.35
 GUESSED_MEMORY_SCALE, GUESSED_TIME_SCALE = 0.7, 1.0
 # Leave-one-out errors count as much as this many that agree with the stated spreads.
-PRIOR_ERRORS = 4.0
+PRIOR_ERRORS = 10.0
 WIDEST, MOST_LEFT_OUT = 4.0, 20
 
 

@@ -16,12 +16,20 @@ SPREADS = {
     "optimizer": 0.4,
     "offload": 0.6,
     "launches": 0.7,
+    "bookkeeping": 0.5,
     "input": 0.3,
 }
 # An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the 16-bit copy.
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
 # What a collective cannot hide behind backward, however much there is to hide it behind.
 EXPOSED_AT_LEAST = 0.1
+# Within a step a collective is so much slower than by itself: NCCL by a third (vTrain), gloo since it runs on the ranks' own cores.
+WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
+# What ZeRO does in Python for each parameter, in operations: at stages 1 and 2 wherever gradients are reduced (copies into buckets and out
+# of them), at stage 3 in every micro-step (fetched, released, split again) and once more in the step. Counted on a small transformer.
+REDUCE_OPS, PARTITION_OPS = 40.0, 180.0
+# Of a block whose operations were not counted.
+TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
 
 
 def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Floats]:
@@ -31,11 +39,14 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       the device;
     * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step;
     * recompute: what a forward of the recomputed blocks adds to both;
-    * communication, elements per rank and step: stages 0 and 1 reduce 2 P at the boundary only, stage 2 (K + 1) P, stage 3
-      gathers twice and reduces at each micro-step, 3 K P; times (N - 1) / N; with overlap what backward does not hide;
+    * communication, elements per rank and step: stages 0 and 1 all-reduce 2 P at the boundary, stage 2 at each micro-step (DeepSpeed
+      reduces a bucket of several ranks' shares by an all-reduce, `allreduce_and_scatter` in stage_1_and_2.py), both gather P after the
+      step, stage 3 gathers twice and reduces at each micro-step, 3 K P; times (N - 1) / N; with overlap what backward does not hide;
     * messages: alpha for each bucket of each collective, 2 (N - 1) hops for an all-reduce (ring), half for its halves;
     * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate, from stage 1 on over N ranks;
-    * launches: a fixed cost of each operation; input: what drawing the samples takes.
+    * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each parameter in Python; on a GPU what
+      the device's own work does not hide;
+    * input: what drawing the samples takes.
     """
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
@@ -44,9 +55,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     ring = (N - 1.0) / N
     gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
     gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
-    reduced = np.where(stage >= 2, K, np.where(stage == 1, 1.0, 2.0)) * Pt * knobs.wire_bytes
+    reduced = np.where(stage == 3, K, np.where(stage == 2, 2.0 * K, 2.0)) * Pt * knobs.wire_bytes
     gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
-    wire_s = ring * (reduced + gathered) / machine.link_bytes_per_s
+    wire_s = WITHIN_A_STEP[machine.accelerator] * ring * (reduced + gathered) / machine.link_bytes_per_s
     hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     communication = wire_s - hidden
 
@@ -64,6 +75,15 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         knobs.offload_optimizer * 2.0 * knobs.weight_bytes * shard / machine.host_bytes_per_s
         + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
     )
+    tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
+    visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, np.where(stage == 2, K, stage) * REDUCE_OPS)
+    op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
+    bookkeeping = np.where(N > 1, visits, 0.0) * tensors * op_s
+    if machine.accelerator == "cuda":  # the host runs ahead of the device
+        device = K * (compute + traffic + recompute)
+        host = K * launches + bookkeeping
+        seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
+        launches, bookkeeping = launches * seen, bookkeeping * seen
     return {
         "compute": K * compute,
         "traffic": K * traffic,
@@ -72,7 +92,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "messages": messages,
         "optimizer": optimizer,
         "offload": offload,
-        "launches": K * launches * (1.0 + 0.5 * (stage == 3)),
+        "launches": K * launches,
+        "bookkeeping": bookkeeping,
         "input": K * b * profile.input_s_per_sample,
     }
 

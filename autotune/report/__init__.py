@@ -19,10 +19,10 @@ Data: TypeAlias = Mapping[str, Any]
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 PICK_NOTES = {
     "recommended": "the best compromise of the objectives",
-    "drop_in": "keeps the baseline's global batch",
+    "drop_in": "keeps the baseline's global batch and numerics",
     "lowest_latency": "the shortest optimizer step",
     "highest_throughput": "the most samples per second",
-    "fastest_convergence": "the soonest at the baseline's final loss",
+    "fastest_convergence": "the soonest at any target, by goodput",
     "lowest_memory": "the least memory at its peak",
     "out_of_reach": "the best of what only a trial can run",
 }
@@ -37,7 +37,8 @@ class StudyReport:
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `metrics`, `ci95`, `wall_s`, `caveats`, and where
-            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`, `phase_times_s`, `forecast` (by metric
+            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`, `phase_times_s`, `gate` (what the
+            quality gate said), `forecast` (by metric
             what the trials before led to expect: value and both ends of the 90 % interval).
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.

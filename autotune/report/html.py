@@ -29,6 +29,7 @@ from autotune.report import (
 )
 from autotune.report.elements import Html, breakable, each, el, group, with_code
 from autotune.report.plots import said
+from autotune.report.quality import quality
 from autotune.report.readme import machine, reproduce, subject
 
 SCRIPTS = ("canvas.js", "page.js")
@@ -55,6 +56,7 @@ def render(report: StudyReport) -> str:
         "all": ("Trials", _trials(report)),
         "steps": ("Steps", sections.step() if data["steps"] else None),
         "losses": ("Losses", sections.loss() if data["losses"] else None),
+        "quality": ("Quality", quality(report)),
         "forecasts": ("Forecasts", sections.forecast(data["forecasts"]) if data["forecasts"] else None),
         "facts": ("Environment", _facts(report)),
     }

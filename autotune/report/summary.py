@@ -16,7 +16,7 @@ from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
 from autotune.report.export import Started, deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
-from autotune.trial import Outcome
+from autotune.trial import Outcome, TrialResult
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
@@ -30,7 +30,14 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     Raises:
         StoreError: There is no such database or study, or autotune did not make it.
     """
-    return read(store.load_study(store.open_storage(storage_url, create=False), name), folder)
+    storage = store.open_storage(storage_url, create=False)
+    study = store.load_study(storage, name)
+    later = store.current(study)
+    if later == name:
+        return read(study, folder)
+    generation = store.generation_of(later)[1]
+    found = read(store.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
+    return replace(found, study={**found.study, "name": name})
 
 
 def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
@@ -54,6 +61,8 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     return StudyReport(
         study={
             "name": name,
+            "stored_as": name,
+            "folder": str(folder),
             "target": kept.target,
             "ranks": kept.world_size,
             "data_parallel": kept.data_parallel,
@@ -127,8 +136,8 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
             {
                 "trial": told.number,
                 "role": told.user_attrs.get(store.ROLE_ATTR, "search"),
-                "outcome": data["outcome"],
-                "reason": data["reason"],
+                "outcome": str(seen.outcome),
+                "reason": seen.verdict.reason if seen.verdict is not None and seen.verdict.passed is False else data["reason"],
                 "phase": data["phase"],
                 "candidate": seen.candidate.values(),
                 "metrics": data["metrics"],
@@ -139,11 +148,19 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "caveats": data["caveats"],
                 "phase_times_s": data.get("phase_times_s", {}),
                 "forecast": data.get("forecast", {}),
-                "losses": result.losses if result else [],
+                "gate": asdict(seen.verdict) if seen.verdict is not None and folder else None,
+                "losses": _curve(result, seen, folder),
                 "step_times_s": result.step_times_s if result else [],
             }
         )
     return rows
+
+
+def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> list[float | None]:
+    """A trial's losses; those of its second run where the quality gate needed a longer one."""
+    longer = trial.result_in(store.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
+    shown = longer or result
+    return shown.losses if shown is not None else []
 
 
 def write(report: StudyReport, folder: Path) -> list[Path]:
@@ -183,7 +200,7 @@ def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     for row in report.trials:
         outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
-    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline")}
+    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline", "folder")}
     return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
 
 

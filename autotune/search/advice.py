@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autotune.analysis.recommend import Measured
 from autotune.candidate import Candidate
+from autotune.gate import numerics
 from autotune.objective import GOODPUT, METRICS
 from autotune.search.guide import Guide, Left, Outlook, chance_needed
 from autotune.search.learned import Told
@@ -77,12 +78,15 @@ def rivals(
 ) -> tuple[Rival, ...]:
     """Whom a trial of the candidate is compared with while it runs; empty where an objective cannot be foretold from its steps.
 
-    A candidate with the baseline's global batch may be the drop-in pick, so only such ones are its rivals.
+    A candidate with the baseline's global batch and numerics may be the drop-in pick, so only such ones are its rivals; one with
+    its batch alone needs no branch, so only such are rivals of that.
     """
     world, batch = guide.world_size, candidate.global_batch_size(guide.world_size)
     usable = [m for m in measured if m.usable and m.candidate != candidate]
     if batch == baseline.global_batch_size(world):
         usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
+        if numerics(candidate.to_deepspeed()) == numerics(baseline.to_deepspeed()):
+            usable = [m for m in usable if m.numerics_kept]
     if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
         return ()
     believed = guide.beliefs(told, [candidate])

@@ -33,6 +33,9 @@ class Prediction:
         time_spread: How far each time term may be off: standard deviation of its logarithm.
         memory_spread: The same for memory.
         memory_scale_sd: The same for the memory as a whole; small where bytes were counted and not guessed.
+        doubt: How much the knobs may add to the formulas, of what they usually may; less where earlier trials told what they add.
+        samples_scale: What the samples to the target are made of, up to a factor: a constant, and a part that grows with the batch.
+        samples_spread: How far each of the two may be off.
     """
 
     time_terms: Floats
@@ -40,6 +43,9 @@ class Prediction:
     time_spread: Floats
     memory_spread: Floats
     memory_scale_sd: float = 1.0
+    doubt: float = 1.0
+    samples_scale: tuple[float, float] = (1.0, 1.0)
+    samples_spread: float = 4.0
 
 
 class Prior(Protocol):
@@ -122,7 +128,9 @@ class Catalogue:
         memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
         samples = Design(
-            terms=np.column_stack([one, relative]), linear=np.column_stack([present]), smooth=np.log2(batch)[:, None] * DOUBLING
+            terms=np.column_stack([one, relative]) * said.samples_scale,
+            linear=np.column_stack([present]),
+            smooth=np.log2(batch)[:, None] * DOUBLING,
         )
         if first:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
@@ -138,7 +146,9 @@ class Catalogue:
                     *[SLOPE_SD / 2] * n_slopes,
                 ]
             )
+            self.linear_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
             self.memory_sd = self.linear_sd * MEMORY_SHRINK
+            self.samples_spread = np.full(2, said.samples_spread)
             self.memory_sd[0] = said.memory_scale_sd
             self.samples_sd = np.full(n_levels, 0.03)
             self.time_spread, self.memory_spread = np.asarray(said.time_spread, float), np.asarray(said.memory_spread, float)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autotune.candidate import Candidate, Scalar
 from autotune.search import acquisition
 from autotune.search.catalogue import Catalogue, Prior
-from autotune.search.learned import Bound, Learned, Told, learn
+from autotune.search.learned import Bound, Carried, Learned, Told, learn
 from autotune.trial import Outcome
 
 __all__ = ["Beliefs", "Bound", "Guide", "Left", "Outlook", "Told", "chance_needed", "knobs_of"]
@@ -114,6 +114,8 @@ class Guide:
 
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
+        weights: Where they are set, candidates are proposed for the weighted mean of the objectives' logarithms alone, not for the front:
+            few trials then find the best compromise.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Guide:
     ) -> None:
         self.metrics, self.world_size, self.bounds = list(metrics), world_size, list(bounds)
         self.cautious = True
+        self.weights: Sequence[float] | None = None
         self.limit = math.log(memory_limit_bytes) if memory_limit_bytes else None
         reference = reference or (candidates[0] if candidates else Candidate(micro_batch_size=1))
         self.catalogue = Catalogue(knobs if knobs is not None else knobs_of(candidates), reference, prior)
@@ -201,6 +204,14 @@ class Guide:
             fits=state.fits(rows),
             sized=state.sized,
         )
+
+    def carried(self, told: Sequence[Told], candidates: Sequence[Candidate]) -> Carried:
+        """What the trials taught about candidates that holds elsewhere too."""
+        self._note(candidates)
+        rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
+        parts = [self._learn(told).carried(part) for part in _parts(rows)]
+        time, memory = (np.concatenate([getattr(part, name) for part in parts]) for name in ("time", "memory"))
+        return replace(parts[0], time=time, memory=memory)
 
     def best(self, told: Sequence[Told]) -> dict[str, Candidate]:
         """For each objective the measured candidate with the best posterior mean: one lucky measurement does not decide."""
@@ -296,6 +307,10 @@ class Guide:
             return state.held(rows)
         seen, _ = state.costs(held)
         n_metrics = len(self.metrics)
+        if self.weights is not None:
+            # Most objectives follow from the step time, so that their errors go together.
+            share = np.asarray(self.weights, dtype=float) / sum(self.weights)
+            return acquisition.expected_improvement(mean @ share, sd @ share, (seen @ share).min())
         turn = n_told % (2 * n_metrics)
         if n_metrics == 1 or turn % 2 == 1:
             column = turn // 2 if n_metrics > 1 else 0

@@ -180,6 +180,18 @@ class Learned:
         pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
         return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
 
+    def carried(self, rows: Rows) -> Carried:
+        """What the trials taught about candidates, apart from the machine's memory limit and the workload's own size."""
+        time = self.catalogue.time.take(rows)
+        none = np.zeros((len(rows), 2))  # how near the limit they are will be another matter
+        return Carried(
+            time_terms=np.exp(self.time.correction),
+            time=self.time.remainder(replace(time, linear=np.column_stack([time.linear, none]))),
+            memory_terms=np.exp(self.memory.correction),
+            memory=self.memory.remainder(self.catalogue.memory.take(rows)),
+            samples_terms=np.exp(self.samples.correction),
+        )
+
     def rough_costs(self) -> Floats:
         """Costs of all candidates without the smooth remainder."""
         catalogue = self.catalogue
@@ -198,6 +210,25 @@ class Learned:
             else:
                 columns.append(time * (_sign(metric) if metric in self.extra else 1.0))
         return np.column_stack(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """What one set of trials taught, in the form in which it holds elsewhere too: as corrections of the formulas.
+
+    Attributes:
+        time_terms: Factor of each term of the step time.
+        time: What is added to its logarithm, one entry a candidate.
+        memory_terms: The same for the memory.
+        memory: The same.
+        samples_terms: Factor of each term of the samples to the target.
+    """
+
+    time_terms: Floats
+    time: Floats
+    memory_terms: Floats
+    memory: Floats
+    samples_terms: Floats
 
 
 def learn(

@@ -96,6 +96,7 @@ class PhysicsSampler(LegalSampler):
     Attributes:
         proposes: Whether it is to propose candidates: one that is only asked about them need not look at the whole space.
         cautious: Whether it passes by what surely does not fit the memory.
+        weights: Of the objectives, where their best compromise alone is sought; see `Guide`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class PhysicsSampler(LegalSampler):
         super().__init__("random", space, default, setting, seed)
         self._metrics, self._prior, self._limit, self._bounds = list(metrics), prior, memory_limit_bytes, list(bounds)
         self._guide: Guide | None = None
+        self.weights: Sequence[float] | None = None
         self._whole = self.proposes = self.cautious = True
 
     @property
@@ -128,7 +130,7 @@ class PhysicsSampler(LegalSampler):
                 legal, self._prior, self._metrics, world_size=setting.world_size, memory_limit_bytes=self._limit,
                 bounds=self._bounds, reference=default, knobs=values,
             )  # fmt: skip
-            self._guide.cautious = self.cautious
+            self._guide.cautious, self._guide.weights = self.cautious, self.weights
         return self._guide
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
@@ -258,5 +260,6 @@ def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int)
         return timed["inner"], timed["boundary"]
     if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
         return None, None
-    inner = (phases.get("data", 0.0) + phases["forward"] + phases["backward"]) / candidate.gradient_accumulation_steps
-    return inner, inner + phases["step"]
+    # What a collective took is told apart from the phase that it lay in.
+    inner = sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "reduce")) / candidate.gradient_accumulation_steps
+    return inner, inner + phases["step"] + phases.get("gather", 0.0)

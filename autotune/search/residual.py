@@ -161,6 +161,11 @@ class Posterior:
             return np.asarray(base, dtype=float)
         return np.asarray(base + design.linear @ (self.linear_sd * self._weights[: len(self.linear_sd)]), dtype=float)
 
+    def remainder(self, design: Design) -> Floats:
+        """What is expected in each row beyond the corrected terms, as a logarithm: what knobs and machine add to the formulas."""
+        base, _ = self._prior(design)
+        return np.asarray(self.predict(design)[0] - base, dtype=float)
+
     def predict(self, design: Design) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm in each row, noise not included."""
         base, shares = self._prior(design)

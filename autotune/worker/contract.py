@@ -88,14 +88,15 @@ class Loader:
         rank: This rank.
         world_size: Ranks.
         seed: Seed of the order.
+        first_sample: Where in the order to start.
     """
 
-    def __init__(self, target: Target, *, micro_batch_size: int, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, target: Target, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0) -> None:
         self.micro_batch_size = micro_batch_size
         self.n_samples: int | None = None
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._collate = target.collate or _default_collate
-        self._next_sample = 0
+        self._next_sample = first_sample
         self._orders: dict[int, Tensor] = {}
         self._batch = target.batch if target.data is None else None
         self._dataset: Any = None
@@ -105,9 +106,9 @@ class Loader:
             if _is_map_style(self._dataset):
                 self.n_samples = len(self._dataset)
             else:
-                self._stream = _endless(self._dataset, target.path.name)
+                self._stream = itertools.islice(_endless(self._dataset, target.path.name), first_sample, None)
         else:
-            torch.manual_seed(seed * 1_000_003 + rank)  # batch(n) draws at random: other samples on every rank
+            torch.manual_seed(seed * 1_000_003 + rank + first_sample)  # batch(n) draws at random: other samples on every rank
 
     def check(self, global_batch_size: int) -> None:
         """Refuses a data set that cannot fill one optimizer step.
@@ -131,6 +132,13 @@ class Loader:
         self._next_sample += chunk
         return self._collate(samples), len(samples)
 
+    def samples(self) -> Any:
+        """The samples themselves: a data set, an iterator, or for `batch(n)` those of one small batch."""
+        if self._batch is None:
+            return self._dataset if self._stream is None else iter(self._dataset)
+        batch = self._batch(2)
+        return iter([_part(batch, 0), _part(batch, 1)])
+
     def _index(self, position: int) -> int:
         assert self.n_samples is not None
         epoch, offset = divmod(position, self.n_samples)
@@ -140,6 +148,15 @@ class Loader:
                 known: order for known, order in self._orders.items() if known >= epoch - 1
             }
         return int(self._orders[epoch][offset])
+
+
+def _part(batch: Any, index: int) -> Any:
+    """One sample of a batch, as far as its tensors show which it is."""
+    if isinstance(batch, Tensor):
+        return batch[index] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: _part(value, index) for key, value in batch.items()}
+    return [_part(value, index) for value in batch] if isinstance(batch, (list, tuple)) else batch
 
 
 def _dataset(target: Target) -> Any:

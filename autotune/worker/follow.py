@@ -190,17 +190,20 @@ def _highest(moments: list[tuple[float, float, float]]) -> tuple[tuple[float, fl
     return tuple(moments[row] for row in sorted(kept))
 
 
-def optimizer_needs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> tuple[float, float, bool]:
+def optimizer_needs(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device | None = None
+) -> tuple[float, float, bool]:
     """Bytes of state and of scratch of an optimizer per fp32 element, and whether it takes the scratch for all tensors at once.
 
     Args:
         make: Makes it for parameters.
+        device: Where they are: on CUDA torch's optimizers take all tensors at once, on a CPU one after the other.
     """
     size = 64 * 64
     scratch = []
     state = 0.0
     for n in (1, 2):
-        parameters = [nn.Parameter(torch.zeros(64, 64)) for _ in range(n)]
+        parameters = [nn.Parameter(torch.zeros(64, 64, device=device)) for _ in range(n)]
         optimizer = make(parameters)
         for step in range(2):  # states appear in the first
             for parameter in parameters:

@@ -25,9 +25,10 @@ from torch.utils import checkpoint as checkpointing
 from autotune import UserError, stats, trial
 from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe, pipeline, script, stated
+from autotune.worker import contract, frameworks, observe, pipeline, samples, script, stated
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
+from autotune.worker.gradients import perturb
 from autotune.worker.loaders import Loaders, users_caller
 from autotune.worker.meter import Meter
 from autotune.worker.patching import patch
@@ -98,8 +99,8 @@ class Hooks:
         self.sums_losses = False
         self._script_recomputes = True
         self._unrecomputed = ""  # where recomputation was asked for and not carried out
-        self._begun = self._reached = self._inside_backward = self._overflowed = self._ragged = self._summed = False
-        self._skipped = 0
+        self._begun = self._reached = self._inside_backward = self._ragged = self._summed = False
+        self._skipped = self._skipped_before = 0
         self._losses: list[torch.Tensor] = []
         self._blocks: list[torch.nn.Module] = []
         self._sketch: Sketch | None = None
@@ -219,6 +220,8 @@ class Hooks:
             self._widen(model)
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
+        if self.request.replicate:
+            perturb(model, self.request.replicate)
         return observe.Recomputations(blocks)
 
     def _widen(self, model: torch.nn.Module) -> None:
@@ -374,24 +377,24 @@ class Hooks:
             self._note_loss(loss)
         if not meter.batches.step():
             return
-        overflowed, self._skipped = meter.engine.skipped_steps > self._skipped, meter.engine.skipped_steps
         try:
-            self._boundary(meter, overflowed=overflowed)
+            self._boundary(meter)
         except BaseException as error:  # the script must not catch it
             self.abort(error)
 
-    def _boundary(self, meter: Meter, *, overflowed: bool) -> None:
+    def _boundary(self, meter: Meter) -> None:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
         self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
-        self._overflowed |= overflowed
+        self._skipped += meter.engine.skipped_steps - self._skipped_before
+        self._skipped_before = meter.engine.skipped_steps
         self._ragged |= meter.batches.ragged
         if len(self._losses) < meter.window_steps():
             return
         meter.enter("")
         meter.synchronize()
         wall, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        meter.gather(wall, cpu, self._losses, overflowed=self._overflowed, ragged=self._ragged)
+        meter.gather(wall, cpu, self._losses, skipped=self._skipped, ragged=self._ragged)
         n = len(self.report.step_times_s)
         if self.candidate is None:
             if n >= PROBE_STEPS:
@@ -406,7 +409,7 @@ class Hooks:
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._losses, self._overflowed, self._ragged = [], False, False
+        self._losses, self._skipped, self._ragged = [], 0, False
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         if self.meter is not None and self.candidate is not None and len(self.report.step_times_s) == 1:
             self.meter.take_apart()
@@ -444,7 +447,7 @@ class Hooks:
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
-                workload = replace(self.workload, script=probed, caveats=caveats)
+                workload = replace(self.workload, script=probed, caveats=caveats, data=samples.describe(iter(meter.batches.shapes)))
                 if self._sketch is not None:
                     workload = replace(workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size))
                 trial.write(self.recorder.folder.workload, workload)

@@ -155,21 +155,21 @@ class Meter:
             return 1
         return max(1, min(100, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
 
-    def gather(self, wall: float, cpu: float, losses: list[torch.Tensor], *, overflowed: bool, ragged: bool = False) -> None:
+    def gather(self, wall: float, cpu: float, losses: list[torch.Tensor], *, skipped: int, ragged: bool = False) -> None:
         """Adds the steps of a window as the slowest rank saw them, so that all ranks hold the same numbers.
 
         Args:
             wall: Seconds that the window took on this rank.
             cpu: Its process time.
             losses: Loss of each step.
-            overflowed: Loss scaling skipped an update in it.
+            skipped: Updates in it that loss scaling skipped.
             ragged: A step of it had fewer samples than the others.
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
         """
         own = torch.tensor(
-            [wall, cpu, float(overflowed), float(ragged), *(float(loss) for loss in losses)], dtype=torch.float64, device=self.device
+            [wall, cpu, float(skipped), float(ragged), *(float(loss) for loss in losses)], dtype=torch.float64, device=self.device
         )
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
@@ -181,7 +181,7 @@ class Meter:
         if table[:, 2].any():
             # Loss scaling skipped the update: neither its time nor its loss is a step's. fp16 needs some skips to find its
             # scale; a loss that is not finite itself, or skips without end, is no search for a scale.
-            self.skipped += n
+            self.skipped += int(table[:, 2].max())
             if self.skipped > MOST_SKIPPED or not np.isfinite(means).all() or self.elapsed_s >= self.request.budget_s:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return

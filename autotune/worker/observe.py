@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotune.worker import samples
+
 # Which tensor of a batch counts its samples, before any other: names as Hugging Face models take them.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
 # DeepSpeed reserves buckets of 5e8 elements that small models hardly touch: two in fp32 are 4 GB of addresses, not of memory.
@@ -26,6 +28,8 @@ WATCH_INTERVAL_S, TRIM_INTERVAL_S = 0.01, 0.2
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Batches of each rank that are compared between ranks.
 N_CHECKSUMS = 2
+# Batches of which a sample's shape is noted, for what the data look like.
+N_SHAPES = 32
 # Draws of a loader that may lie between a batch and its use.
 MOST_AHEAD = 1024
 
@@ -46,6 +50,7 @@ class BatchObserver:
         self.tokens_per_step: set[int] = set()
         self.ragged = False
         self.checksums: list[int] = []
+        self.shapes: list[Any] = []
         self._engine, self._forgiving = engine, forgiving
         self._micro = self._tokens = 0
         self._sizes: list[int] = []
@@ -80,6 +85,8 @@ class BatchObserver:
         self._sizes.append(tensor.shape[0])
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
             self._tokens += tensor.numel()
+        if self._forgiving and len(self.shapes) < N_SHAPES:
+            self.shapes += samples.of_batch(args, kwargs, tensor.shape[0])[:1]
         if self._forgiving and len(self.checksums) < N_CHECKSUMS:
             self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 

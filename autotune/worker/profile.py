@@ -54,7 +54,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)
     passes = subject.passes()
-    state, scratch, for_all = _optimizer(target, request.ds_config, caveats)
+    state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
         data_bytes=0.0 if accelerator == "cuda" else float(data_bytes), input_s_per_sample=input_s,
@@ -206,7 +206,9 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *
                 module._buffers[name] = changed(buffer, lambda tensor: tensor)
 
 
-def _optimizer(target: contract.Target, ds_config: Mapping[str, Any], caveats: list[str]) -> tuple[float, float, bool]:
+def _optimizer(
+    target: contract.Target, ds_config: Mapping[str, Any], device: torch.device, caveats: list[str]
+) -> tuple[float, float, bool]:
     """State and scratch of the optimizer, in bytes per fp32 element; see `follow.optimizer_needs`."""
     named = ds_config.get("optimizer") or {}
     kind, params = str(named.get("type", "")), dict(named.get("params") or {})
@@ -218,9 +220,9 @@ def _optimizer(target: contract.Target, ds_config: Mapping[str, Any], caveats: l
             name = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
             name = "AdamW" if name == "Adam" and params.pop("adam_w_mode", True) else name
             made = getattr(torch.optim, name)
-            return follow.optimizer_needs(lambda parameters: made(parameters, **params))
+            return follow.optimizer_needs(lambda parameters: made(parameters, **params), device)
         if target.optimizer is not None:
-            return follow.optimizer_needs(target.optimizer)
+            return follow.optimizer_needs(target.optimizer, device)
     except Exception as error:
         caveats.append(f"the optimizer's states are taken for Adam's: {_first_line(error)}")
     return 8.0, 8.0, False

@@ -1,19 +1,26 @@
-"""What this machine does in a second, measured by all ranks at once as they will share it: products, memory, messages, an optimizer."""
+"""What this machine does in a second, measured by all ranks at once as they will share it: products, memory, messages, an optimizer.
+
+`rates` takes seconds and gives what forecasts need; `machine` takes its time and says it by precision, collective and message size.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from autotune import trial
+from autotune.predict.links import RINGS, Link, LoaderRate, Probe, fit
 from autotune.predict.profile import Machine
 from autotune.trial import TrialRequest
-from autotune.worker import observe
+from autotune.worker import contract, observe
 from autotune.worker import run as rank_run
 
 if TYPE_CHECKING:
@@ -26,6 +33,15 @@ COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 MESSAGES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 OPTIMISED = {"cpu": 1 << 20, "cuda": 1 << 25}
 TINY = 64
+# The same at length: products of several sizes, messages up to what a bucket of gradients may hold.
+MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_MESSAGE = {"cpu": 1 << 24, "cuda": 1 << 28}
+MESSAGE_S = 0.3
+# A larger product is not tried where one takes so long.
+SLOW_PRODUCT_S = 0.3
+# A synthetic sample is a small picture: 3 x 64 x 64 numbers.
+SAMPLE_SHAPE, LOADER_BATCH, LOADER_WORKERS, LOADER_S = (3, 64, 64), 32, (0, 1, 2), 0.5
 
 
 def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
@@ -34,28 +50,51 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     recorder.enter("build")
     rank_run.connect(request, rank, listener, cuda=memory.cuda)
     device = torch.device("cuda" if memory.cuda else "cpu")
-    kind = device.type
+    at_length = request.mode == "machine"
+    # The tiny training first: what it takes of memory is counted from the rank's start.
     workspace, kernels = (0.0, 0.0) if memory.cuda else _host_memory(request, memory.start_bytes)
-    n = MATRIX[kind]
-    flops = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-        flops[name] = 2.0 * n**3 / _best(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-    flops |= {"fp16": flops["bf16"], "torch_autocast": flops["bf16"], "torch_autocast_fp16": flops["bf16"]}
+    caveats: list[str] = []
+    products = (
+        _products(device, caveats) if at_length else {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
+    )
+    links = _links(device, request.world_size, at_length=at_length)
+    flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}
+    sixteen = flops["bf16"]
+    flops = {"fp16": sixteen, "torch_autocast": sixteen, "torch_autocast_fp16": flops.get("fp16", sixteen)} | flops
+    machine = _machine(device, request.world_size, flops, links, workspace, kernels)
+    if not at_length:
+        if rank == 0:
+            trial.write(recorder.folder.machine, machine)
+        return
+    loader = tuple(_loader_rates(device, rank, caveats))
+    data = _own_data(request, rank, device) if request.target else None
+    if rank == 0:
+        found = Probe(
+            machine=machine, device_name=rank_run.device_name(cuda=memory.cuda), threads=0 if memory.cuda else torch.get_num_threads(),
+            flops={name: rate for name, (_, rate) in products.items()}, sizes={name: n for name, (n, _) in products.items()},
+            links=tuple(links), loader=loader, data=data, caveats=tuple(caveats),
+        )  # fmt: skip
+        trial.write(recorder.folder.probe, found)
+
+
+def _machine(
+    device: torch.device, world_size: int, flops: dict[str, float], links: Sequence[Link], workspace: float, kernels: float
+) -> Machine:
+    usual, kind = Machine.guess(device.type, world_size), device.type
     source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
     copied = 2.0 * COPIED_BYTES[kind] / _best(lambda: target.copy_(source), device)
     small = torch.ones(16, device=device)
     op_s = _best(lambda: [small.add(1.0) for _ in range(100)], device) / 100
-    alpha, link = _messages(device, request.world_size)
-    machine = Machine(
+    reduced = next((link for link in links if link.collective == "all_reduce"), None)
+    return Machine(
         accelerator=kind,
-        world_size=request.world_size,
-        flops={name: _agreed(rate, device) for name, rate in flops.items()},
+        world_size=world_size,
+        flops=flops,
         memory_bytes_per_s=_agreed(copied, device),
-        link_alpha_s=alpha,
-        link_bytes_per_s=link,
-        host_bytes_per_s=_host_link(device) if memory.cuda else _agreed(copied, device),
+        link_alpha_s=reduced.alpha_s if reduced else usual.link_alpha_s,
+        link_bytes_per_s=reduced.bytes_per_s if reduced else usual.link_bytes_per_s,
+        host_bytes_per_s=_host_link(device) if kind == "cuda" else _agreed(copied, device),
         # Autograd and Python come on top of what the operation itself costs.
         op_s=2.0 * op_s,
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind]), device),
@@ -63,8 +102,37 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
         kernel_bytes=_agreed(kernels, device),
         measured=True,
     )
-    if rank == 0:
-        trial.write(recorder.folder.machine, machine)
+
+
+def _product(device: torch.device, name: str, n: int = 0) -> float:
+    """FLOP/s of a square product, the mean over the ranks."""
+    n = n or MATRIX[device.type]
+    a, b = (torch.randn(n, n, device=device).to(TYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
+    return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
+
+
+def _usual_products(device: torch.device) -> dict[str, tuple[int, float]]:
+    return {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
+
+
+def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, float]]:
+    """The best rate of each type and the size at which it was reached; tf32 is what fp32 may be on a GPU."""
+    found: dict[str, tuple[int, float]] = {}
+    for name in [*TYPES, *(["tf32"] if device.type == "cuda" else [])]:
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        for n in MATRICES[device.type]:
+            try:
+                rate = _product(device, name, n)
+            except RuntimeError as error:
+                if n == MATRICES[device.type][0]:
+                    caveats.append(f"no matrix product in {name}: {str(error).splitlines()[0]}")
+                break
+            if rate > found.get(name, (0, 0.0))[1]:
+                found[name] = n, rate
+            if 2.0 * (2 * n) ** 3 / rate > SLOW_PRODUCT_S:  # agreed by all ranks, as the rate is
+                break
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return found
 
 
 def _best(run: Callable[[], Any], device: torch.device) -> float:
@@ -92,27 +160,94 @@ def _agreed(value: float, device: torch.device) -> float:
     return float(total) / dist.get_world_size()
 
 
-def _messages(device: torch.device, world_size: int) -> tuple[float, float]:
-    """Latency and bandwidth of all-reduces: t = 2 (N - 1) alpha + 2 (N - 1) / N bytes / beta, from the smallest and the largest."""
-    usual = Machine.guess(device.type, world_size)
+def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Link]:
+    """Latency and bandwidth of the collectives, each from messages of several sizes; none for one rank."""
     if world_size == 1:
-        return usual.link_alpha_s, usual.link_bytes_per_s
-    times = []
-    for size in MESSAGES:
-        tensor = torch.ones(size // 4, device=device)
-        found = []
-        for _ in range(8):  # the same number in every rank, or one would wait for ever
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            _synchronize(device)
-            found.append(time.perf_counter() - start)
-        slowest = torch.tensor(min(found), dtype=torch.float64, device=device)
+        return []
+    sizes = [1 << n for n in range(10, LARGEST_MESSAGE[device.type].bit_length(), 2)] if at_length else MESSAGES
+    found = []
+    for name in RINGS if at_length else ["all_reduce"]:
+        times = [(size, _message_s(device, world_size, name, size, MESSAGE_S if at_length else 0.0)) for size in sizes]
+        found.append(fit(name, world_size, times))
+    return found
+
+
+def _message_s(device: torch.device, world_size: int, collective: str, size: int, budget_s: float) -> float:
+    """The shortest time of a collective, as its slowest rank sees it."""
+    whole = torch.ones(size // 4 // world_size * world_size, device=device)
+    part = torch.ones(size // 4 // world_size, device=device)
+    run: Callable[[], Any] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    }[collective]
+
+    def timed() -> float:
+        dist.barrier()
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times.append(float(slowest))
-    hops, ring = 2.0 * (world_size - 1), 2.0 * (world_size - 1) / world_size
-    slope = max((times[-1] - times[0]) / (MESSAGES[-1] - MESSAGES[0]), 1e-13)
-    return max(times[0] - slope * MESSAGES[0], 1e-7) / hops, ring / slope
+        return float(slowest)
+
+    first = [timed() for _ in range(4)]
+    # The same number in every rank, or one would wait for ever: it follows from what all of them agree on.
+    more = int(min(60.0, budget_s / max(min(first), 1e-6)))
+    return min([*first[1:], *(timed() for _ in range(max(5, more)))])
+
+
+class _Pictures(Dataset[torch.Tensor]):
+    """Samples that are there already: what is timed is the loader."""
+
+    def __init__(self, n: int) -> None:
+        self._pictures = torch.zeros(64, *SAMPLE_SHAPE)
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._pictures[index % 64]
+
+
+def _loader_rates(device: torch.device, rank: int, caveats: list[str]) -> Iterator[LoaderRate]:
+    """Batches a second of torch's loader with so many workers, while every rank loads."""
+    n_bytes = 4 * torch.Size(SAMPLE_SHAPE).numel()
+    for n_workers in LOADER_WORKERS:
+        loader = DataLoader(_Pictures(1 << 20), batch_size=LOADER_BATCH, num_workers=n_workers)
+        rate = 0.0
+        with contextlib.suppress(RuntimeError, OSError):  # too little shared memory, no more processes
+            rate = LOADER_BATCH * _draws_per_s(iter(loader))
+        slowest = torch.tensor(rate, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MIN)  # also waits until all have loaded
+        if float(slowest) == 0.0:
+            caveats.append(f"no data was loaded by {n_workers} workers: too little shared memory, or too few processes allowed")
+            continue
+        rate = _agreed(rate, device)
+        yield LoaderRate(n_workers=n_workers, samples_per_s=rate, bytes_per_s=rate * n_bytes)
+
+
+def _draws_per_s(batches: Iterator[Any]) -> float:
+    next(batches)  # starts the workers
+    n, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < LOADER_S or n < 2:
+        next(batches)
+        n += 1
+    return n / seconds
+
+
+def _own_data(request: TrialRequest, rank: int, device: torch.device) -> LoaderRate:
+    """How fast a rank draws the samples of the user's own target, itself, as trials do."""
+    target = contract.load(Path(request.target))
+    loader = contract.Loader(target, micro_batch_size=1, rank=rank, world_size=request.world_size, seed=request.seed)
+    if loader.n_samples is not None:
+        loader.micro_batch_size = min(LOADER_BATCH, max(1, loader.n_samples // request.world_size))
+    else:
+        loader.micro_batch_size = LOADER_BATCH
+    rate = loader.micro_batch_size * _draws_per_s(loader.next() for _ in iter(int, 1))
+    return LoaderRate(n_workers=0, samples_per_s=_agreed(rate, device), bytes_per_s=0.0)
 
 
 def _optimizer(device: torch.device, size: int) -> float:

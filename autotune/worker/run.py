@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,12 +26,17 @@ import torch.distributed as dist
 from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
+from autotune.gate import GradientCheck
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
-from autotune.worker import contract, observe
+from autotune.worker import contract, observe, samples, weights
+from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
 from autotune.worker.noise import NoiseMeter
 
-OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
+# Between the dropout seeds of two replicates: more than there are ranks.
+REPLICATE_SEEDS = 1_000_003
+# The last: cuBLAS and cuDNN, whose workspaces no allocator of torch's refuses (CUBLAS_STATUS_ALLOC_FAILED).
+OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory", "_status_alloc_failed")
 
 
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
@@ -53,7 +60,7 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
             from autotune.worker.profile import profile
 
             trial.write(recorder.folder.profile, profile(request, get_accelerator().device_name()))
-        elif request.mode == "rates":
+        elif request.mode in ("rates", "machine"):
             from autotune.worker.rates import measure_machine
 
             measure_machine(recorder, request, rank, listener)
@@ -118,6 +125,7 @@ class _Draft:
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
     noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
 
@@ -212,7 +220,7 @@ def _inspect(request: TrialRequest) -> Workload:
         raise contract.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = contract.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
-    return replace(found, optimizer=_optimizer_class(target, model))
+    return replace(found, optimizer=_optimizer_class(target, model), data=samples.data_shape(loader))
 
 
 def _optimizer_class(target: contract.Target, model: torch.nn.Module) -> str:
@@ -240,8 +248,18 @@ def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samp
         float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,
         environment=_environment(),
+        structure=_structure(model, sizes),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
+
+
+def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:
+    """A digest of what the model is made of: classes of modules, and names, shapes and types of parameters."""
+    lines = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
+    for name, parameter in model.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        lines.append(f"{name} {shape} {sizes[parameter]} {parameter.dtype} {parameter.requires_grad}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _has_float_buffers(model: torch.nn.Module) -> bool:
@@ -268,9 +286,10 @@ def _environment() -> Environment:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
     if cuda:
         versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        versions |= {"driver": driver} if (driver := trial.driver_version()) else {}
     return Environment(
         accelerator=accelerator.device_name(),
-        device_name=torch.cuda.get_device_name() if cuda else _cpu_name(),
+        device_name=device_name(cuda=cuda),
         n_devices=torch.cuda.device_count() if cuda else 1,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory
         if cuda
@@ -283,7 +302,10 @@ def _environment() -> Environment:
     )
 
 
-def _cpu_name() -> str:
+def device_name(*, cuda: bool) -> str:
+    """Model of the device; of the processor where there is none."""
+    if cuda:
+        return str(torch.cuda.get_device_name())
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -298,8 +320,8 @@ def prepare_device(request: TrialRequest) -> observe.Memory:
 
     if get_accelerator().device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
+    # On CUDA too: an offloaded optimizer steps on the host, and each rank would take all cores for it.
+    torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on CPU leaks 66 MiB of /dev/shm per rank for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return observe.Memory(get_accelerator().device_name())
@@ -313,6 +335,10 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     connect(request, rank, listener, cuda=memory.cuda)
     _seed(request.seed)
     model = contract.build_model(target)
+    if request.weights is not None:
+        weights.load(model, Path(request.weights))
+    if request.replicate:
+        perturb(model, request.replicate)
     blocks = contract.find_blocks(model, target.blocks)
     checkpointer = None
     if candidate.checkpoint_every:
@@ -320,17 +346,21 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False  # a recomputed block would append to the cache twice
+    # What batch(n) draws depends on how the batch is split, so that curves are not paired: replicates must show what that does.
+    seed = request.seed + (request.replicate if target.data is None else 0)
     loader = contract.Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=request.seed
-    )
+        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
+        first_sample=request.first_sample,
+    )  # fmt: skip
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size) if request.noise else None
+    gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
     engine = _initialize(request, target, model)
-    _seed(request.seed + 1 + rank)  # dropout differs between ranks, and is the same in every trial
+    _seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, noise, *meter).train()
+    _Trainer(contract.make_loss(target, model), loader, noise, gradients, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -376,9 +406,9 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, gradients: GradientWatch | None, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader, self.noise = loss, loader, noise
+        self.loss, self.loader, self.noise, self.gradients = loss, loader, noise, gradients
         self.micro_clock = MicroClock(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
@@ -386,6 +416,8 @@ class _Trainer(Meter):
     def train(self) -> None:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
         self._window(1)
+        if self.gradients is not None:
+            self.report.gradient, self.gradients = self.gradients.found, None
         self._taken_apart()
         self.begin()
         self.micro_clock.forget()
@@ -395,6 +427,8 @@ class _Trainer(Meter):
         if self.noise is not None:
             self.report.noise = self._noise_terms(self.noise)
         self.finish()
+        if self.request.save_weights is not None:
+            weights.save(self.engine, Path(self.request.save_weights))
 
     def enough(self) -> bool:
         """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
@@ -413,7 +447,7 @@ class _Trainer(Meter):
         losses = [self._step() for _ in range(n_steps)]
         self.synchronize()
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        self.gather(wall, cpu, losses, overflowed=self.engine.skipped_steps > skipped)
+        self.gather(wall, cpu, losses, skipped=self.engine.skipped_steps - skipped)
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -431,6 +465,8 @@ class _Trainer(Meter):
                 return total / self.candidate.gradient_accumulation_steps
 
     def _update(self) -> None:
+        if self.gradients is not None:
+            self.gradients.before_step(self.engine)
         if self.noise is None:
             self.engine.step()
             return
@@ -466,4 +502,4 @@ class _Trainer(Meter):
         self.enter("")
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         total /= self.candidate.gradient_accumulation_steps
-        self.gather(wall, cpu, [total], overflowed=self.engine.skipped_steps > skipped)
+        self.gather(wall, cpu, [total], skipped=self.engine.skipped_steps - skipped)

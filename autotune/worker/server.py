@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -268,6 +268,8 @@ def _preload(modules: Sequence[str]) -> str | None:
     if sys.platform != "linux":
         return f"forking after imports is not safe on {sys.platform}"
     sys.path.insert(0, os.getcwd())
+    # With Triton, inductor would start a pool of compilers (threads and processes), which no fork survives.
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
     try:
         import deepspeed
         import torch
@@ -287,6 +289,8 @@ def _preload(modules: Sequence[str]) -> str | None:
             print(f"autotune: not preloaded: {name}: {error}", file=sys.stderr)
     if torch.cuda.is_initialized():
         return "an imported module initialised CUDA, which does not survive a fork"
+    if torch.cuda.is_available() and (failure := tried_in_a_fork(torch.cuda.init)) is not None:
+        return f"CUDA does not start in a forked process: {failure}"
     if threading.active_count() > 1:
         return f"an imported module started threads: {', '.join(thread.name for thread in threading.enumerate()[1:])}"
     n_threads = len(os.listdir("/proc/self/task"))
@@ -295,6 +299,33 @@ def _preload(modules: Sequence[str]) -> str | None:
     gc.collect()
     gc.freeze()
     return None
+
+
+def tried_in_a_fork(run: Callable[[], object]) -> str | None:
+    """Runs something in a forked process; returns why it failed, or None.
+
+    Whether CUDA was touched in a way that does not survive a fork cannot be read from torch: counting devices without NVML is enough,
+    and leaves `torch.cuda.is_initialized()` false. So a fork tries.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        except BaseException as error:
+            lines = str(error).strip().splitlines() or [""]
+            os.write(write, f"{type(error).__name__}: {lines[0]}"[:500].encode())
+        finally:
+            os._exit(status)
+    os.close(write)
+    said = b""
+    while data := os.read(read, 4096):
+        said += data
+    os.close(read)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None if code == 0 else said.decode(errors="replace") or f"exit status {code}"
 
 
 def import_lazy_modules() -> None:

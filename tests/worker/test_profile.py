@@ -7,6 +7,7 @@ from zoo import ADAMW, MODELS, Zoo
 
 from autotune import trial
 from autotune.executors import base
+from autotune.predict.links import Probe
 from autotune.predict.profile import Machine, Profile
 from autotune.trial import Outcome, TrialRequest
 
@@ -158,3 +159,19 @@ def test_rates_are_those_of_all_ranks_together_and_plausible(zoo):
     assert all(1e6 < rate < 1e15 for rate in machine.flops.values()) and 1e6 < machine.memory_bytes_per_s < 1e13
     assert 0 < machine.link_alpha_s < 1 and machine.link_bytes_per_s > 1e4
     assert 2**20 < machine.workspace_bytes < 2**30
+
+
+@pytest.mark.slow
+def test_a_machine_probed_at_length_tells_every_collective_and_loads_the_users_data(zoo):
+    folder = zoo.next_folder()
+    request = TrialRequest(target=str(MODELS / "slow_loader.py"), mode="machine", world_size=2, deadline_s=120.0)
+    result = base.run(zoo.executor, folder.path, request)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    found = trial.read(folder.probe, Probe)
+    assert {"fp32", "bf16"} <= found.flops.keys() and all(rate > 1e8 for rate in found.flops.values())
+    assert [link.collective for link in found.links] == ["all_reduce", "all_gather", "reduce_scatter"]
+    assert all(link.alpha_s > 0 and link.bytes_per_s > 1e7 and len(link.times_s) == 8 for link in found.links)
+    reduced = found.links[0]
+    assert (found.machine.link_alpha_s, found.machine.link_bytes_per_s) == (reduced.alpha_s, reduced.bytes_per_s)
+    assert found.data is not None and found.data.samples_per_s < 260  # it sleeps for 4 ms a sample
+    assert {rate.n_workers for rate in found.loader} == {0, 1, 2} and min(rate.samples_per_s for rate in found.loader) > 260

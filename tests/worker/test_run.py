@@ -391,6 +391,7 @@ def test_failures_are_classified() -> None:
     )
     assert classify(MemoryError())[0] is Outcome.OOM
     assert classify(OSError(12, "Cannot allocate memory"))[0] is Outcome.OOM
+    assert classify(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))[0] is Outcome.OOM
     assert classify(ValueError("a\nb")) == (Outcome.CRASHED, "ValueError: a")
     assert classify(SystemExit(3)) == (Outcome.CRASHED, "SystemExit: 3")
     assert classify(UserError("model.py: define model()")) == (Outcome.CRASHED, "model.py: define model()")

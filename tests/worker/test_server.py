@@ -99,6 +99,15 @@ def test_a_rank_finds_the_variables_that_torchrun_sets() -> None:
     }  # fmt: skip
 
 
+def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
+    def fails() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess\nand more")
+
+    assert server.tried_in_a_fork(lambda: None) is None
+    assert server.tried_in_a_fork(fails) == "RuntimeError: Cannot re-initialize CUDA in forked subprocess"
+    assert server.tried_in_a_fork(lambda: os.kill(os.getpid(), 9)) == "exit status -9"
+
+
 @pytest.mark.slow
 def test_one_trial_runs_without_a_server(tmp_path: Path, models: Path) -> None:
     """For engines that start a process for each trial."""

@@ -1,0 +1,59 @@
+"""What earlier trials taught, as a prior for other circumstances: the formulas are those of here, their corrections those of there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.candidate import Candidate
+from autotune.search.catalogue import Prediction, Prior
+from autotune.search.guide import Guide
+from autotune.search.learned import Told
+
+# What is still doubted of a correction that comes from the same model on other terms, and from another model on the same machine.
+SAME_MODEL, RELATED_MODEL = 0.5, 0.8
+# Fewer trials than these teach nothing that is worth carrying on.
+ENOUGH = 4
+SURE_SAMPLES = 2.0
+
+
+class Transferred:
+    """A prior that starts where an earlier search ended.
+
+    The analytic prior of the new circumstances says how step time and memory follow from sequence length, ranks, memory and
+    so on. What the earlier trials showed of it, a factor for each term and what each knob adds, is laid over it.
+
+    Args:
+        prior: The new circumstances' own.
+        guide: The earlier search; its prior has the same terms.
+        told: The earlier trials.
+        doubt: How far the corrections may be off here, of what is believed without them.
+        scale: The new reference's global batch over the earlier one's.
+    """
+
+    def __init__(self, prior: Prior, guide: Guide, told: Sequence[Told], doubt: float = SAME_MODEL, scale: float = 1.0) -> None:
+        self.prior, self.guide, self.told, self.doubt, self.scale = prior, guide, list(told), doubt, scale
+
+    def __call__(self, candidates: Sequence[Candidate]) -> Prediction:
+        """The prediction, one row for each candidate."""
+        said, known = self.prior(candidates), self.guide.carried(self.told, candidates)
+        time, memory = np.exp(known.time)[:, None], np.exp(known.memory)[:, None]
+        if said.time_terms.shape[1] == len(known.time_terms):
+            time = time * known.time_terms
+        if said.memory_terms.shape[1] == len(known.memory_terms):
+            memory = memory * known.memory_terms
+        seen = any(t.good("time_to_loss_s") for t in self.told)
+        constant, growing = known.samples_terms
+        return replace(
+            said,
+            time_terms=said.time_terms * time,
+            memory_terms=said.memory_terms * memory,
+            time_spread=said.time_spread * self.doubt,
+            memory_spread=said.memory_spread * self.doubt,
+            memory_scale_sd=min(said.memory_scale_sd, 0.3) if any(t.good("peak_memory_bytes") for t in self.told) else said.memory_scale_sd,
+            doubt=self.doubt,
+            samples_scale=(float(constant), float(growing) * self.scale) if seen else said.samples_scale,
+            samples_spread=SURE_SAMPLES if seen else said.samples_spread,
+        )

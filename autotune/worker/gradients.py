@@ -1,0 +1,99 @@
+"""Whether the gradient that the optimizer gets is the mean of the micro-gradients that were computed, and what a replicate is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.gate import GradientCheck
+
+# Elements of each parameter that are looked at; larger parameters are left out, since looking takes a copy of them.
+SAMPLES, LARGEST = 4096, 2**20
+# Rounding weights to bfloat16 moves them by up to this share: a run that starts from there is as good as another.
+ROUNDING = 2**-9
+
+
+class GradientWatch:
+    """Follows some elements of every parameter through the first optimizer step: micro-gradients in fp32, then what became of them.
+
+    Hooks see the gradient of one micro-batch before it is accumulated, reduced or sharded; like those of the noise scale
+    they must be set before `deepspeed.initialize`.
+
+    Args:
+        model: The model, not yet in the engine's hands.
+        world_size: Ranks.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.world_size, self.n_micro = world_size, 0
+        self.found: GradientCheck | None = None
+        generator = torch.Generator().manual_seed(0)
+        self._parameters: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad and 0 < parameter.numel() <= LARGEST:
+                n = parameter.numel()
+                chosen = torch.arange(n) if n <= SAMPLES else torch.randint(n, (SAMPLES,), generator=generator)
+                self._parameters.append((parameter, chosen))
+        self._sums: dict[int, Tensor] = {}
+        self._handles = [parameter.register_hook(self._hook(i)) for i, (parameter, _) in enumerate(self._parameters)]
+
+    def _hook(self, i: int) -> Any:
+        def add(gradient: Tensor) -> None:
+            seen = self._sampled(i, gradient)
+            self._sums[i] = self._sums[i] + seen if i in self._sums else seen
+
+        return add
+
+    def _sampled(self, i: int, gradient: Tensor) -> Tensor:
+        chosen = self._parameters[i][1].to(gradient.device)
+        return gradient.detach().flatten()[chosen].float()
+
+    def before_step(self, engine: Any) -> None:
+        """After each backward pass: at the end of the first optimizer step looks at what will be applied; all ranks take part."""
+        self.n_micro += 1
+        if not engine.is_gradient_accumulation_boundary():
+            return
+        for handle in self._handles:
+            handle.remove()
+        if not self._parameters:
+            return
+        # One collective, and the same on every rank, whatever parameters a rank's own samples used.
+        zeros = (torch.zeros(len(chosen), device=engine.device) for _, chosen in self._parameters)
+        expected = torch.cat([self._sums.get(i, zero) for i, zero in enumerate(zeros)])
+        dist.all_reduce(expected)
+        try:
+            self.found = self._compared(engine, expected / self.world_size)
+        except Exception as error:  # a class of engine that keeps it elsewhere: then losses alone decide
+            print(f"the first gradient could not be looked at: {type(error).__name__}: {error}")
+
+    def _compared(self, engine: Any, expected: Tensor) -> GradientCheck | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        sizes = [len(chosen) for _, chosen in self._parameters]
+        sums = torch.zeros(3, dtype=torch.float64, device=expected.device)
+        for i, part in enumerate(expected.split(sizes)):
+            whole = safe_get_full_grad(self._parameters[i][0])
+            if whole is not None:
+                applied = self._sampled(i, whole)
+                sums += torch.stack([(applied - part).square().sum(), part.square().sum(), applied.square().sum()])
+        error, size, norm = (float(value) ** 0.5 for value in sums)
+        if not size > 0:
+            return None
+        return GradientCheck(error=error / size, norm=norm / _loss_scale(engine), n_micro=self.n_micro * self.world_size)
+
+
+def _loss_scale(engine: Any) -> float:
+    return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)
+
+
+def perturb(model: nn.Module, replicate: int) -> None:
+    """Rounds the weights otherwise, as another precision or another order of sums would; the same on all ranks."""
+    generator = torch.Generator().manual_seed(replicate)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                share = torch.rand(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+                parameter.mul_(1 + ROUNDING * (2 * share - 1))

@@ -1,0 +1,106 @@
+"""Weights to start from: a DeepSpeed checkpoint or a plain state dict; and weights to leave behind for others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.worker.contract import WorkloadError
+
+# What a folder with a plain state dict calls it, and under what key frameworks put it in a larger file.
+FILES = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
+KEYS = ("module", "model", "state_dict", "model_state_dict")
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """Puts the weights of a checkpoint into a model.
+
+    Args:
+        model: The model, not yet in the engine's hands.
+        path: A DeepSpeed checkpoint's folder, a folder with a state dict, or a state dict's file.
+
+    Raises:
+        WorkloadError: There are none, or they are another model's.
+    """
+    found = {name.removeprefix("module."): value for name, value in _state(path).items()}
+    try:
+        missing, unknown = model.load_state_dict(found, strict=False)
+    except RuntimeError as error:
+        raise WorkloadError(f"checkpoint {path} does not fit model(): {str(error).splitlines()[-1].strip()}") from None
+    own = dict(model.named_parameters())
+    lost = [name for name in missing if name in own]
+    if lost or len(unknown) == len(found):
+        raise WorkloadError(f"checkpoint {path} does not fit model(): it has no {', '.join(lost[:3]) or 'parameter of it'}")
+
+
+def _state(path: Path) -> Mapping[str, Tensor]:
+    if not path.exists():
+        raise WorkloadError(f"checkpoint {path}: there is no such file or folder")
+    if not path.is_dir():
+        return _file(path)
+    if (path / "latest").exists() or list(path.glob("*mp_rank_*model_states.pt")):
+        return _deepspeed(path)
+    for name in FILES:
+        if (path / name).exists():
+            return _file(path / name)
+    raise WorkloadError(f"checkpoint {path} holds neither a DeepSpeed checkpoint (`latest`) nor any of {', '.join(FILES)}")
+
+
+def _deepspeed(path: Path) -> Mapping[str, Tensor]:
+    """The fp32 weights of a DeepSpeed checkpoint, put together from the shards of whatever ranks wrote it."""
+    folder = path / (path / "latest").read_text().strip() if (path / "latest").exists() else path
+    if list(folder.glob("*zero_pp_rank_*optim_states.pt")):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name))
+    files = sorted(folder.glob("*mp_rank_*model_states.pt"))
+    if len(files) != 1:
+        raise WorkloadError(f"checkpoint {path}: {len(files)} model states in {folder.name}; only a model that is not split up can be read")
+    # DeepSpeed keeps more than tensors there; the file is the user's own, as model.py is.
+    return _weights_in(torch.load(files[0], map_location="cpu", weights_only=False), files[0])
+
+
+def _file(path: Path) -> Mapping[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise WorkloadError(f"checkpoint {path}: to read it, pip install safetensors") from None
+
+        return dict(load_file(path))
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise WorkloadError(f"checkpoint {path} cannot be read as a state dict: {str(error).splitlines()[0]}") from None
+    return _weights_in(data, path)
+
+
+def _weights_in(data: Any, path: Path) -> Mapping[str, Tensor]:
+    for key in KEYS:
+        if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
+            data = data[key]
+    found = {name: value for name, value in data.items() if isinstance(value, Tensor)} if isinstance(data, Mapping) else {}
+    if not found:
+        raise WorkloadError(f"checkpoint {path} holds no state dict")
+    return found
+
+
+def save(engine: Any, path: Path) -> None:
+    """Writes the model's weights, whole or not at all; all ranks take part."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        if dist.get_rank() == 0:
+            state = {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(f".{path.name}.draft")
+            torch.save(state, draft)
+            os.replace(draft, path)

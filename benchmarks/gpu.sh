@@ -1,0 +1,65 @@
+#!/bin/sh
+# What autotune does on a GPU, in one call and without a network: ten minutes at most, each result written as it comes.
+#
+#   benchmarks/gpu.sh --pack             where there is a network: wheels of what a machine with torch may lack, into .wheels/
+#   benchmarks/gpu.sh [--out DIR] ...    on the machine with the GPU; what else is given goes to gpu.py (--budget, --parts, --sizes)
+#   benchmarks/gpu.sh --dry-run ...      the same code on a CPU and a tiny model
+#
+# Afterwards, anywhere: python benchmarks/gpu_results.py DIR   writes benchmarks/results/gpu-CARD.json and studies/CARD-MODEL/.
+set -eu
+cd "$(dirname "$0")/.."
+wheels=.wheels
+python=${PYTHON:-python3}
+# What the machine is assumed to have: torch with CUDA, numpy, pandas, scipy, psutil, pyyaml, rich, typer, threadpoolctl, and what they need.
+packages="deepspeed==0.19.8 hjson optuna>=5,<6 alembic mako colorlog sqlalchemy>=2 greenlet pydantic pydantic-core annotated-types
+typing-inspection typing-extensions plotly>=6 einops msgpack ninja py-cpuinfo nvidia-ml-py tqdm"
+
+if [ "${1:-}" = --pack ]; then
+  target=${TARGET_PYTHON:-3.12} # the Python of the machine with the GPU
+  rm -rf "$wheels" && mkdir -p "$wheels"
+  # DeepSpeed and hjson come as sources, of pure Python as long as nothing is compiled ahead.
+  DS_BUILD_OPS=0 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" deepspeed==0.19.8 hjson
+  set --
+  for platform in manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64; do
+    set -- "$@" --platform "$platform"
+  done
+  pins=$("$python" -c "
+from importlib import metadata
+for name in '''$packages'''.split():
+    plain = name.split('=')[0].split('<')[0].split('>')[0]
+    if plain in ('deepspeed', 'hjson'): continue
+    try: print(f'{plain}=={metadata.version(plain)}')
+    except metadata.PackageNotFoundError: print(name)
+")
+  # shellcheck disable=SC2086
+  "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$target" --implementation cp "$@" -d "$wheels" $pins
+  size=$(du -sm "$wheels" | cut -f1)
+  echo "$wheels: $(ls "$wheels" | wc -l) wheels for Python $target, $size MiB"
+  [ "$size" -le 60 ] || { echo "more than 60 MiB: too much to carry along" >&2; exit 1; }
+  exit 0
+fi
+
+out=${OUT:-.cache/gpu} dry= previous=
+for argument in "$@"; do
+  [ "$previous" = --out ] && out=$argument
+  [ "$argument" = --dry-run ] && dry=yes
+  previous=$argument
+done
+mkdir -p "$out"
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+if ! "$python" -c 'import deepspeed, optuna, pydantic, sqlalchemy' 2>/dev/null && [ -d "$wheels" ]; then
+  # Only what is missing, so that the machine's own torch and what was built for it stay.
+  for wheel in "$wheels"/*.whl; do
+    name=$(basename "$wheel" | cut -d- -f1)
+    "$python" -c "import sys; from importlib import metadata; metadata.version(sys.argv[1])" "$name" 2>/dev/null ||
+      "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheel"
+  done
+fi
+export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+[ -z "$dry" ] || export DS_ACCELERATOR=cpu
+"$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
+if [ -n "$dry" ]; then
+  "$python" benchmarks/gpu_results.py "$out" --into "$out/analysed"
+fi
+[ -s "$out/results.jsonl" ]

@@ -1,0 +1,241 @@
+"""Makes figures of what `gpu.py` wrote: `benchmarks/results/gpu-CARD.json` and `studies/CARD-MODEL/`.
+
+`python benchmarks/gpu_results.py DIR [--into FOLDER]`; it needs no GPU and no torch. With `--into`, both go below that folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tarfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import kendalltau
+
+ROOT = Path(__file__).parent.parent
+# Dense FLOP/s by the data sheets at 16 bits; without one the measured matrix product has to do.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12}
+SIXTEEN_BITS = ("bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
+NEAR_BEST = 0.02
+
+Row = dict[str, Any]
+
+
+def read(folder: Path) -> list[Row]:
+    """The lines that were written; the last may be cut short where the call was killed."""
+    rows = []
+    for line in (folder / "results.jsonl").read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def figures(rows: list[Row]) -> dict[str, Any]:
+    """Every figure, by part; a part that did not run says so."""
+    system = next((row for row in rows if row["part"] == "system"), None)
+    if system is None:
+        raise SystemExit("the run ended before it had looked at the machine: see log.txt beside it")
+    models = {row["model"]: row for row in rows if row["part"] == "model"}
+    measured = [row for row in rows if row["part"] in ("grid", "larger", "honesty trial", "ops trial", "limit trial")]
+    card = system["environment"]["device_name"]
+    return {
+        "card": card,
+        "models": {name: model_figures(row, [m for m in measured if m["model"] == name], card) for name, row in models.items()},
+        "warm_server": {"forks": not system["cold_reason"], "cold_reason": system["cold_reason"]},
+        "startup": startup([row for row in rows if row["part"] == "startup"]),
+        "limits": [limit(row) for row in rows if row["part"] == "limits"],
+        "search": search(rows),
+        "honesty": honesty([row for row in rows if row["part"] == "honesty" and "ratio" in row]),
+        "outcomes": dict(Counter(row["outcome"] for row in measured)),
+        "crashes": sorted({f"{row['words']}: {row['reason']}" for row in measured if row["outcome"] in ("crashed", "timeout", "lost")}),
+        "not_run": [f"{row['part']}: {row['error']}" for row in rows if row.get("error")]
+        + ([] if any(row["part"] == "end" for row in rows) else ["the call was ended before its last part"]),
+        "measured_on": {
+            "date": system["date"], "device": card, "device_memory_bytes": system["environment"]["device_memory_bytes"],
+            "cores": system["environment"]["n_cores"], "versions": system["environment"]["versions"], "dry_run": system["dry"],
+        },
+    }  # fmt: skip
+
+
+def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
+    """A model's configurations, and how well they were foretold."""
+    complete = [row for row in rows if row["outcome"] == "complete" and row.get("step_time_s")]
+    table = [configuration(row, model, card) for row in complete if row["part"] != "limit trial"]
+    utilised = [row["flops_share"] for row in table if row["flops_share"]]
+    events = [row["events_over_wall"] for row in table if row["events_over_wall"]]
+    return {
+        "parameters": model["profile"]["n_parameters"],
+        "flops_per_sample": model["profile"]["flops_per_sample"],
+        "rates": {name: model["machine"][name] for name in ("flops", "memory_bytes_per_s", "host_bytes_per_s", "op_s")},
+        "forecast": {name: forecast(complete, name) for name in ("before", "after")},
+        "best_flops_share": max(utilised, default=None),
+        "events_over_wall": spread(events),
+        "most_alloc_retries": max((row["alloc_retries"] or 0 for row in table), default=None),
+        "configurations": table,
+    }
+
+
+def configuration(row: Row, model: Row, card: str) -> dict[str, Any]:
+    """One configuration: what it takes, and how much of the device's arithmetic it uses (MFU: the model's own FLOPs)."""
+    seconds, samples = row["step_time_s"], row["samples_per_step"]
+    rate = samples / seconds
+    precision = row["candidate"].get("precision", "fp32")
+    accumulation = int(row["candidate"].get("gradient_accumulation_steps", 1))
+    inner, boundary = (row["micro_step_s"].get(name, 0.0) for name in ("inner", "boundary"))
+    joules = row.get("joules_per_step")
+    tokens = row["tokens_per_step"]
+    return {
+        "words": row["words"], "part": row["part"], "step_time_s": seconds, "ci95_s": row["ci95_s"], "samples_per_s": rate,
+        "tokens_per_s": tokens / seconds if tokens else None,
+        "flops_share": model["profile"]["flops_per_sample"] * rate / peak_flops(card, precision, model["machine"]["flops"]),
+        "peak_reserved_bytes": row["reserved_memory_bytes"], "peak_memory_bytes": row["peak_memory_bytes"],
+        "alloc_retries": row["alloc_retries"],
+        "events_over_wall": ((accumulation - 1) * inner + boundary) / seconds if boundary else None,
+        "joules_per_sample": joules / samples if joules is not None else None,
+        "watts": joules / seconds if joules is not None else None,
+        "startup_s": row["wall_s"] - row["n_steps"] * seconds,
+    }  # fmt: skip
+
+
+def peak_flops(card: str, precision: str, measured: dict[str, float]) -> float:
+    """FLOP/s that a precision could reach: by the data sheet at 16 bits, else what a large matrix product reaches."""
+    own = measured.get(precision, measured["fp32"])
+    if precision not in SIXTEEN_BITS:
+        return own
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in card), own)
+
+
+def forecast(rows: list[Row], name: str) -> dict[str, Any] | None:
+    """Errors of what was expected before any trial, or after those that came before each."""
+    pairs = {
+        metric: [(row["expected"][name][metric], row[metric]) for row in rows if row.get(metric)]
+        for metric in ("peak_memory_bytes", "step_time_s")
+    }
+    if not any(pairs.values()):
+        return None
+    times = pairs["step_time_s"]
+    tau = kendalltau([said["value"] for said, _ in times], [real for _, real in times]).statistic if len(times) > 2 else None
+    return {metric: errors(some) for metric, some in pairs.items()} | {"step_time_kendall_tau": tau, "n": len(times)}
+
+
+def errors(pairs: list[tuple[dict[str, float], float]]) -> dict[str, float] | None:
+    if not pairs:
+        return None
+    off = sorted(abs(said["value"] / real - 1) for said, real in pairs)
+    return {
+        "error_median": statistics.median(off),
+        "error_p95": off[min(len(off) - 1, int(0.95 * len(off)))],
+        "interval_90_holds": statistics.mean(said["low"] <= real <= said["high"] for said, real in pairs),
+    }
+
+
+def startup(rows: list[Row]) -> dict[str, Any] | None:
+    found = [row for row in rows if "warm_s" in row]
+    if not found:
+        return None
+    warm, plain = (statistics.median(row[name] for row in found) for name in ("warm_s", "torchrun_s"))
+    return {"warm_s": warm, "torchrun_s": plain, "ratio": plain / warm, "rounds": len(found)}
+
+
+def limit(row: Row) -> dict[str, Any]:
+    """A cap: what was said to fit, what did, and whether the end of memory was seen as such."""
+    if "error" in row:
+        return {"card": row["card"], "error": row["error"]}
+    honest = row["surely_fits"] <= row["ran"] or row["out_of_memory"] is None
+    return {
+        **{name: row[name] for name in ("model", "card", "candidate", "surely_fits", "likely_fits", "ran", "out_of_memory", "outcomes")},
+        "what_surely_fits_ran": honest, "left_unused": 1 - row["surely_fits"] / row["ran"] if row["ran"] else None,
+    }  # fmt: skip
+
+
+def search(rows: list[Row]) -> dict[str, Any] | None:
+    """A study: how soon it was near its best, and what it took beyond its trials."""
+    end = next((row for row in rows if row["part"] == "search" and "wall_s" in row), None)
+    trials = [row for row in rows if row["part"] == "search trial"]
+    if end is None or not trials:
+        return None
+    rates = [
+        (row["ended_s"], row["samples_per_step"] / row["step_time_s"])
+        for row in trials
+        if row["outcome"] == "complete" and row["step_time_s"]
+    ]
+    rates.sort()
+    best = max((rate for _, rate in rates), default=None)
+    near = next(((n, at) for n, (at, rate) in enumerate(rates, 1) if best and rate >= (1 - NEAR_BEST) * best), None)
+    baseline = next((row for row in trials if int(row["trial"]) == 0 and row["step_time_s"]), None)
+    return {
+        "exit_status": end["exit_status"], "trials": len(trials), "outcomes": dict(Counter(row["outcome"] for row in trials)),
+        "wall_s": end["wall_s"], "best_samples_per_s": best,
+        "best_over_baseline": best / (baseline["samples_per_step"] / baseline["step_time_s"]) if best and baseline else None,
+        "near_best_after_trials": near[0] if near else None, "near_best_after_s": near[1] if near else None,
+        "beyond_its_trials_s": (end["wall_s"] - end["trials_s"]) / len(trials),
+    }  # fmt: skip
+
+
+def honesty(rows: list[Row]) -> dict[str, Any] | None:
+    """Step time in a plain script as a ratio to what the trial claimed: above 1, the claim was too good."""
+    by_configuration: dict[str, list[float]] = {}
+    for row in rows:
+        by_configuration.setdefault(json.dumps(row["candidate"], sort_keys=True), []).append(row["ratio"])
+    if not rows:
+        return None
+    medians = [statistics.median(ratios) for ratios in by_configuration.values()]
+    worst = max(abs(ratio - 1) for ratio in medians)
+    return {"plain_over_claimed": medians, "worst": worst, "rounds": min(map(len, by_configuration.values()))}
+
+
+def spread(values: Iterable[float]) -> dict[str, float] | None:
+    found = sorted(values)
+    return {"median": statistics.median(found), "lowest": found[0], "highest": found[-1]} if found else None
+
+
+def slug(card: str) -> str:
+    """A card as a part of a file's name: `NVIDIA H100 80GB HBM3` is `h100-80gb-hbm3`."""
+    words = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-").split("-")
+    return "-".join(word for word in words if word not in ("nvidia", "r", "tm", "processor", "geforce")) or "unknown"
+
+
+def take_study(folder: Path, card: str, studies: Path) -> list[Path]:
+    """Lays what is to be committed of the archived study into `studies/CARD-MODEL/`."""
+    archive = folder / "study.tar.gz"
+    if not archive.exists():
+        return []
+    found = []
+    with tarfile.open(archive) as packed:
+        for member in packed.getmembers():
+            model, _, name = member.name.partition("/")
+            source = packed.extractfile(member)
+            if source is None or not name or "/" in name or ".." in member.name:
+                continue
+            path = studies / f"{card}-{model}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source.read())
+            found.append(path)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--into", type=Path, help="in place of this repository")
+    arguments = parser.parse_args()
+    found = figures(read(arguments.folder))
+    card = slug(found["card"]) if not found["measured_on"]["dry_run"] else "dry-run"
+    results = arguments.into or ROOT / "benchmarks" / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"gpu-{card}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(path)
+    for file in take_study(arguments.folder, card, (arguments.into or ROOT) / "studies"):
+        print(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A study followed from another terminal: the same lines, its end, and a sentence where there is nothing to follow."""
+
+import io
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from instant import Instant, failed, report, runner_of
+from rich.console import Console
+from zoo import wait_until
+
+from autotune import UserError, commands, journal, watching
+from autotune.console import ProgressView
+from autotune.study import note_agent, run_under_way, study_lock
+from autotune.trial import Outcome
+
+
+def view():
+    """A view that is no terminal, and what it shows."""
+    text = io.StringIO()
+    return ProgressView(Console(file=text, width=400, highlight=False)), text
+
+
+def ran(studies: Path, watcher, **changes):
+    """A study of trials that take no time, one of them crashed."""
+    behaviour = lambda c: failed(Outcome.CRASHED, "it broke") if c.micro_batch_size == 2 else report(c)  # noqa: E731
+    runner_of(studies, Instant(behaviour), watcher=watcher, trials=8, **changes).run()
+
+
+def test_another_terminal_sees_what_the_run_itself_shows(tmp_path):
+    here, shown_here = view()
+    there, shown_there = view()
+    folder = tmp_path / "studies" / "s"
+    with study_lock(folder) as lock:
+        note_agent(lock, "")
+        watched = journal.Journal(here, folder)
+        watched.doing("profiling")
+        follower = threading.Thread(target=watching.follow, args=(folder, os.getpid(), there))
+        follower.start()
+        ran(tmp_path / "studies", watched)
+        assert wait_until(lambda: shown_there.getvalue() == shown_here.getvalue())
+        assert follower.is_alive()
+    follower.join(5)
+    assert not follower.is_alive()
+    said = shown_there.getvalue()
+    assert "profiling" in said and "it broke" in said and "base" in said and "again" in said and "best so far" in said
+
+
+def test_whoever_comes_later_sees_it_from_the_beginning_and_no_line_twice(tmp_path):
+    here, shown_here = view()
+    there, shown_there = view()
+    folder = tmp_path / "studies" / "s"
+    with study_lock(folder):
+        watched = journal.Journal(here, folder)
+        ran(tmp_path / "studies", watched)
+        follower = threading.Thread(target=watching.follow, args=(folder, os.getpid(), there))
+        follower.start()
+        assert wait_until(lambda: shown_there.getvalue() == shown_here.getvalue())
+        time.sleep(3 * watching.LOOK_S)
+    follower.join(5)
+    assert shown_there.getvalue() == shown_here.getvalue()
+
+
+def test_the_journal_of_an_earlier_run_is_passed_by(tmp_path):
+    here, _ = view()
+    journal.Journal(here, tmp_path).say("of old")
+    follower = journal.Follower(tmp_path, os.getpid() + 1)
+    assert list(follower.lines()) == []
+    follower = journal.Follower(tmp_path, os.getpid())
+    assert [line["say"] for line in follower.lines()] == ["of old"] and list(follower.lines()) == []
+    follower.close()
+
+
+def test_a_line_that_is_only_half_written_is_shown_when_it_is_whole(tmp_path):
+    path = journal.path_in(tmp_path)
+    path.parent.mkdir()
+    path.write_text('{"time": 0, "run": 7}\n{"time": 0, "sa')
+    follower = journal.Follower(tmp_path, 7)
+    assert list(follower.lines()) == []
+    with path.open("a") as file:
+        file.write('y": "now"}\n')
+    assert [line["say"] for line in follower.lines()] == ["now"]
+    follower.close()
+
+
+def test_looking_does_not_keep_a_run_from_starting(tmp_path):
+    stop = threading.Event()
+    with study_lock(tmp_path):
+        assert run_under_way(tmp_path) == os.getpid()
+
+    def look():
+        while not stop.is_set():
+            run_under_way(tmp_path)
+
+    lookers = [threading.Thread(target=look) for _ in range(2)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for _ in range(50):
+            with study_lock(tmp_path):
+                pass
+    finally:
+        stop.set()
+        for looker in lookers:
+            looker.join()
+    assert run_under_way(tmp_path) is None and run_under_way(tmp_path / "nowhere") is None
+
+
+def test_without_a_name_the_one_that_runs_is_meant_and_anything_else_is_said(tmp_path):
+    with pytest.raises(UserError, match="no study lies in"):
+        watching.only_running(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "study.yaml").write_text("")
+    with pytest.raises(UserError, match=r"no study runs now.*: a, b"):
+        watching.only_running(tmp_path)
+    with study_lock(tmp_path / "b"):
+        assert watching.only_running(tmp_path) == "b"
+        with study_lock(tmp_path / "a"), pytest.raises(UserError, match="2 studies run now: a, b"):
+            watching.only_running(tmp_path)
+
+
+def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "studies").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here, _ = view()
+    with study_lock(tmp_path / "studies" / "s"):
+        commands.status(None, None, once=True, as_json=False)
+        assert "no trial has ended yet" in capsys.readouterr().out
+        commands.status("s", None, once=False, as_json=True)
+        assert json.loads(capsys.readouterr().out)["process"] == os.getpid()
+        ran(tmp_path / "studies", here)
+        commands.status("s", None, once=True, as_json=False)
+        assert f"process {os.getpid()} runs it now" in capsys.readouterr().out
+    commands.status("s", None, once=False, as_json=False)
+    said = capsys.readouterr().out
+    assert said.startswith("study s: 8 trials") and "recommended" in said and "runs it now" not in said
+
+
+def test_a_study_that_ends_while_it_is_followed_ends_with_its_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    here, _ = view()
+    (tmp_path / "studies").mkdir()
+    begun, over = threading.Event(), threading.Event()
+
+    def run():
+        with study_lock(tmp_path / "studies" / "s"):
+            watched = journal.Journal(here, tmp_path / "studies" / "s")
+            ran(tmp_path / "studies", watched)
+            begun.set()
+            over.wait(10)
+
+    runner = threading.Thread(target=run)
+    runner.start()
+    assert begun.wait(30)
+    threading.Timer(0.5, over.set).start()
+    assert commands.status("s", None, once=False, as_json=False) == 0
+    runner.join()
+    found = capsys.readouterr()
+    assert "it broke" in found.err and "recommended" in found.out

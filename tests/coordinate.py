@@ -1,14 +1,9 @@
-"""One coordinator of a study whose trials do nothing: a process for tests and benchmarks to start and to kill.
-
-`python tests/coordinate.py lead|help FOLDER TRIALS SECONDS [SAMPLER]`, with the database in AUTOTUNE_STORAGE. Each trial takes SECONDS.
-What asking and telling took goes to FOLDER/times-PID.jsonl.
-"""
+"""One coordinator of a study whose trials do nothing: for tests and benchmarks to run in processes, and to kill."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +12,7 @@ from typing import Any
 
 from instant import Instant, plan_of, report, spec_of
 
-from autotune import claims, database, store
+from autotune import store
 from autotune.claims import Ledger
 from autotune.flights import Claim
 from autotune.study import Runner
@@ -65,7 +60,7 @@ class Silent:
         print(text, flush=True)
 
     def ended(self, progress: Any) -> None:
-        print(f"ended {progress.number} {progress.result.outcome}", flush=True)
+        print(f"ended {progress.number} {progress.outcome}", flush=True)
 
     def began(self, number: int, *_: object) -> None:
         print(f"began {number}", flush=True)
@@ -76,7 +71,10 @@ class Silent:
 
 
 def coordinate(role: str, folder: Path, trials: int, seconds: float, sampler: str, url: str) -> None:
-    """Leads or helps the study `s` in a folder and a database."""
+    """Leads or helps the study `s` in a folder and a database; each trial takes so many seconds.
+
+    What asking and telling took goes to `times-PID.jsonl` in the folder.
+    """
     storage = store.open_storage(url)
     ledger = Ledger(storage, "s")
 
@@ -97,15 +95,6 @@ def coordinate(role: str, folder: Path, trials: int, seconds: float, sampler: st
             Timed(plan_of(spec), Instant(behaviour), folder / "s", ledger, Silent()).help()
 
 
-def main() -> None:
-    """What the command line says."""
-    role, folder, trials, seconds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    # Quick, so that a test need not wait; who is dead is seen by the process number anyway.
-    claims.HEARTBEAT_S = float(os.environ.get("TEST_HEARTBEAT_S", "1"))
-    store.PATIENCE_S = database.PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "60"))
-    coordinate(role, folder, trials, seconds, sys.argv[5] if len(sys.argv) > 5 else "random", os.environ["AUTOTUNE_STORAGE"])
-
-
 @contextmanager
 def _timed_turns(ledger: Ledger) -> Iterator[None]:
     original = ledger._take_turn
@@ -118,11 +107,3 @@ def _timed_turns(ledger: Ledger) -> Iterator[None]:
 
     ledger._take_turn = take  # type: ignore[method-assign]
     yield
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except database.StoreError as error:
-        print(f"StoreError: {error}", flush=True)
-        sys.exit(2)

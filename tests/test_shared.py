@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +19,11 @@ from pathlib import Path
 import postgres
 import psutil
 import pytest
-from coordinate import SPACE
+from coordinate import SPACE, coordinate
 from instant import Instant, Watcher, plan_of, report, runner_of, spec_of
 from optuna.trial import TrialState
 
-from autotune import UserError, claims, store, urls
+from autotune import UserError, claims, database, store, urls
 from autotune.candidate import CANDIDATE_ATTR, Candidate
 from autotune.claims import Ledger, Owner
 from autotune.flights import Claim, Flights
@@ -28,7 +31,6 @@ from autotune.store import StoreError
 from autotune.study import Runner
 from autotune.trial import Outcome, TrialResult
 
-HERE = Path(__file__).parent
 # Of a kernel that nobody here can ask whether the process lives.
 ELSEWHERE = Owner("elsewhere", "another kernel", 1, "0", "x")
 
@@ -59,27 +61,56 @@ def url(server: postgres.Postgres) -> Iterator[str]:
             connection.execute(table.delete())
 
 
-@pytest.fixture
-def start(tmp_path: Path, url: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts coordinators, none of which outlives the test."""
-    started: list[subprocess.Popen[str]] = []
+class Coordinator:
+    """A process that leads or helps a study; forked, which spares it the imports."""
 
-    def begin(role: str, trials: int, seconds: float, sampler: str = "random", **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(HERE / "coordinate.py"), role, str(tmp_path), str(trials), str(seconds), sampler]
-        with open(tmp_path / f"{role}-{len(started)}.log", "w") as log:
-            env = {**os.environ, "AUTOTUNE_STORAGE": url, **environment}
-            started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=env))
+    def __init__(self, role: str, folder: Path, log: Path, url: str, trials: int, seconds: float, patience_s: float) -> None:
+        def main() -> None:
+            sys.stdout = open(log, "w")  # noqa: SIM115
+            # Who is dead is seen by the process number, so that this need not be quick.
+            claims.HEARTBEAT_S, store.PATIENCE_S, database.PATIENCE_S = 1.0, patience_s, patience_s
+            try:
+                coordinate(role, folder, trials, seconds, "random", url)
+            except StoreError as error:
+                print(error, flush=True)
+                sys.exit(2)
+
+        self._log = log
+        self._process = multiprocessing.get_context("fork").Process(target=main)
+        self._process.start()
+
+    @property
+    def log(self) -> str:
+        """What it has said so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def wait(self, timeout_s: float = 120) -> int | None:
+        """Its exit status; None if it has not ended."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+
+@pytest.fixture
+def start(tmp_path: Path, url: str) -> Iterator[Callable[..., Coordinator]]:
+    """Starts coordinators, none of which outlives the test."""
+    started: list[Coordinator] = []
+
+    def begin(role: str, trials: int, seconds: float, *, at: str = url, patience_s: float = 60) -> Coordinator:
+        started.append(Coordinator(role, tmp_path, tmp_path / f"{len(started)}.log", at, trials, seconds, patience_s))
         return started[-1]
 
     yield begin
     for process in started:
         process.kill()
-        process.wait()
 
 
-def ended(*processes: subprocess.Popen[str], timeout_s: float = 120) -> None:
+def ended(*processes: Coordinator) -> None:
     for process in processes:
-        assert process.wait(timeout_s) == 0
+        assert process.wait() == 0, process.log
 
 
 def until(fact: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -250,9 +281,9 @@ def test_three_coordinators_share_a_budget(url, start):
     assert roles == {"baseline": 1, "search": 29}
 
 
-def test_a_killed_worker_costs_a_retry_and_no_trial(url, start, tmp_path):
+def test_a_killed_worker_costs_a_retry_and_no_trial(url, start):
     lead, worker = start("lead", 14, 0.5), start("help", 14, 0.5)
-    until(lambda: "began" in (tmp_path / "help-1.log").read_text())
+    until(lambda: "began" in worker.log)
     worker.kill()
     ended(lead)
     assert_whole(url, 14)
@@ -288,9 +319,9 @@ def test_without_its_leader_a_study_goes_on_and_the_next_leader_finishes_it(url,
 
 
 @pytest.mark.slow
-def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start, tmp_path):
+def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start):
     with postgres.running(programs) as own:
-        workers = [start(role, 24, 0.2, AUTOTUNE_STORAGE=own.url) for role in ("lead", "help")]
+        workers = [start(role, 24, 0.2, at=own.url) for role in ("lead", "help")]
         until(lambda: told(own.url) > 5)
         own.kill()
         time.sleep(4)
@@ -298,21 +329,21 @@ def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start,
         ended(*workers)
         assert_whole(own.url, 24)
         assert not [t for t in study_of(own.url).get_trials() if t.state is TrialState.FAIL]
-    assert "is away" in (tmp_path / "lead-0.log").read_text()
+    assert "is away" in workers[0].log
 
 
 @pytest.mark.slow
-def test_a_database_that_stays_away_ends_the_run_with_what_to_do_and_the_run_can_go_on(programs, start, tmp_path):
+def test_a_database_that_stays_away_ends_the_run_with_what_to_do_and_the_run_can_go_on(programs, start):
     with postgres.running(programs) as own:
-        lead = start("lead", 12, 0.2, AUTOTUNE_STORAGE=own.url, TEST_PATIENCE_S="2")
+        lead = start("lead", 12, 0.2, at=own.url, patience_s=2)
         until(lambda: told(own.url) > 3)
         own.kill()
         assert lead.wait(60) == 2
-        log = (tmp_path / "lead-0.log").read_text()
+        log = lead.log
         assert "what was told before is kept. Run the same command again to go on" in log
         assert postgres.PASSWORD not in log and postgres.QUOTED not in log
         own.start()
-        ended(start("lead", 12, 0.0, AUTOTUNE_STORAGE=own.url))
+        ended(start("lead", 12, 0.0, at=own.url))
         assert_whole(own.url, 12)
 
 
@@ -453,3 +484,64 @@ def test_a_missing_driver_is_named_with_how_to_install_it():
         pytest.skip("the driver is installed")
     with pytest.raises(StoreError, match=r'pip install "autotune\[mysql\]"'):
         store.open_storage("mysql://ann:pw@localhost/x")
+
+
+# The commands.
+
+STUDY = """
+target: ok.py
+name: small
+ranks: 1
+base_config: {train_micro_batch_size_per_gpu: 8}
+space: [{micro_batch_size: [2, 4, 8, 16]}, {zero_stage: [0, 1]}]
+global_batch: free
+objectives: [latency, memory]
+trials: 6
+trial_budget_s: 0.3
+stop_below: 0
+stop_trials: false
+finalists: 0
+"""
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "autotune.cli", *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.slow
+def test_a_worker_helps_a_run_and_the_password_is_nowhere(url, models, tmp_path):
+    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    (tmp_path / "small.yaml").write_text(STUDY)
+    run = command("run", "small.yaml", "--storage", url, cwd=tmp_path)
+    until((tmp_path / "studies" / "small" / "study.yaml").exists, 120)
+    worker = command("worker", "small", "--storage", url, cwd=tmp_path)
+    said = [process.communicate(timeout=240)[0] for process in (run, worker)]
+    assert (run.returncode, worker.returncode) == (0, 0), said
+    trials = store.told_trials(store.load_study(store.open_storage(url), "small"))
+    assert len(trials) == len({t.user_attrs[CANDIDATE_ATTR] for t in trials}) == 6
+    assert "helping small, led by process" in said[1]
+    written = [path.read_bytes() for path in (tmp_path / "studies").rglob("*") if path.is_file()]
+    for secret in (postgres.PASSWORD, postgres.QUOTED):
+        assert not any(secret.encode() in content for content in written)
+        assert secret not in "".join(said)
+    # What study.yaml names is enough, where the password comes from elsewhere.
+    found = subprocess.run(
+        [sys.executable, "-m", "autotune.cli", "status", "small", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PGPASSWORD": postgres.PASSWORD}, check=False,
+    )  # fmt: skip
+    assert json.loads(found.stdout)["n_trials"] == 6
+
+
+def refusal(*arguments: str, cwd: Path) -> str:
+    process = command(*arguments, cwd=cwd)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 2 and "Traceback" not in said, said
+    return said.strip().splitlines()[-1]
+
+
+def test_a_worker_says_what_it_lacks(url, tmp_path):
+    store.create_study(store.open_storage(store.default_url(tmp_path / "studies")), "s", ["minimize"], ["m"])
+    assert "is a file, which one run at a time writes to" in refusal("worker", "s", cwd=tmp_path)
+    assert "no study 's' in postgresql" in refusal("worker", "s", "--storage", url, cwd=tmp_path)

@@ -340,9 +340,9 @@ class Ledger:
                 connection.detach()  # the setting must not go back to the pool
                 connection.execute(sqlalchemy.text(f"SET SESSION wait_timeout = {LONGEST_TURN_S}"))
             if connection.execute(row.with_for_update()).first() is None:
+                connection.rollback()  # MySQL has locked the place where the row would be
                 with contextlib.suppress(IntegrityError), self.storage.engine.begin() as other:
                     other.execute(insert(_turns).values(study=self.study_name))
-                connection.rollback()
                 connection.close()
                 return self._take_turn()
         except BaseException:

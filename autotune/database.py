@@ -206,13 +206,13 @@ def passes(error: BaseException) -> bool:
     said = str(cause.orig).lower()
     if cause.connection_invalidated or "database is locked" in said:
         return True
-    code = getattr(cause.orig, "sqlstate", None) or next(iter(getattr(cause.orig, "args", ())), None)
-    if code in PASSING or (isinstance(code, str) and len(code) == 5 and code.startswith(PASSING_CLASS)):
+    state, number = getattr(cause.orig, "sqlstate", None), next(iter(getattr(cause.orig, "args", ())), None)
+    if state in PASSING or number in PASSING or (isinstance(state, str) and state.startswith(PASSING_CLASS)):
         return True
     # Connecting failed, and no code says why.
-    unknown = not isinstance(code, int) and getattr(cause.orig, "sqlstate", None) is None
+    unknown = state is None and not isinstance(number, int) and "sqlite3" not in type(cause.orig).__module__
     connecting = isinstance(cause, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError) and unknown
-    return connecting and "sqlite3" not in type(cause.orig).__module__ and not any(words in said for words in REFUSALS)
+    return connecting and not any(words in said for words in REFUSALS)
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import optuna
 import sqlalchemy
 from optuna.storages import RDBStorage
+from optuna.storages._cached_storage import _CachedStorage
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autotune import UserError, urls
@@ -101,6 +102,28 @@ for _name in (
     "get_trial_id_from_study_id_trial_number",
 ):  # fmt: skip
     setattr(Storage, _name, _patient(getattr(RDBStorage, _name)))
+
+
+class Cached(_CachedStorage):
+    """Optuna's cache of trials, which asks the database for news at every look, unless it is told to hold still."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self._holds = False
+
+    def _read_trials_from_remote_storage(self, study_id: int) -> None:
+        if not self._holds:
+            super()._read_trials_from_remote_storage(study_id)
+
+    @contextlib.contextmanager
+    def still(self, study_id: int) -> Iterator[None]:
+        """Asks once, and shows the same trials for as long as the block takes."""
+        self._read_trials_from_remote_storage(study_id)
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
 
 
 def open_storage(url: str, *, create: bool = True) -> Storage:

@@ -22,7 +22,7 @@ from autotune.analysis.recommend import Measured
 from autotune.branch import Branch
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
 from autotune.convergence import LearningRate
-from autotune.database import Storage
+from autotune.database import Cached, Storage
 from autotune.gate import Verdict, numerics
 from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
@@ -59,7 +59,7 @@ def load_study(storage: Storage, name: str) -> Study:
         StoreError: It is not there; the message lists those that are.
     """
     try:
-        return optuna.load_study(study_name=name, storage=storage)
+        return optuna.load_study(study_name=name, storage=Cached(storage))
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
@@ -70,7 +70,7 @@ def create_study(storage: Storage, name: str, directions: Sequence[Direction], m
     """Makes the study, or opens it if it is there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        study = optuna.create_study(study_name=name, storage=storage, directions=list(directions), load_if_exists=True)
+        study = optuna.create_study(study_name=name, storage=Cached(storage), directions=list(directions), load_if_exists=True)
         study.set_metric_names(list(metric_names))
     return study
 
@@ -93,6 +93,12 @@ def note_settings(study: Study, spec: StudySpec) -> None:
 def settings(study: Study) -> dict[str, Any]:
     """What the run that leads a study was told, by field of its `StudySpec`."""
     return {name: value for name, value in study.user_attrs.get(SETTINGS_ATTR, {}).items() if name in SETTINGS}
+
+
+def still(study: Study) -> contextlib.AbstractContextManager[None]:
+    """Lets a block that looks at the trials many times see the same ones every time, for the price of one look."""
+    storage = study._storage
+    return storage.still(study._study_id) if isinstance(storage, Cached) else contextlib.nullcontext()
 
 
 def running(study: Study) -> list[FrozenTrial]:
@@ -215,18 +221,22 @@ def told_candidate(told: FrozenTrial) -> Candidate:
 _candidate = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
 
 
-def measured(study: Study, folder: Path, kept: StudyRecord) -> list[Measured]:
+def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Measured] | None = None) -> list[Measured]:
     """Every told trial of a study, with its re-measurements, as the analysis takes it.
 
     Args:
         study: The study.
         folder: Its folder, in which the re-measurements lie.
         kept: Its record.
+        seen: What was read before and has not changed since, by trial; what is read now joins it.
     """
-    return [_as_measured(told, folder, kept) for told in told_trials(study)]
+    seen = {} if seen is None else seen
+    told, own = told_trials(study), numerics(kept.ds_config(Candidate.from_key(kept.baseline)))
+    seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
+    return [seen[each.number] for each in told]
 
 
-def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured:
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
     repeats = {}
     # Re-measurements time steps; they are too short for a loss curve.
@@ -246,7 +256,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         verdict=verdict,
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == numerics(kept.ds_config(baseline)),
+        numerics_kept=numerics(ds_config) == own_numerics,
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],

@@ -173,6 +173,7 @@ class Runner:
         self._slots = list(slots) or [executor]
         self._nothing_since: int | None = None
         self._learned: set[int] = set()
+        self._seen: dict[int, Measured] | None = None
         self.study: Study | None = None
         self.reference: Reference | None = None
         self.objectives = list(plan.spec.objectives)
@@ -222,6 +223,7 @@ class Runner:
         assert self.study is not None
         self.study.sampler = self._sampler()
         flights = Flights(self._slots, side_by_side=self.spec.overlap and len(self._slots) > 1)
+        self._seen = {}  # until the end nobody measures a trial again
         try:
             while (why := self._step(flights)) is None:
                 pass
@@ -233,6 +235,7 @@ class Runner:
                 self._give_up(flights)
             raise
         flights.close()
+        self._seen = None
         self._stop_if_hopeless()
         if why:
             self.observer.say(why)
@@ -240,14 +243,18 @@ class Runner:
 
     def _step(self, flights: Flights) -> str | None:
         """Tells what has ended and starts what comes next; anything but None ends the search."""
+        assert self.study is not None
         self._land(flights, 0.0 if flights.n_free else None)
         try:
             with self.ledger.turn():
-                found = self._next()
+                self._recover()
+                with store.still(self.study):
+                    found = self._next()
         except TurnLost:
             return None
         if isinstance(found, Claim):
-            request = self._request(found.candidate, found.role) if found.result is None else None
+            with store.still(self.study):
+                request = self._request(found.candidate, found.role) if found.result is None else None
             flights.start(found, functools.partial(self._fly, found, request))
         elif found is None:  # something is under way, here or elsewhere
             if flights.claims:
@@ -277,7 +284,6 @@ class Runner:
     def _next(self) -> Claim | str | None:
         """The next trial; None while that depends on those under way; or why there is none, an empty text at the end of the budget."""
         assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
-        self._recover()
         if not self.leads and (why := self.study.user_attrs.get(store.ENDED_ATTR)):
             return str(why)
         self._stop_if_hopeless()
@@ -631,7 +637,8 @@ class Runner:
                 " what was measured here is not used"
             )
         elif not quiet:
-            self.progress(asked.number, role, candidate, result, score.metrics)
+            with store.still(self.study):
+                self.progress(asked.number, role, candidate, result, score.metrics)
 
     def _foreseen(self, candidate: Candidate) -> dict[str, list[float]]:
         """What the trials before this one led to expect of it, with 90 % intervals, to be read beside what it measured."""
@@ -773,7 +780,7 @@ class Runner:
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis sees it."""
-        return store.measured(self.study, self.folder, self._record()) if self.study is not None else []
+        return store.measured(self.study, self.folder, self._record(), self._seen) if self.study is not None else []
 
     def _told(self) -> list[FrozenTrial]:
         return store.told_trials(self.study) if self.study is not None else []

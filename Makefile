@@ -15,12 +15,29 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test lint format types imports check clean
+.PHONY: help install engines demo test lint format types imports check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 18
 
 install: $(STAMP) ## the environment in .venv
+
+# What the tests of engines start on this machine's loopback. Nothing here may fail: what cannot be installed is skipped by its tests, aloud.
+engines: $(STAMP) ## Slurm, Ray and ssh, for the tests that run on them
+	@mkdir -p .cache; missing=; for command in slurmctld slurmd munged ssh sshd ip; do \
+	  command -v "$$command" >/dev/null || missing="$$missing $$command"; \
+	done; \
+	if test -z "$$missing"; then :; \
+	elif test "$$(id -u)" != 0; then \
+	  echo 'make engines: not root, so'"$$missing"' cannot be installed; the tests that need them will be skipped' >&2; \
+	elif ! command -v apt-get >/dev/null; then \
+	  echo 'make engines: no apt-get here; install Slurm, munge, sshd and iproute2 by hand, or their tests will be skipped' >&2; \
+	elif ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	  slurm-wlm munge openssh-client openssh-server iproute2; } </dev/null >.cache/engines.log 2>&1; then \
+	  echo 'make engines: apt-get failed, so tests of Slurm and ssh may be skipped; its last words:' >&2; tail -n 3 .cache/engines.log >&2; \
+	fi
+	@$(RUN) -c 'import ray' 2>/dev/null || $(RUN) -m pip install --quiet --no-input --progress-bar off -e '.[ray]' </dev/null \
+	  || echo 'make engines: Ray could not be installed; its tests will be skipped' >&2
 
 demo: $(STAMP) ## tune the example study and print its front
 	@.venv/bin/autotune run $(STUDY)

@@ -33,6 +33,15 @@ Storage = Annotated[
     str | None,
     typer.Option(metavar="URL", envvar="AUTOTUNE_STORAGE", help="Database, as postgresql://USER@HOST/DB (default: studies/autotune.db)."),
 ]
+Executor = Annotated[str | None, typer.Option("--executor", metavar="local|slurm|ray", help="What runs the trials (default: local).")]
+Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that the ranks of a trial are spread over.")]
+ExecutorOptions = Annotated[
+    list[str] | None,
+    typer.Option("--executor-option", metavar="NAME=VALUE", help="What the executor is told, as partition=gpu; repeatable."),
+]
+Hostfile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="Machines for local, over your ssh: HOST slots=N a line.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 STUDIES = Path("studies")
 
@@ -77,6 +86,10 @@ def run(
     trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
     time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")] = None,
+    executor: Executor = None,
+    nodes: Nodes = None,
+    executor_option: ExecutorOptions = None,
+    hostfile: Hostfile = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
@@ -113,6 +126,10 @@ def run(
         "trials": trials,
         "time_budget_s": time_budget,
         "ranks": ranks,
+        "executor": executor,
+        "nodes": nodes,
+        "executor_options": executor_option or None,
+        "hostfile": hostfile and str(hostfile),
         "base_config": base_config and str(base_config),
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
@@ -152,6 +169,10 @@ def check(
     space: Annotated[str | None, typer.Option(metavar="A,B", help="Search spaces: presets or YAML files.")] = None,
     objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial.")] = None,
+    executor: Executor = None,
+    nodes: Nodes = None,
+    executor_option: ExecutorOptions = None,
+    hostfile: Hostfile = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration.")] = None,
     global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
@@ -167,6 +188,10 @@ def check(
         "space": space,
         "objectives": objective,
         "ranks": ranks,
+        "executor": executor,
+        "nodes": nodes,
+        "executor_options": executor_option or None,
+        "hostfile": hostfile and str(hostfile),
         "base_config": base_config and str(base_config),
         "global_batch": global_batch,
         "device_memory_bytes": device_memory,
@@ -299,13 +324,14 @@ def report(
 def diagnose(
     study: StudyName,
     trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Run it again and trace some steps; the trace is kept.")] = False,
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a trial of STUDY is bound by, and which knob follows from it."""
     from autotune import commands
 
-    commands.diagnose(study, trial, storage, as_json=as_json)
+    commands.diagnose(study, trial, storage, profile=profile, as_json=as_json)
 
 
 @app.command()

@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, claims, experience, launch, slots, spec, store, urls, watching
+from autotune import UserError, claims, experience, fingerprint, launch, slots, spec, store, urls, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView
 from autotune.executors import base
+from autotune.executors.base import Executor
 from autotune.invocation import check_templates
 from autotune.journal import Journal
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
@@ -65,7 +66,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
                 watched.doing("profiling the model and the machine, once")
                 found = profiled(found, executor, folder, view.waiting)
                 if fresh:
-                    _forget(wanted.name, url, folder)
+                    _forget(wanted.name, url, folder, executor)
                 at_once = stack.enter_context(slots.opened(found, executor, folder, view.say))
                 runner = Runner(found, executor, folder, ledger, watched, at_once)
                 runner.open()
@@ -117,7 +118,11 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
         Exit status: 0 the baseline runs, 1 it does not.
     """
     wanted, notes = wanted_study(target, overrides)
-    folder = Path(tempfile.mkdtemp(prefix="autotune-check-"))  # kept if something fails: its logs tell why
+    shared = wanted.executor != "local" or wanted.hostfile is not None
+    if shared:  # other machines see a study's folder, but not this one's temporary files
+        studies_folder(Path(target)).mkdir(parents=True, exist_ok=True)
+    # Kept if something fails: its logs tell why.
+    folder = Path(tempfile.mkdtemp(prefix=".check-" if shared else "autotune-check-", dir=studies_folder(Path(target)) if shared else None))
     with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
         with executor_for(wanted, folder) as executor:
@@ -126,7 +131,8 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
             view.doing("running two steps of the baseline")
             request = TrialRequest(
                 target=str(wanted.target), candidate=found.baseline.values(), ds_config=found.ds_config(found.baseline),
-                world_size=found.world_size, seed=wanted.seed, max_steps=2, budget_s=0.0, deadline_s=wanted.trial_deadline_s,
+                world_size=found.world_size, nodes=wanted.nodes_for(found.world_size), seed=wanted.seed,
+                max_steps=2, budget_s=0.0, deadline_s=wanted.trial_deadline_s,
                 device_memory_bytes=wanted.device_memory_bytes, script=found.script(found.baseline),
             )  # fmt: skip
             with executor.turn(view.waiting):
@@ -337,14 +343,23 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
     opened = store.open_storage(url, create=False)
     n_running = len(store.running(store.load_study(opened, name)))
     held = {lease.name: lease.owner.shown for lease in claims.leases(opened, name)}
-    data = {**summary.status_data(report, n_running), "process": pid, "held": held}
+    changed = fingerprint.lines(_changed(report, url))
+    data = {**summary.status_data(report, n_running), "process": pid, "held": held, "changed": changed}
     if as_json:
         print(json.dumps(data, indent=1))
         return 0
     print(watching.lines(data))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     _print_answer(report, [], as_json=False)
+    if changed:
+        print("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), f"is the answer still right? autotune retune {name}"]))
     return 0
+
+
+def _changed(report: StudyReport, url: str) -> list[fingerprint.Change]:
+    """What of the study's circumstances is not as it was, as far as it shows at once."""
+    kept = store.record(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]))
+    return fingerprint.quick_changes(kept, (Path(report.study["folder"]) / kept.target).resolve()) if kept is not None else []
 
 
 def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
@@ -413,8 +428,9 @@ def report(
             print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
 
 
-def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bool) -> None:
-    """`autotune diagnose`: what a trial is bound by."""
+def diagnose(study: str, number: int | None, storage: str | None, *, profile: bool, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by; with `profile` it is run again and traced."""
+    from autotune import tracing
     from autotune.report import diagnosis
 
     folder, url = locate(study, storage)
@@ -424,11 +440,17 @@ def diagnose(study: str, number: int | None, storage: str | None, *, as_json: bo
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
         raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
-    found = diagnosis.of_trial(report, Path(report.study["folder"]), row["trial"])
+    folder = Path(report.study["folder"])
+    if profile:
+        environment = report.invocation.fixed_environment if report.invocation else {}
+        with ProgressView() as view, terminable():
+            view.doing(f"running trial {row['trial']} again, {tracing.TRACED_STEPS} steps of it traced")
+            tracing.run(folder, row["trial"], environment, view.waiting, view.tick)
+    found = diagnosis.of_trial(report, folder, row["trial"])
     if as_json:
-        print(json.dumps(diagnosis.as_data(report, found), indent=1))
+        print(json.dumps(diagnosis.as_data(report, found, folder), indent=1))
         return
-    for line in diagnosis.lines(report, found):
+    for line in (*diagnosis.lines(report, found), *diagnosis.trace_lines(folder, row["trial"], report.world_size)):
         print(line)
 
 
@@ -530,11 +552,11 @@ def _print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool
         Console(highlight=False, soft_wrap=False).print(console.render_answer(report, [str(path) for path in written]))
 
 
-def _forget(name: str, url: str, folder: Path) -> None:
+def _forget(name: str, url: str, folder: Path, executor: Executor) -> None:
     """Removes a study's trials, from the database and from its folder."""
     store.delete_study(store.open_storage(url), name)
     for path in (folder / "trials").glob("[0-9]*"):
-        shutil.rmtree(path, ignore_errors=True)
+        base.forget(executor, path)
 
 
 def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:

@@ -122,22 +122,25 @@ class Confirmation:
     def _gate(self, found: Sequence[Measured]) -> bool:
         """Compares the loss curves of those with other numerics than the baseline's with references.
 
-        The first one is checked whatever it costs, the others while the checks keep to their share of the study's time.
+        The first one and those with the baseline's batch, for which its own trial is the reference, are checked whatever it costs,
+        the others while the checks keep to their share of the study's time.
 
         Returns:
-            Whether one was refused.
+            Whether one was not passed.
         """
         baseline = baseline_of(self.host.measured())
         open_ = [m for m in found if not m.numerics_kept and m.verdict is None]
         if baseline is None or not open_:
             return False
+        own_batch = self.plan.baseline.global_batch_size(self.plan.data_parallel)
         by_batch: dict[int, list[Measured]] = {}
         for m in open_:
             by_batch.setdefault(m.candidate.global_batch_size(self.plan.data_parallel), []).append(m)
-        refused, left = [], []
+        refused, left = list[Measured](), list[str]()
         for n, (batch, group) in enumerate(by_batch.items()):
             names = ", ".join(str(m.trial) for m in group)
-            if (n or group[0].trial != found[0].trial) and not self._affordable(batch, baseline):
+            owed = batch == own_batch or (n == 0 and group[0].trial == found[0].trial)
+            if not owed and not self._affordable(batch, baseline):
                 left.append(names)
                 continue
             self.host.say(f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}")
@@ -145,7 +148,7 @@ class Confirmation:
             for m in group:
                 verdict = self._verdict(m, batch, reference, replicates)
                 trial.write(store.gate_path(self.folder, m.trial), verdict)
-                if verdict.passed is False:
+                if not verdict.passed:
                     refused.append(m)
                     self.host.say(f"trial {m.trial} {verdict.reason}")
         if left:
@@ -160,6 +163,7 @@ class Confirmation:
         """
         baseline = baseline_of(self.host.measured())
         done = sum(m.branch is not None for m in self.host.measured())
+        found = [self._now(m) for m in found]
         open_ = [m for m in found if m.branch_wanted and m.branch is None and (m.numerics_kept or (m.verdict and m.verdict.passed))]
         if baseline is None or not open_ or done >= self.spec.finalists or self.host.out_of_time():
             return False

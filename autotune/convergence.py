@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ REPLICATES = 1000
 LEAST_STEPS = 8
 # Stands for a noise scale, or an interval, without end: no batch comes near it.
 ENDLESS = 1e15
+# From one half of a measurement to the other it grows by so much, or it stands.
+GROWTH = 1.25
 # An interval wider than this, high over low, does not tell batches apart that differ by a factor of two.
 WIDEST = 4.0
 
@@ -35,6 +37,7 @@ class NoiseScale:
         high: Upper end; `ENDLESS` if the interval has none.
         resolved: The interval is narrow enough to compare batches by it; else only `low` may be believed.
         n_samples: Samples that it was measured on.
+        growing: It still grew while it was measured, as it does near the initial weights: what follows is larger.
     """
 
     samples: float
@@ -42,16 +45,18 @@ class NoiseScale:
     high: float
     resolved: bool
     n_samples: int
+    growing: bool = False
 
     @property
     def precise(self) -> bool:
-        """Whether more samples would change no decision: the interval's ends are within a factor of 1.5."""
-        return self.resolved and self.high <= 1.5 * self.low
+        """Whether more samples would change no decision: it stands, and the interval's ends are within a factor of 1.5."""
+        return self.resolved and not self.growing and self.high <= 1.5 * self.low
 
     def __str__(self) -> str:
         if not self.resolved:
             return f"noise scale > {self.low:.3g} samples, unresolved"
-        return f"noise scale {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g})"
+        growing = ", and still growing, so that smaller batches get no credit for it" if self.growing else ""
+        return f"noise scale {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g}){growing}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,17 @@ class NoiseTerms:
     def noise_scale(self) -> NoiseScale:
         """The noise scale after the first third of the steps: near the initial weights it is far below what follows."""
         first = len(self.micro_sq) // 3
-        return noise_scale(self.micro_sq[first:], self.mean_sq[first:], micro_batch_size=self.micro_batch_size, n_micro=self.n_micro)
+        found = noise_scale(self.micro_sq[first:], self.mean_sq[first:], micro_batch_size=self.micro_batch_size, n_micro=self.n_micro)
+        return replace(found, growing=self._grows(first))
+
+    def _grows(self, first: int) -> bool:
+        """Whether the later half of the steps shows a clearly larger noise scale than the earlier half."""
+        middle = (first + len(self.micro_sq)) // 2
+        parts = [np.array([self.micro_sq[part], self.mean_sq[part]]).sum(axis=1) for part in (slice(first, middle), slice(middle, None))]
+        (q1, t1), (q2, t2) = parts
+        # Cross-multiplied, since a gradient lost in the noise may come out at or below zero: then the noise scale has no end.
+        gradients = [max(self.n_micro * t - q, 0.0) for q, t in ((q1, t1), (q2, t2))]
+        return bool((q2 - t2) * gradients[0] > GROWTH * (q1 - t1) * gradients[1])
 
 
 def noise_scale(micro_sq: Sequence[float], mean_sq: Sequence[float], *, micro_batch_size: int, n_micro: int) -> NoiseScale:

@@ -15,7 +15,8 @@ import psutil
 
 from autotune import UserError, trial
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.executors.host import extensions_dir
+from autotune.executors.local import LocalExecutor
 from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
 
 OPS = ("fused_adam", "cpu_adam")

@@ -178,7 +178,8 @@ def attach(runner: Runner, *, learn: bool = True) -> None:
     history.drop_orphans()
     runner.observer = recorder = Recorder(runner.observer, history, plan.spec.name, 0, plan.workload, plan.world_size)
     recorder.patiently = runner.storage.patiently
-    known = related(runner.storage, history, plan) if learn else None
+    # Whoever asks for another sampler asks for what it does by itself.
+    known = related(runner.storage, history, plan) if learn and plan.spec.sampler == "physics" else None
     if known is None:
         return
     first = [c for c in known.best if runner.plan.space.contains(c)][:MOST_FIRST]

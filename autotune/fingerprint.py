@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune import trial
 from autotune.candidate import Scalar
-from autotune.executors.local import has_cuda_device
+from autotune.executors.host import has_cuda_device
 from autotune.plan import Plan
 from autotune.space import Parameter, SearchSpace
 from autotune.store import StudyRecord
@@ -212,13 +212,11 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
             values[name] = "not installed"
     if threads := os.environ.get("OMP_NUM_THREADS"):
         values["threads"] = threads
-    if has_cuda_device():
-        values["accelerator"] = "cuda"
+    values["accelerator"] = os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")
+    if values["accelerator"] == "cuda":
         values |= _nvidia()
     elif old.get("accelerator") == "cpu":
-        values |= {"accelerator": "cpu", "device": _processor()}
-    else:
-        values["accelerator"] = "cpu"
+        values["device"] = _processor()
     if target.is_file():
         values["target"] = target_digest(target)
     return Fingerprint(values=values)
@@ -292,7 +290,9 @@ def _nvidia() -> dict[str, Any]:
         return found
     rows = [line.split(", ") for line in done.stdout.strip().splitlines()]
     if rows:
-        found |= {"device": rows[0][0], "devices": len(rows), "driver": rows[0][-1]}
+        found |= {"device": rows[0][0], "driver": rows[0][-1]}
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else torch sees others than the driver does
+            found["devices"] = len(rows)
     return found
 
 

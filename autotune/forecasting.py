@@ -16,7 +16,7 @@ import yaml
 
 from autotune import UserError, profiles
 from autotune.candidate import Candidate, DsConfig, Scalar, Setting
-from autotune.executors.local import n_devices
+from autotune.executors.host import n_devices
 from autotune.plan import executor_for, grounds, inspect_workload
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
 from autotune.predict.profile import Machine, Profile

@@ -17,7 +17,7 @@ from typing import Any
 from autotune import UserError, claims, commands, experience, slots, store
 from autotune.console import ProgressView
 from autotune.database import Storage
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Executor
 from autotune.plan import Plan, executor_for, plan, shown
 from autotune.store import StudyRecord
 from autotune.study import NEWS_S, Runner
@@ -93,7 +93,7 @@ def _joined(storage: Storage, ledger: claims.Ledger, view: ProgressView) -> tupl
 @contextlib.contextmanager
 def _planned(
     folder: Path, kept: StudyRecord, overrides: dict[str, Any], scratch: Path, view: ProgressView
-) -> Iterator[tuple[Plan, LocalExecutor]]:
+) -> Iterator[tuple[Plan, Executor]]:
     """The study's plan on this machine, and its engine.
 
     Raises:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.executors.local import MARK, sweep
+from autotune.executors.host import MARK, sweep
 from autotune.invocation import ALIASES, Invocation, InvocationError, masked, start_of, templates_in, unmasked
 from autotune.target import SpecError, inspect_target
 

@@ -159,7 +159,8 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
     """Samples per second, each counted as what it is worth at the baseline's batch: throughput x efficiency (Pollux, OSDI 2021).
 
     The interval joins that of the throughput with that of the noise scale, as if they met at their worst. At the baseline's
-    own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is not resolved.
+    own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is not resolved. Where
+    it still grew, a smaller batch is worth no more than the baseline's: near the initial weights small batches look better than they are.
     """
     rate, batch = METRICS["samples_per_s"].of(result, reference), result.samples_per_step
     if rate is None or not batch or reference is None or not reference.batch:
@@ -169,7 +170,8 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
     noise = reference.noise
     if noise is None or not noise.resolved:
         return None
-    shares = [efficiency(phi, batch, reference.batch) for phi in (noise.low, noise.samples, noise.high)]
+    most = 1.0 if noise.growing else math.inf
+    shares = [min(most, efficiency(phi, batch, reference.batch)) for phi in (noise.low, noise.samples, noise.high)]
     return Estimate(value=rate.value * shares[1], low=rate.low * min(shares), high=rate.high * max(shares))
 
 

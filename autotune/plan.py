@@ -25,8 +25,8 @@ from autotune.candidate import (
     without_auto,
 )
 from autotune.convergence import LearningRate, default_rule
-from autotune.executors import base
-from autotune.executors.local import LocalExecutor
+from autotune.executors import base, choice
+from autotune.executors.base import Executor
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec
@@ -125,6 +125,8 @@ class Plan:
             "objectives": [o.model_dump() for o in spec.objectives],
             "constraints": [c.model_dump() for c in spec.constraints],
             "ranks": self.world_size,
+            **({"nodes": spec.n_nodes} if spec.n_nodes > 1 else {}),
+            **({"executor": spec.executor} if spec.executor != "local" else {}),
             "base_config": spec.base_config,
             "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
             "device_memory_bytes": spec.device_memory_bytes,
@@ -163,11 +165,9 @@ def studies_folder(spec_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
-    """The local engine, started for a study's target and ended whatever happens."""
-    target = spec.inspected()
-    environment = spec.how().fixed_environment if target.kind == "script" else {}
-    executor = LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
+def executor_for(spec: StudySpec, folder: Path) -> Iterator[Executor]:
+    """The engine of a study, started and ended whatever happens."""
+    executor = choice.executor_of(spec, folder)
     try:
         executor.start()
         yield executor
@@ -175,21 +175,23 @@ def executor_for(spec: StudySpec, folder: Path) -> Iterator[LocalExecutor]:
         executor.close()
 
 
-def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
+def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     """Loads the target in a rank and works out baseline, space and setting.
 
     Raises:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
     target = spec.inspected()
-    workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.ranks or 1)
+    workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.stated_ranks or 1)
     environment = workload.environment
-    world_size = spec.ranks or (environment.n_devices if environment.accelerator == "cuda" else 1)
-    if target.kind == "script" and world_size > 1 and not spec.ranks:
+    nodes = spec.n_nodes
+    world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
+    if target.kind == "script" and world_size > 1 and not spec.stated_ranks:
         workload = inspect_workload(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
-    if environment.accelerator == "cuda" and world_size > environment.n_devices:
+    if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
-        raise UserError(f"{whose} asks for {world_size} ranks: this machine has {environment.n_devices} devices")
+        have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
+        raise UserError(f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices")
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
     if target.kind == "script":
@@ -202,8 +204,9 @@ def plan(spec: StudySpec, executor: LocalExecutor, folder: Path) -> Plan:
         why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
         raise UserError(f"no candidate of the search space can run here: {why}")
     notes = list(workload.caveats)
-    if environment.n_cores < world_size and environment.accelerator == "cpu":
-        notes.append(f"{world_size} ranks share {environment.n_cores} cores: step times will read slow and noisy")
+    on_each = world_size // spec.nodes_for(world_size)
+    if environment.n_cores < on_each and environment.accelerator == "cpu":
+        notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
     if executor.cold_reason:
         notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
     return Plan(
@@ -225,7 +228,7 @@ def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int
         accelerator=environment.accelerator,
         deepspeed_version=environment.versions["deepspeed"],
         world_size=data_parallel,
-        ranks_per_node=data_parallel,
+        ranks_per_node=max(1, data_parallel // spec.nodes_for(world_size)),
         pipeline_stages=workload.script.pipeline_stages if workload.script else 0,
         bf16=environment.bf16,
         fp16=environment.fp16,
@@ -244,17 +247,24 @@ def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int
     return base_config, baseline, setting
 
 
-def profiled(found: Plan, executor: LocalExecutor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
+def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
     """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
     spec = found.spec
     trials = folder / "trials"
-    workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait)
+    elsewhere = spec.executor != "local" or spec.hostfile is not None
+    where = (
+        (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), found.workload.environment.device_name)
+        if elsewhere
+        else ()
+    )
+    place = profiles.Place(spec.nodes_for(found.world_size), where)
+    workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait, place)
     if workload.script is not None:  # so that `predict` need not run it once more
         profiles.keep(replace(workload, machine=None), profiles.script_key(spec.how(), spec.script_set, spec.ranks))
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 
-def inspect_workload(spec: StudySpec, executor: LocalExecutor, path: Path, world_size: int) -> Workload:
+def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size: int) -> Workload:
     """Loads a `model.py`, or runs a script untouched for a few steps, and says what it is.
 
     Raises:
@@ -263,7 +273,7 @@ def inspect_workload(spec: StudySpec, executor: LocalExecutor, path: Path, world
     is_script = spec.inspected().kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
-        deadline_s=spec.trial_deadline_s,
+        nodes=spec.nodes_for(world_size), deadline_s=spec.trial_deadline_s,
         # Loading a model takes host memory; whether it fits a device is for the baseline to find out.
         device_memory_bytes=spec.device_memory_bytes if is_script else None,
         script=script_request(spec, None, None, None) if is_script else None,
@@ -333,7 +343,7 @@ def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
     return {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated}
 
 
-def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
+def _moved(spec: StudySpec, executor: Executor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
     """Runs the script once with another micro-batch and accumulation, and sees which of them really changed.
 
     If it cannot run so, it is run with one of them changed at a time.
@@ -349,8 +359,9 @@ def _moved(spec: StudySpec, executor: LocalExecutor, path: Path, workload: Workl
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
         config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
         request = TrialRequest(
-            target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size, seed=spec.seed, max_steps=2,
-            budget_s=0.0, deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+            target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size,
+            nodes=spec.nodes_for(world_size), seed=spec.seed, max_steps=2, budget_s=0.0,
+            deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
             script=script_request(spec, probed, candidate, baseline),
         )  # fmt: skip
         return base.run(executor, path.with_name(folder), request)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune import trial
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, cache_dir, has_cuda_device
+from autotune.executors.base import Executor
+from autotune.executors.host import cache_dir, has_cuda_device
 from autotune.invocation import Invocation
 from autotune.predict.links import Probe
 from autotune.predict.profile import Machine, Profile
+from autotune.target import sources
 from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
 
 # Part of every key: what was written in another form is found out again.
@@ -29,9 +30,25 @@ SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
 T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 
-def workload_key(target: Path, given: Any = None) -> str:
-    """Names what is known of a target: its sources, what it is run with, the libraries and the kind of device."""
-    parts = [FORMAT, *_libraries(), _accelerator(), given, str(target.absolute())]
+@dataclass(frozen=True)
+class Place:
+    """The machines that trials run on.
+
+    Attributes:
+        nodes: How many the ranks are spread over.
+        where: What tells them from this one; nothing where it is this one.
+    """
+
+    nodes: int = 1
+    where: tuple[Any, ...] = ()
+
+
+HERE = Place()
+
+
+def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:
+    """Names what is known of a target: its sources, what it is run with, the libraries and the kind of device, or other machines."""
+    parts = [FORMAT, *_libraries(), _accelerator(), given, str(target.absolute()), *where]
     return _digest(*parts, *(path.read_text(errors="replace") for path in sources(target)))
 
 
@@ -45,8 +62,10 @@ def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | Non
     return workload_key(path, [*started, dict(assignments), ranks, texts])
 
 
-def machine_key(world_size: int) -> str:
-    """Names the rates of this machine under so many ranks."""
+def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
+    """Names the rates of this machine, or of others, under so many ranks."""
+    if where:
+        return _digest(FORMAT, *_libraries(), *where, world_size)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return _digest(FORMAT, *_libraries(), _accelerator(), _processor(), cores, os.environ.get("OMP_NUM_THREADS"), world_size)
 
@@ -64,16 +83,16 @@ def keep(value: Profile | Machine | Workload | Probe, key: str) -> None:
     trial.write(_path(type(value), key), value, sync=False)
 
 
-def known(workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int) -> Workload:
+def known(workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, where: Sequence[Any] = ()) -> Workload:
     """The workload with whatever the cache knows of it and of the machine."""
-    profile = workload.profile or kept(Profile, workload_key(target, ds_config.get("optimizer")))
-    machine = workload.machine or kept(Machine, machine_key(world_size))
+    profile = workload.profile or kept(Profile, workload_key(target, ds_config.get("optimizer"), where))
+    machine = workload.machine or kept(Machine, machine_key(world_size, where))
     return replace(workload, profile=profile, machine=machine)
 
 
 def find_out(
-    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: LocalExecutor, folder: Path,
-    on_wait: Callable[[], None] = lambda: None,
+    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: Executor, folder: Path,
+    on_wait: Callable[[], None] = lambda: None, place: Place = HERE,
 ) -> tuple[Workload, list[str]]:  # fmt: skip
     """The workload with its profile and the machine's rates, found out in the ranks where the cache does not know them.
 
@@ -85,13 +104,14 @@ def find_out(
         executor: The engine.
         folder: Where the trials' files lie.
         on_wait: Called while another study measures on this machine.
+        place: The machines.
 
     Returns:
         The workload, and what the user should know.
     """
     if workload.script is None:
-        keep(replace(workload, profile=None, machine=None), workload_key(target))
-    workload, notes = known(workload, target, ds_config, world_size), []
+        keep(replace(workload, profile=None, machine=None), workload_key(target, None, place.where))
+    workload, notes = known(workload, target, ds_config, world_size, place.where), []
     if workload.profile is None and workload.script is None:
         request = TrialRequest(
             target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S
@@ -99,7 +119,7 @@ def find_out(
         result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:
             profile = trial.read(TrialDir(folder / "profile").profile, Profile)
-            keep(profile, workload_key(target, ds_config.get("optimizer")))
+            keep(profile, workload_key(target, ds_config.get("optimizer"), place.where))
             workload = replace(workload, profile=profile)
         else:
             notes.append(f"the model was not profiled ({result.reason}), so forecasts start from its size alone")
@@ -107,35 +127,15 @@ def find_out(
         notes += workload.profile.caveats
     if workload.machine is None:
         with executor.turn(on_wait):  # beside another study's trial it would read slow
-            result = base.run(executor, folder / "rates", TrialRequest(target="", mode="rates", world_size=world_size))
+            request = TrialRequest(target="", mode="rates", world_size=world_size, nodes=place.nodes)
+            result = base.run(executor, folder / "rates", request)
         if result.outcome is Outcome.COMPLETE:
             machine = trial.read(TrialDir(folder / "rates").machine, Machine)
-            keep(machine, machine_key(world_size))
+            keep(machine, machine_key(world_size, place.where))
             workload = replace(workload, machine=machine)
         else:
             notes.append(f"the machine's rates were not measured ({result.reason}), so usual ones are assumed")
     return workload, notes
-
-
-def sources(target: Path) -> Iterator[Path]:
-    """The target and the files beside it that it imports, and those that they import."""
-    pending, seen = [target.absolute()], set[Path]()
-    while pending:
-        path = pending.pop()
-        if path in seen or not path.is_file():
-            continue
-        seen.add(path)
-        yield path
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                beside = path.parent.joinpath(*name.split("."))
-                pending += [beside.with_suffix(".py"), beside / "__init__.py"] if name else []
 
 
 def _path(kind: type[Any], key: str) -> Path:

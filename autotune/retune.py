@@ -19,7 +19,7 @@ from optuna.study import Study
 from autotune import UserError, duel, experience, fingerprint, objective, store, trial
 from autotune.candidate import Candidate
 from autotune.duel import Duel, Standing
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Executor
 from autotune.experience import Experience, Recorder
 from autotune.fingerprint import Change, Fingerprint
 from autotune.history import GoneError, History
@@ -32,6 +32,8 @@ from autotune.trial import Outcome, TrialResult
 
 # Of a study's trials so large a share is enough for a search that starts from what it found, and no fewer than these.
 SHARE, FEWEST = 0.2, 6
+# Of so many trials one goes to a configuration of the old front, beside the one in use.
+FRONT_EVERY = 8
 MIN_GAIN = 0.03
 # So many times a re-tuning is begun again after it was killed, before it counts as failed.
 MOST_ATTEMPTS = 3
@@ -193,7 +195,7 @@ class Retuning:
         self.generation = next(row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number)
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def run(self, found: Plan, executor: LocalExecutor) -> Decision:
+    def run(self, found: Plan, executor: Executor) -> Decision:
         """Measures, searches if need be, and decides; the decision is kept with its evidence.
 
         Args:
@@ -230,7 +232,7 @@ class Retuning:
         self._close(decision)
         return decision
 
-    def _decide(self, found: Plan, executor: LocalExecutor, changes: list[Change], news: list[Change]) -> Decision:
+    def _decide(self, found: Plan, executor: Executor, changes: list[Change], news: list[Change]) -> Decision:
         made: dict[str, Any] = {"generation": self.generation, "folder": self.path, "changes": changes}
         if self.asked.cause == "stale" and not news and "replacing" not in self.evidence:
             return Decision(verdict=Verdict.UNCHANGED, reason="nothing that it depends on has changed", **made)
@@ -332,7 +334,7 @@ class Retuning:
 
     # Measuring
 
-    def _runner(self, found: Plan, executor: LocalExecutor, changes: list[Change]) -> Runner:
+    def _runner(self, found: Plan, executor: Executor, changes: list[Change]) -> Runner:
         """The search: told what the study found, and held to what the change touches."""
         n = self.asked.trials or max(FEWEST, math.ceil(SHARE * found.spec.trials))
         spec = found.spec.model_copy(update={"name": store.generation_name(self.name, self.generation), "trials": n, "sampler": "physics"})
@@ -342,7 +344,8 @@ class Retuning:
         space = fingerprint.narrowed(found.space, touched, [c.values() for c in (*best, found.baseline)])
         runner = Runner(replace(found, spec=spec, space=space), executor, self.path, self.url, self.observer)
         known = experience.of_study(self.storage, self.current.study_name, "the study itself")
-        first = (self.incumbent, *_by_worth(best, known)[: max(1, n // 4)])
+        # Of the old front as much as the trials allow; the search expects the rest of it as well as anything else.
+        first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
         if known is not None:
             # The front is known; what is sought is one configuration that is better than the present one.
             runner.warm = replace(known.warm_start(found, first), compromise=True)

@@ -11,7 +11,7 @@ from autotune import UserError
 from autotune.analysis.scaling import Run
 from autotune.candidate import Candidate
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Executor
 from autotune.plan import Plan, shown
 from autotune.report import diagnosis
 from autotune.study import Observer
@@ -57,7 +57,7 @@ def equal_threads(most: int) -> Iterator[str]:
 
 
 def measure(
-    plan: Plan, executor: LocalExecutor, folder: Path, candidates: Mapping[int, Candidate], rounds: int, observer: Observer
+    plan: Plan, executor: Executor, folder: Path, candidates: Mapping[int, Candidate], rounds: int, observer: Observer
 ) -> tuple[list[Run], list[str]]:
     """Measures every rank count once a round; one that fails is not tried again.
 
@@ -82,7 +82,7 @@ def measure(
             path = folder / "trials" / f"{number}-{n}"
             request = TrialRequest(
                 target=str(plan.spec.target), candidate=candidate.values(), ds_config=plan.ds_config(candidate), world_size=n,
-                seed=plan.spec.seed, budget_s=plan.spec.trial_budget_s, deadline_s=plan.spec.trial_deadline_s,
+                nodes=plan.spec.nodes_for(n), seed=plan.spec.seed, budget_s=plan.spec.trial_budget_s, deadline_s=plan.spec.trial_deadline_s,
                 device_memory_bytes=plan.spec.device_memory_bytes, script=plan.script(candidate),
             )  # fmt: skip
             with executor.turn(observer.waiting):

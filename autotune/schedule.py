@@ -236,7 +236,8 @@ class Daemon:
 
     def __init__(self, url: str, studies: Path, say: Callable[[str], None], command: Sequence[str] = RETUNE) -> None:
         self.url, self.studies, self.say, self.command = url, studies, say, command
-        self.history = History(store.open_storage(url, create=False).engine)
+        with store.failing_in_words(url):
+            self.history = History(store.open_storage(url, create=False).engine)
         self.owner = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.jobs = Jobs(self.history, self.fire)
         self.scheduler = BlockingScheduler(timezone=datetime.UTC, jobstores={"default": self.jobs})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from autotune import UserError
+from autotune.executors import choice
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor, machine_turn
 from autotune.plan import Plan
@@ -30,11 +31,17 @@ def opened(found: Plan, executor: Executor, folder: Path, say: Callable[[str], N
     wanted = found.spec.parallel
     if wanted == 1:
         yield [executor]
+    elif found.spec.executor != "local":
+        # Each asks the engine for machines of its own; where there are none, it waits in the engine's queue.
+        with contextlib.ExitStack() as stack:
+            others = [choice.executor_of(found.spec, folder / "trials" / f"slot-{n}") for n in range(1, wanted)]
+            for other in others:
+                stack.callback(other.close)
+                other.start()
+            yield [executor, *others]
     elif not isinstance(executor, LocalExecutor):
-        room = getattr(executor, "slots", lambda: wanted)()
-        if room < wanted:
-            say(f"the engine has room for {room} trials of this size at once, not {wanted}")
-        yield [executor] * max(1, min(wanted, room))
+        say("trials run one at a time: each has all the hosts of the hostfile")
+        yield [executor]
     elif not found.spec.overlap:
         say("trials run one at a time: on one host they would disturb one another (--overlap lets them, and the report says so)")
         yield [executor]

@@ -31,10 +31,13 @@ FLAGS = {
     "memory_filter": "--filter",
     "name": "--study",
     "script_set": "--set",
+    "executor_options": "--executor-option",
     "objectives": "--objective",
     "time_budget_s": "--time-budget",
     "device_memory_bytes": "--device-memory",
 }
+# Keys that are written only where they say something.
+OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "from_checkpoint", "nodes", "executor_options", "hostfile")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -99,7 +102,11 @@ class StudySpec(BaseModel):
         constraints: Bounds that a solution must keep.
         trials: Trials in all, the baseline included.
         time_budget_s: Wall time after which no trial is started; None for no limit.
-        ranks: Ranks of every trial; None for one on each device of the machine (on a CPU: see the executor).
+        ranks: Ranks of every trial; None for one on each device of the machines (on a CPU: one on each machine).
+        nodes: Machines that the ranks of a trial are spread over; None for one, or for all that `hostfile` names.
+        executor: The engine that runs trials: `local`, `slurm` or `ray`.
+        executor_options: What it is told, by the names that it knows.
+        hostfile: Machines that `local` reaches over the user's own ssh, as DeepSpeed's launcher takes them: `HOST slots=N` a line.
         base_config: The user's own DeepSpeed configuration, which is the baseline and what candidates are laid over.
         global_batch: `keep` the baseline's samples per optimizer step, leave them `free`, or bound them (lowest,
             highest). By default kept if `base_config` sets a batch, else free.
@@ -142,6 +149,10 @@ class StudySpec(BaseModel):
     trials: Count = 30
     time_budget_s: Seconds | None = None
     ranks: Count | None = None
+    nodes: Count | None = None
+    executor: Literal["local", "slurm", "ray"] = "local"
+    executor_options: dict[str, str] = Field(default_factory=dict)
+    hostfile: Path | None = None
     base_config: DsConfig | None = None
     global_batch: Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)] = "free"
     device_memory_bytes: Bytes | None = None
@@ -254,6 +265,22 @@ class StudySpec(BaseModel):
                 )
 
     @property
+    def n_nodes(self) -> int:
+        """Machines that the ranks of a trial are spread over."""
+        return self.nodes or (len(read_hostfile(self.hostfile)) if self.hostfile else 1)
+
+    @property
+    def stated_ranks(self) -> int | None:
+        """Ranks of a trial, as `ranks` says, else as many on each host as the hostfile gives slots to each; None if neither does."""
+        slots = list(read_hostfile(self.hostfile).values())[: self.n_nodes] if self.hostfile else [None]
+        fewest = min((n for n in slots if n is not None), default=0) if None not in slots else 0
+        return self.ranks or fewest * self.n_nodes or None
+
+    def nodes_for(self, world_size: int) -> int:
+        """Machines for so many ranks: one, where they cannot be spread evenly over all."""
+        return self.n_nodes if world_size % self.n_nodes == 0 else 1
+
+    @property
     def batch_is_configured(self) -> bool:
         """Whether the user's DeepSpeed configuration sets a batch size."""
         return _sets_batch(self.base_config)
@@ -267,7 +294,8 @@ class StudySpec(BaseModel):
         target = os.path.relpath(self.target, folder) if folder is not None else str(self.target)
         left_out = [
             "invocation",
-            *(name for name in ("script_args", "script_set", "arg_mappings", "working_dir", "from_checkpoint") if not getattr(self, name)),
+            *(name for name in OPTIONAL if not getattr(self, name)),
+            *(["executor"] if self.executor == "local" else []),
         ]
         if self.command is not None:  # which says the rest
             left_out += ["target", "script_args"]
@@ -281,6 +309,8 @@ class StudySpec(BaseModel):
             data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
         if self.from_checkpoint is not None:
             data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
+        if self.hostfile is not None:
+            data["hostfile"] = os.path.relpath(self.hostfile, folder) if folder is not None else str(self.hostfile)
         data |= {
             "storage": self.storage and urls.masked(self.storage),
             "target": target,
@@ -340,6 +370,10 @@ class StudySpec(BaseModel):
             twice = next((value for value in seen if seen.count(value) > 1), None)
             if twice:
                 raise ValueError(f"objectives: {kind} {twice!r} is there twice")
+        if self.hostfile is not None and self.executor != "local":
+            raise ValueError(f"hostfile: it is for --executor local; {self.executor} chooses the machines itself")
+        if self.nodes and self.ranks and self.ranks % self.nodes:
+            raise ValueError(f"ranks: {self.ranks} ranks cannot be spread evenly over {self.nodes} nodes")
         return self
 
 
@@ -513,6 +547,15 @@ def _read_script_set(value: Any, where: str, folder: Path) -> dict[str, str]:
     return {str(name): str(text) for name, text in pairs}
 
 
+def _read_options(value: Any, where: str, folder: Path) -> dict[str, str]:
+    pairs = value.items() if isinstance(value, dict) else [str(item).partition("=")[::2] for item in value]
+    for name, text in pairs:
+        if not (isinstance(name, str) and re.fullmatch(r"[a-z_]+", name) and str(text)):
+            raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in partition=gpu")
+    yes_no = {True: "yes", False: "no"}  # which YAML reads as truth values
+    return {str(name): yes_no[text] if isinstance(text, bool) else str(text) for name, text in pairs}
+
+
 def _read_mappings(value: Any, where: str, folder: Path) -> dict[str, str]:
     if not isinstance(value, dict):
         raise SpecError(f"{where}: a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`, not {value!r}")
@@ -549,11 +592,34 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
     "from_checkpoint": _read_checkpoint,
+    "hostfile": _read_folder,
+    "executor_options": _read_options,
 }
 
 
 def _inside(path: str | Path, folder: Path) -> Path:
     return Path(os.path.abspath(folder / Path(path).expanduser()))
+
+
+def read_hostfile(path: Path) -> dict[str, int | None]:
+    """The machines of a hostfile and their slots, as DeepSpeed's launcher reads it: `HOST slots=N` a line, `#` begins a comment.
+
+    Raises:
+        SpecError: It cannot be read, and which line is at fault.
+    """
+    hosts: dict[str, int | None] = {}
+    for number, line in enumerate(read_text(path, "--hostfile").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        found = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d*))?", text)
+        if text and found is None:
+            raise SpecError(f"{path}:{number}: `HOST slots=N` is needed, not {text!r}")
+        if found and found[1] in hosts:
+            raise SpecError(f"{path}:{number}: {found[1]} is there twice")
+        if found:
+            hosts[found[1]] = int(found[2]) if found[2] else None
+    if not hosts:
+        raise SpecError(f"{path}: it names no host")
+    return hosts
 
 
 class _Loader(yaml.SafeLoader):
@@ -668,6 +734,9 @@ COMMENTS = {
     "constraints": "Bounds that a solution must keep.",
     "trials": "The budget: trials in all, and wall time (null: no limit).",
     "ranks": "Ranks of every trial; null is one for each device.",
+    "nodes": "Machines that they are spread over.",
+    "executor": "The engine that runs trials, and what it is told.",
+    "hostfile": "Machines that trials reach over ssh.",
     "base_config": "The baseline's DeepSpeed configuration, which candidates are laid over.",
     "global_batch": "Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST.",
     "device_memory_bytes": "Memory limit of a device; null is what it has.",

@@ -34,7 +34,8 @@ from autotune.claims import Ledger, TurnLost
 from autotune.confirm import ENDLESS_SAMPLES, Confirmation, baseline_of
 from autotune.convergence import NOISE_RULES
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, sweep
+from autotune.executors.base import Executor
+from autotune.executors.host import sweep
 from autotune.flights import Claim, Flights
 from autotune.objective import GOODPUT, Reference, Score
 from autotune.plan import Plan, remedy, shown
@@ -157,11 +158,11 @@ class Runner:
     def __init__(
         self,
         plan: Plan,
-        executor: LocalExecutor,
+        executor: Executor,
         folder: Path,
         storage: str | Ledger,
         observer: Observer,
-        slots: Sequence[base.Executor] = (),
+        slots: Sequence[Executor] = (),
     ) -> None:
         check_sampler(plan.spec.sampler)
         self.plan, self.executor, self.folder, self.observer = plan, executor, folder, observer
@@ -247,10 +248,15 @@ class Runner:
         self._land(flights, 0.0 if flights.n_free else None)
         try:
             with self.ledger.turn():
-                self._recover()
-                with store.still(self.study):
-                    found = self._next()
+                going_on = self._recover(flights.n_free)
+                if not going_on:
+                    with store.still(self.study):
+                        found = self._next()
         except TurnLost:
+            return None
+        if going_on:
+            for claim in going_on:
+                flights.start(claim, functools.partial(self._carry_on, claim))
             return None
         if isinstance(found, Claim):
             with store.still(self.study):
@@ -269,9 +275,14 @@ class Runner:
             with undisturbed():
                 self._tell(claim.asked, claim.candidate, claim.role, self._judged(claim.candidate, result))
 
-    def _fly(self, claim: Claim, request: TrialRequest | None, executor: base.Executor, tick: Callable[[], None]) -> TrialResult:
+    def _fly(self, claim: Claim, request: TrialRequest | None, executor: Executor, tick: Callable[[], None]) -> TrialResult:
         assert request is not None
         return self._measure(request, claim.candidate, self._trial_path(claim.asked.number), claim.role, executor, tick)
+
+    def _carry_on(self, claim: Claim, executor: Executor, tick: Callable[[], None]) -> TrialResult:
+        """Waits for the end of a trial that went on in its engine while nobody did."""
+        self.observer.began(claim.asked.number, claim.candidate, claim.role)
+        return base.resume(executor, self._trial_path(claim.asked.number), tick) or self._lost(claim.candidate)
 
     def _give_up(self, flights: Flights) -> None:
         """Tells the trials under way: those that ended meanwhile as they ended, the others to be run again."""
@@ -346,7 +357,7 @@ class Runner:
 
     def _check_same(self, kept: StudyRecord) -> None:
         now = json.loads(json.dumps(self.plan.fingerprint()))
-        changed = [name for name in now if kept.fingerprint.get(name) != now[name]]
+        changed = [name for name in {**kept.fingerprint, **now} if kept.fingerprint.get(name) != now.get(name)]
         if changed:
             raise UserError(
                 f"study {self.spec.name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be compared with new ones."
@@ -484,28 +495,46 @@ class Runner:
         first = self.warm.first if self.warm is not None else ()
         return [c for c in first if c.key not in known and c.illegal(self.plan.setting) is None]
 
-    def _recover(self) -> None:
-        """Trials that a dead coordinator left behind: told if their result is there, else marked lost, to be run again once."""
+    def _recover(self, room: int) -> list[Claim]:
+        """Trials that a dead coordinator left behind: told if their result is there, else marked lost, to be run again once.
+
+        Args:
+            room: How many can be carried on.
+
+        Returns:
+            Those that may go on in their engine, to be carried on.
+        """
         assert self.study is not None
+        going_on: list[Claim] = []
         for left, lease in self.ledger.abandoned(store.running(self.study)):
-            if not self.ledger.take_over(left, lease):
+            path = self._trial_path(left.number)
+            goes_on = TrialDir(path).job.exists() and trial.result_in(path) is None
+            if (goes_on and len(going_on) >= room) or not self.ledger.take_over(left, lease):
                 continue
             text = left.user_attrs.get(CANDIDATE_ATTR)
             if text is None:
                 self.ledger.tell(left, TrialState.FAIL, None, {"reason": ABANDONED}, {})
                 continue
-            candidate = Candidate.from_key(text)
-            result = trial.result_in(self._trial_path(left.number))
+            candidate, role = Candidate.from_key(text), left.user_attrs.get("role", "search")
+            if goes_on:
+                going_on.append(Claim(asked=Trial(self.study, left._trial_id), candidate=candidate, role=role))
+                continue
+            result = trial.result_in(path)
             if result is None or result.outcome is Outcome.LOST or result.candidate != candidate.values():
-                lost_before = any(
-                    lost.user_attrs.get(CANDIDATE_ATTR) == text and lost.user_attrs.get("reason") == ABANDONED
-                    for lost in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-                )
-                result = TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
-                if lost_before:  # not chance then: this configuration takes whoever watches it along
-                    result = replace(result, outcome=Outcome.CRASHED, reason=f"twice: {ABANDONED}")
+                result = self._lost(candidate)
             with undisturbed():
-                self._tell(left, candidate, left.user_attrs.get("role", "search"), result)
+                self._tell(left, candidate, role, result)
+        return going_on
+
+    def _lost(self, candidate: Candidate) -> TrialResult:
+        """The end of a trial whose coordinator died, and of which nothing is left."""
+        assert self.study is not None
+        lost = TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
+        for before in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
+            if before.user_attrs.get(CANDIDATE_ATTR) == candidate.key and before.user_attrs.get("reason") == ABANDONED:
+                # Not chance then: this configuration takes whoever watches it along.
+                return replace(lost, outcome=Outcome.CRASHED, reason=f"twice: {ABANDONED}")
+        return lost
 
     def _to_run_again(self) -> Candidate | None:
         """A candidate whose trial was lost, and which nobody has run or runs since."""
@@ -522,6 +551,9 @@ class Runner:
         assert self.study is not None
         trials = self.study.get_trials(deepcopy=False)
         return {t.user_attrs[CANDIDATE_ATTR] for t in trials if t.state is not TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs}
+
+    def _queued(self, why: str) -> None:
+        self.observer.say(f"waiting: {why}")
 
     def _ask(self, role: str) -> Trial:
         assert self.study is not None
@@ -695,6 +727,7 @@ class Runner:
             candidate=candidate.values(),
             ds_config=ds_config,
             world_size=self.plan.world_size,
+            nodes=self.spec.nodes_for(self.plan.world_size),
             seed=self.spec.seed,
             budget_s=self.spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
@@ -713,7 +746,7 @@ class Runner:
         candidate: Candidate,
         path: Path,
         role: str,
-        executor: base.Executor,
+        executor: Executor,
         tick: Callable[[], None] = lambda: None,
     ) -> TrialResult:
         """Runs a trial to its end, again where its watcher died; the only part of a run that may be in a thread of its own."""
@@ -732,7 +765,7 @@ class Runner:
         while True:
             with executor.turn(waiting):
                 self.observer.began(number, candidate, role)
-                result = base.run(executor, path, request, ticked)
+                result = base.run(executor, path, request, ticked, self._queued)
             if result.outcome is Outcome.LOST:
                 if lost:  # not chance then: this configuration takes whoever watches it along
                     return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")

@@ -291,3 +291,24 @@ def read_text(path: Path, where: str) -> str:
 def similar(path: Path) -> str:
     """A file beside it that may be meant, as a sentence to add."""
     return nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+def sources(target: Path) -> Iterator[Path]:
+    """The target and the files beside it that it imports, and those that they import."""
+    pending, seen = [target.absolute()], set[Path]()
+    while pending:
+        path = pending.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        yield path
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                beside = path.parent.joinpath(*name.split("."))
+                pending += [beside.with_suffix(".py"), beside / "__init__.py"] if name else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -294,10 +295,12 @@ class TrialRequest:
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
             for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
             the machine and writes a `Machine` (both in `predict.profile`), `machine` does so at length and writes a `Probe`
-            (`predict.links`); a target then only stands for its data.
+            (`predict.links`); a target then only stands for its data; `build`
+            compiles `ops`.
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.
+        nodes: Machines that the ranks are spread over, the same number on each.
         seed: Seed of weights and data order, the same for all trials of a study.
         budget_s: Training time after which the measurement ends, warm-up included.
         max_steps: Optimizer steps after which it ends at the latest.
@@ -314,6 +317,8 @@ class TrialRequest:
         first_sample: Start at this place of the data's order.
         learning_rate_factor: What the learning rates of an optimizer that the target makes are multiplied by.
         rivals: The trial ends as soon as it is seen to be worse than one of these on every objective.
+        ops: DeepSpeed's operations to compile, by builder name.
+        traced_steps: Steps to run under torch's profiler once the step time is known, after some that are taken apart.
     """
 
     target: str
@@ -321,6 +326,7 @@ class TrialRequest:
     candidate: dict[str, Scalar] = field(default_factory=dict)
     ds_config: DsConfig = field(default_factory=dict)
     world_size: int = 1
+    nodes: int = 1
     seed: int = 0
     budget_s: float = 10.0
     max_steps: int = 1000
@@ -336,6 +342,52 @@ class TrialRequest:
     first_sample: int = 0
     learning_rate_factor: float = 1.0
     rivals: tuple[Rival, ...] = ()
+    traced_steps: int = 0
+    ops: tuple[str, ...] = ()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.world_size // self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation of a traced step.
+
+    Attributes:
+        name: As torch names it.
+        calls: How often it ran in a step.
+        seconds: What it took itself, in a step.
+    """
+
+    name: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """What the traced steps of a rank were spent on; seconds are those of a step.
+
+    Attributes:
+        file: The trace, which Chrome and Perfetto show.
+        n_steps: Steps that were traced.
+        spans_s: From the beginning to the end of each phase, on the host.
+        kinds_s: By phase, what `products` of matrices and other operations, which move memory (`traffic`), took themselves, what
+            operations took that are too `short` to be worth their fixed cost, and how long there were only `messages`.
+        messages_s: While messages between ranks were under way.
+        hidden_s: Of that, while something else was computed.
+        operations: The ones that took most.
+    """
+
+    file: str
+    n_steps: int
+    spans_s: dict[str, float]
+    kinds_s: dict[str, dict[str, float]]
+    messages_s: float
+    hidden_s: float
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +454,9 @@ class RankReport:
         step_times_s: Wall time of each optimizer step, warm-up included, each the slowest rank's.
         cpu_times_s: Process time (all threads) of this rank for the same steps.
         losses: Mean loss over ranks for each step; None where it was not finite.
-        phase_times_s: One step taken apart: data, forward, backward, step.
+        phase_times_s: One step taken apart: data, forward, backward, step, and of backward what our own checkpointing recomputes
+            (`recompute`); with several ranks also what collectives took in forward and backward (`reduce`) and in the optimizer's
+            step (`gather`), and waiting for the others before them (`wait`).
         micro_step_s: Median time of a micro-step that ends no optimizer step (`inner`) and of one that does (`boundary`).
         peak_memory_bytes: High-water mark by phase: on CPU resident growth over the rank's start, on CUDA allocated.
         reserved_memory_bytes: CUDA only: high-water mark of the caching allocator.
@@ -415,6 +469,7 @@ class RankReport:
         gradient: How true the first step's gradient is, where the request asks for it.
         unreproducible: Those of them that only a trial can make: no flag, constant or line of the user's does.
         flags: The flags that carried a candidate field (or `ds_config`), by all their names.
+        traced: What a trace showed, where one was asked for.
     """
 
     rank: int
@@ -439,6 +494,7 @@ class RankReport:
     gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
+    traced: Traced | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,7 +504,10 @@ class Exit:
     Attributes:
         codes: Exit status of each rank, negative for a signal.
         first_failed: The rank that ended badly first.
-        killed: Why the agent killed the rest: `deadline`, `cancel`, `peer` (one rank had failed); None if it did not.
+        failed_at: Unix time of that.
+        killed: Why the agent killed the rest: `deadline`, `cancel`, `peer` (one rank had failed); `lost` where the agent itself
+            came to grief; None if it did not.
+        note: What the engine or the agent has to say of it.
         kernel_oom: The kernel's out-of-memory killer struck during the trial.
         wall_s: From the start of the ranks to the last one's end.
         swept: What the trial had left behind and the agent removed.
@@ -456,7 +515,9 @@ class Exit:
 
     codes: dict[int, int]
     first_failed: int | None = None
+    failed_at: float | None = None
     killed: str | None = None
+    note: str = ""
     kernel_oom: bool = False
     wall_s: float = 0.0
     swept: list[str] = field(default_factory=list)
@@ -528,7 +589,9 @@ class TrialResult:
 class TrialDir:
     """The files of one trial: `request.json`, `ds_config.json`, per rank a report and a log, `exit.json`, `result.json`.
 
-    `scratch` takes what a training script writes; it is removed when the trial has ended.
+    On several machines each has a `node-N.json` (who it is, from when on it runs the trial) and an `exit-N.json`, and the first one's
+    `master.json` says where the ranks meet. `job.json` names the engine's job, `cancel` asks the agents to stop. `scratch` takes what
+    a training script writes; it is removed when the trial has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -543,6 +606,9 @@ class TrialDir:
         self.probe = path / "probe.json"
         self.events = path / "events.jsonl"
         self.scratch = path / "scratch"
+        self.master = path / "master.json"
+        self.cancel = path / "cancel"
+        self.job = path / "job.json"
 
     def report(self, rank: int) -> Path:
         """Where rank `rank` writes its report."""
@@ -551,6 +617,25 @@ class TrialDir:
     def log(self, rank: int) -> Path:
         """Where standard output and error of rank `rank` go."""
         return self.path / f"rank-{rank}.log"
+
+    def events_of(self, node: int) -> Path:
+        """Where the ranks of a machine tell what they do: on a network file system only those of one machine can append to a file."""
+        return self.path / f"events-{node}.jsonl" if node else self.events
+
+    def node(self, node: int) -> Path:
+        """Where the agent of a machine says that it has taken the trial up."""
+        return self.path / f"node-{node}.json"
+
+    def node_exit(self, node: int, nodes: int) -> Path:
+        """Where the agent of a machine writes how its ranks ended."""
+        return self.path / f"exit-{node}.json" if nodes > 1 else self.exit
+
+    def names(self) -> set[str]:
+        """What lies in the folder. Listing it shows on NFS what others wrote just now; asking for a file by name may not."""
+        try:
+            return set(os.listdir(self.path))
+        except FileNotFoundError:
+            return set()
 
 
 def write(path: Path, value: Any, *, sync: bool = True) -> None:
@@ -605,6 +690,42 @@ def result_in(path: Path) -> TrialResult | None:
         return None
 
 
+def ends(trial_dir: TrialDir, nodes: int) -> dict[int, Exit]:
+    """How the trial ended on each machine whose agent has said so."""
+    names, found = trial_dir.names(), {}
+    for node in range(nodes):
+        path = trial_dir.node_exit(node, nodes)
+        if path.name in names:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                found[node] = read(path, Exit)
+    return found
+
+
+def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
+    """One end from those of all machines; lost where one of them has left no word.
+
+    Args:
+        found: The ends by machine.
+        nodes: Machines in all.
+        note: What the engine says of it.
+    """
+    missing = [node for node in range(nodes) if node not in found]
+    # What one machine saw fail first is the cause; on the others it is a peer's failure.
+    first = min((end for end in found.values() if end.failed_at is not None), key=lambda end: end.failed_at or 0.0, default=None)
+    whys = {end.killed for end in found.values()} | ({"lost"} if missing else set())
+    silent = f"machine {missing[0]} of {nodes} left no word" if missing else ""
+    return Exit(
+        codes={rank: code for end in found.values() for rank, code in end.codes.items()},
+        first_failed=first.first_failed if first else None,
+        failed_at=first.failed_at if first else None,
+        killed=next((why for why in ("lost", "cancel", "deadline", "peer") if why in whys), None),
+        note=note or next((end.note for end in found.values() if end.note), silent),
+        kernel_oom=any(end.kernel_oom for end in found.values()),
+        wall_s=max((end.wall_s for end in found.values()), default=0.0),
+        swept=sorted({line for end in found.values() for line in end.swept}),
+    )
+
+
 def reports(trial_dir: TrialDir, world_size: int) -> dict[int, RankReport]:
     """The reports that the ranks managed to write."""
     found = {}
@@ -653,12 +774,11 @@ def is_dtype_mismatch(result: TrialResult) -> bool:
 
 
 def phases(trial_dir: TrialDir) -> dict[int, str]:
-    """The last phase that each rank entered, from the event stream: a killed rank leaves no report."""
+    """The last phase that each rank entered, from the event streams: a killed rank leaves no report."""
     last: dict[int, str] = {}
-    try:
-        lines = trial_dir.events.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return last
+    lines: list[str] = []
+    for path in sorted(trial_dir.path.glob("events*.jsonl")):
+        lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         try:
             event = json.loads(line)
@@ -723,11 +843,13 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
 
 def _verdict(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
     if end.killed == "cancel":
-        return Outcome.LOST, "stopped before it ended", phase, None
+        return Outcome.LOST, end.note or "stopped before it ended", phase, None
     failed = [report for report in found.values() if report.outcome not in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)]
     if not failed and len(found) == request.world_size:
         last = found[0]  # the ranks decide together; whatever became of the processes after they had reported
         return last.outcome, last.reason, "done" if last.outcome is Outcome.COMPLETE else "measure", None
+    if end.killed == "lost":
+        return Outcome.LOST, end.note or "the process that watched the ranks died", phase, None
     # The cause is the earliest failure that is not the echo of a dead peer.
     failed.sort(key=lambda report: (_is_echo(report), report.failed_at or 0.0))
     # Ranks that ended without a word, by themselves: what the agent killed had no chance to say one.

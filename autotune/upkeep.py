@@ -18,6 +18,7 @@ from autotune.commands import INTERRUPTED, STUDIES, locate, terminable, wanted_s
 from autotune.console import ProgressView
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
+from autotune.journal import Journal
 from autotune.plan import executor_for, plan, profiled, shown
 from autotune.retune import Asked, Retuning, Verdict
 from autotune.schedule import Daemon, Schedule, ScheduleError
@@ -35,7 +36,7 @@ def changes(study: str, storage: str | None, *, quick: bool, as_json: bool) -> N
     folder, url = locate(study, storage)
     kept = _record(study, url)
     if quick:
-        found = fingerprint.quick_changes(kept, (folder / kept.target).resolve())
+        found = fingerprint.quick_changes(kept, _target(study, folder, kept, url))
     else:
         wanted = _spec(study, folder)
         with ProgressView() as view, terminable():
@@ -69,7 +70,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     cause = {"if_due": "due", "if_stale": "stale", "force": "forced"}[given[0]] if given else "asked"
     folder, url = locate(study, storage)
     asked = Asked(cause=cause, min_gain=options["min_gain"], trials=options["trials"], on_change=options["on_change"] or "")
-    history = History(store.open_storage(url, create=False).engine)
+    history = _open(url)
     _record(study, url)  # what is no study is said before anything else
     due = _due(history, study, folder, url) if cause == "due" else []
     if due is None:
@@ -83,13 +84,16 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
                 print(f"autotune: {error}; nothing is done", file=sys.stderr)
                 return STATUS[Verdict.UNCHANGED]
             raise
-        view = stack.enter_context(ProgressView())
-        stack.enter_context(terminable())
         stack.enter_context(store.failing_in_words(url))
-        schedule.started(history, due)
-        wanted = _spec(study, folder, overrides)
-        run = Retuning(name=study, folder=folder, url=url, asked=asked, observer=view)
+        # Whoever held the lock until now may have done what was due.
+        if cause == "due" and (due := _due(history, study, folder, url)) is None:
+            return STATUS[Verdict.UNCHANGED]
+        view = Journal(stack.enter_context(ProgressView()), folder)
+        stack.enter_context(terminable())
         try:
+            schedule.started(history, due or [])
+            wanted = _spec(study, folder, overrides)
+            run = Retuning(name=study, folder=folder, url=url, asked=asked, observer=view)
             run.begin()
             decision = _decided(run, wanted, lock, view)
         except retuning.AttemptsError as error:
@@ -105,7 +109,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     return STATUS[decision.verdict]
 
 
-def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: ProgressView) -> retuning.Decision:
+def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> retuning.Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:
@@ -125,7 +129,7 @@ def _due(history: History, study: str, folder: Path, url: str) -> list[Schedule]
         changed = [each for each in found if each.on_change]
         if len(changed) == len(found):
             kept = _record(study, url)
-            now = fingerprint.here(kept, (folder / kept.target).resolve())
+            now = fingerprint.here(kept, _target(study, folder, kept, url))
             if not fingerprint.changes(retuning.last_looked_at(history, study, kept), now):
                 schedule.started(history, found)
                 print(f"study {study!r} was due, but nothing has changed since", file=sys.stderr)
@@ -172,7 +176,7 @@ def schedule_add(study: str, storage: str | None, every: str | None, cron: str |
 
 def schedule_list(storage: str | None, *, as_json: bool) -> None:
     """`autotune schedule list`."""
-    history = History(store.open_storage(storage or store.default_url(STUDIES), create=False).engine)
+    history = _open(storage or store.default_url(STUDIES))
     rows = [Schedule.of(row) for row in history.schedules()]
     if as_json:
         print(json.dumps([schedule.as_data(row) for row in rows], indent=1))
@@ -185,7 +189,7 @@ def schedule_list(storage: str | None, *, as_json: bool) -> None:
 
 def schedule_remove(number: int, storage: str | None) -> None:
     """`autotune schedule remove`."""
-    history = History(store.open_storage(storage or store.default_url(STUDIES), create=False).engine)
+    history = _open(storage or store.default_url(STUDIES))
     if not history.remove_schedule(number):
         known = ", ".join(str(row["id"]) for row in history.schedules())
         raise ScheduleError(f"there is no schedule {number}. " + (f"Known: {known}" if known else "There is none."))
@@ -201,7 +205,7 @@ def schedule_run(storage: str | None) -> None:
 
 def schedule_exported(form: str, study: str | None, storage: str | None) -> None:
     """`autotune schedule export`: the schedules for a scheduler of the user's."""
-    history = History(store.open_storage(storage or store.default_url(STUDIES), create=False).engine)
+    history = _open(storage or store.default_url(STUDIES))
     rows = [Schedule.of(row) for row in history.schedules(study)]
     if not rows:
         raise ScheduleError("there is no schedule to export; `autotune schedule add STUDY --every 7d` makes one")
@@ -210,7 +214,7 @@ def schedule_exported(form: str, study: str | None, storage: str | None) -> None
 
 def history(study: str | None, storage: str | None, what: str, limit: int, *, as_json: bool) -> None:
     """`autotune history`: measurements, recommendations and decisions across studies."""
-    known = History(store.open_storage(storage or store.default_url(STUDIES), create=False).engine)
+    known = _open(storage or store.default_url(STUDIES))
     known.drop_orphans()
     rows: Sequence[Row]
     match what:
@@ -276,10 +280,22 @@ def _record(study: str, url: str) -> StudyRecord:
     return kept
 
 
+def _target(study: str, folder: Path, kept: StudyRecord, url: str) -> Path:
+    """The user's file: the record names it relative to the folder of the study, or re-tuning, that holds the answer."""
+    current = store.current(store.load_study(store.open_storage(url, create=False), study))
+    return (store.study_folder(current, folder.parent, url) / kept.target).resolve()
+
+
+def _open(url: str) -> History:
+    """The history in a database that is there."""
+    with store.failing_in_words(url):
+        return History(store.open_storage(url, create=False).engine)
+
+
 def _history(study: str, storage: str | None) -> tuple[History, str]:
     _, url = locate(study, storage)
     _record(study, url)
-    return History(store.open_storage(url, create=False).engine), url
+    return _open(url), url
 
 
 def _spec(study: str, folder: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import trial
-from autotune.executors.local import extensions_dir, has_cuda_device
+from autotune.executors.host import extensions_dir, has_cuda_device
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -137,8 +137,6 @@ class Bench:
         target = self.folder / f"model_{self.n}.py"
         target.write_text(MODEL.format(task=TASKS[task], **({"rate": 1, "scale": 1.0, "sign": False} | (fault or {}))))
         candidate = Candidate.of({"micro_batch_size": 32, **knobs})
-        if candidate.micro_batch_size == 1:
-            candidate = Candidate.of(knobs)
         request = TrialRequest(
             target=str(target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=RANKS, seed=seed,
             max_steps=STEPS, min_samples=10**12, budget_s=120.0, check_gradient=True, replicate=replicate,
@@ -166,7 +164,8 @@ def faults(bench: Bench) -> Iterator[tuple[str, bool, str]]:
             at: dict[int, list[TrialResult]] = {}
             for name, (fault, knobs) in FAULTS.items():
                 micro = 64 if knobs.get("micro_batch_size") == 1 else 32
-                at.setdefault(micro, []) or at[micro].extend(bench.references(task, seed, micro))
+                if micro not in at:
+                    at[micro] = bench.references(task, seed, micro)
                 why = refusal(bench.run(task, seed, knobs, fault), at[micro])
                 yield name, bool(why), why
 

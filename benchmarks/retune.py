@@ -188,7 +188,7 @@ def warm(n_seeds: int, changes: Sequence[str]) -> dict[str, Any]:
     return {"cold_trials": COLD_TRIALS, "warm_trials": round(SHARE * COLD_TRIALS), "changes": found}
 
 
-STUDY = {"trials": 30, "objectives": ["throughput"], "repeats": 2, "stop_trials": False}
+STUDY = {"trials": 32, "objectives": ["throughput"], "repeats": 2, "stop_trials": False}
 
 
 class Noisy(Instant):
@@ -211,7 +211,7 @@ def moved(n: int) -> dict[str, Any]:
     for seed in range(n):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            runner = runner_of(folder, Noisy(seed), sampler="physics", seed=seed, **STUDY)
+            runner = runner_of(folder, Noisy(seed), sampler="grid", seed=seed, **STUDY)
             runner.open()
             experience.attach(runner, learn=False)
             runner.run()
@@ -248,13 +248,13 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    kept = common.RESULTS / "retune.json"
-    if kept.exists():
-        found = {name: value for name, value in json.loads(kept.read_text()).items() if name != "measured_on"}
     if arguments.what != "moved":
         found["warm"] = warm(arguments.seeds, arguments.changes)
     if arguments.what != "warm":
         found["moved"] = moved(arguments.retunings)
+    kept = common.RESULTS / "retune.json"
+    if kept.exists():  # the other half, from another run
+        found = {name: value for name, value in json.loads(kept.read_text()).items() if name != "measured_on"} | found
     if arguments.dry:
         print(json.dumps(found, indent=1))
     else:

@@ -13,7 +13,8 @@ from typing import Any
 
 from autotune import plan
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.executors.host import extensions_dir
+from autotune.executors.local import LocalExecutor
 from autotune.plan import Plan
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult

@@ -1,18 +1,22 @@
 """What a trial is bound by: six planted causes, what follows from each, and what cannot be known."""
 
+import gzip
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
-from instant import Instant, runner_of
+from instant import WORKLOAD, Instant, runner_of
 from instant import report as instant_report
 
 from autotune import UserError, commands, store, trial
 from autotune.analysis.bottleneck import BOUND_FROM, Evidence, Seen, diagnose
 from autotune.analysis.effects import effects
 from autotune.report import diagnosis, summary
+from autotune.trial import Traced, TrialDir, TrialRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
-BALANCED = {"data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020}
+BALANCED = {"data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020, "reduce": 0.010, "gather": 0.002, "wait": 0.001}
 
 
 def candidate(**knobs):
@@ -47,12 +51,16 @@ SMALL_BATCH = [seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) fo
 PLANTED = [
     ("compute", evidence(), []),
     ("input pipeline", evidence({"data": 0.080}, {"data": 0.075}), []),
-    ("stragglers", evidence({"backward": 0.325}, {"forward": 0.220}), []),
-    ("communication", evidence({"backward": 0.420}, {"backward": 0.425}), []),
+    ("stragglers", evidence({"wait": 0.120}, {"forward": 0.220}), []),
+    ("communication", evidence({"reduce": 0.220}, {"reduce": 0.225}), []),
     ("optimizer", evidence({"step": 0.200}, {"step": 0.210}), []),
     ("recomputation", evidence({"backward": 0.305}, {"backward": 0.305}, knobs={"checkpoint_every": 1}.items()), []),
     ("launch overhead", evidence(), SMALL_BATCH),
 ]
+
+
+TRAFFIC = {"products": 0.05, "traffic": 0.10, "launches": 0.001}
+PLANTED.append(("memory bandwidth", evidence(expected_s=TRAFFIC), []))
 
 
 @pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
@@ -67,13 +75,74 @@ def test_the_parts_make_up_the_step_and_no_more(cause, what, others):
 
 
 def test_a_rank_that_is_slow_in_its_backward_too_is_a_straggler_and_not_a_slow_network():
-    found = diagnose(evidence({"backward": 0.515}, {"forward": 0.200, "backward": 0.415}), [])
+    found = diagnose(evidence({"wait": 0.310}, {"forward": 0.200, "backward": 0.415}), [])
     assert found.bound_by == "stragglers" and share(found, "communication") < 0.05
     assert "rank 1 is the slowest" in next(part.known for part in found.parts if part.name == "stragglers")
+    assert any("rank 1 takes" in note and "most of it in backward" in note for note in found.notes)
+
+
+def test_one_slow_loader_among_ranks_is_a_straggler_and_slow_ones_everywhere_are_the_input_pipeline():
+    slow = {"data": 0.150}
+    assert diagnose(evidence(slow, {"wait": 0.150}, {"wait": 0.150}, {"wait": 0.150}), []).bound_by == "stragglers"
+    assert diagnose(evidence(slow, slow, slow, slow), []).bound_by == "input pipeline"
+
+
+def test_recomputation_that_was_timed_goes_before_what_a_forward_leads_to_expect():
+    timed = {"backward": 0.200, "recompute": 0.150}
+    found = diagnose(evidence(timed, timed, knobs={"checkpoint_every": 1}.items()), [])
+    assert found.bound_by == "recomputation"
+    assert next(part.seconds for part in found.parts if part.name == "recomputation") == 0.150
+    assert next(part.seconds for part in found.parts if part.name == "compute") == pytest.approx(0.300)
+
+
+def test_ranks_that_wait_alike_lose_nothing_to_a_straggler():
+    """Meeting before many small messages costs time by itself."""
+    assert share(diagnose(evidence({"wait": 0.3}, {"wait": 0.3}), []), "stragglers") == 0
+
+
+def traced(**kinds_s):
+    """A trace of forward and backward of 300 ms, 200 of them in operations that are worth it."""
+    spent = {"products": 0.1, "traffic": 0.1, "messages": 0.0} | kinds_s
+    return Traced(
+        file="t.json.gz",
+        n_steps=2,
+        spans_s={"forward": 0.1, "backward": 0.2, "step": 0.02},
+        kinds_s={"forward": dict.fromkeys(spent, 0.0), "backward": spent},
+        messages_s=spent["messages"],
+        hidden_s=0.75 * spent["messages"],
+    )
+
+
+def test_a_trace_tells_products_memory_and_the_host_apart():
+    found = diagnose(evidence({}, traced={0: traced()}, world_size=1, ranks=[{0: BALANCED}]), SMALL_BATCH)
+    # The trace goes before what other trials say.
+    computing = BALANCED["forward"] + BALANCED["backward"]
+    seconds = {part.name: part.seconds for part in found.parts}
+    assert seconds["launch overhead"] == pytest.approx(computing * 0.1 / 0.3) and "traced" in next(
+        part.known for part in found.parts if part.name == "launch overhead"
+    )
+    assert seconds["memory bandwidth"] == pytest.approx(computing * 0.1 / 0.3)
+    assert seconds["compute"] == pytest.approx(computing * 0.1 / 0.3)
+
+
+def test_messages_that_overlap_with_computing_are_said_to():
+    found = diagnose(evidence(traced={rank: traced(messages=0.04) for rank in (0, 1)}), [])
+    assert any("40.0 ms" in note and "75% of that overlaps" in note for note in found.notes)
+
+
+def test_memory_traffic_that_takes_less_than_the_arithmetic_is_no_bottleneck():
+    found = diagnose(evidence(expected_s={"products": 0.10, "traffic": 0.09, "launches": 0.001}), [])
+    assert found.bound_by == "compute" and share(found, "memory bandwidth") > 0.35
+
+
+def test_a_trial_of_an_earlier_version_is_told_what_it_lacks():
+    old = {name: BALANCED[name] for name in ("data", "forward", "backward", "step")}
+    found = diagnose(evidence(ranks=[{0: old, 1: old}]), [])
+    assert share(found, "communication") is None and "--profile" in next(p.known for p in found.parts if p.name == "communication")
 
 
 def test_one_disturbed_step_among_three_decides_nothing():
-    quiet, disturbed = {0: BALANCED, 1: BALANCED}, {0: BALANCED, 1: BALANCED | {"forward": 0.9}}
+    quiet, disturbed = {0: BALANCED, 1: BALANCED}, {0: BALANCED | {"wait": 0.8}, 1: BALANCED | {"forward": 0.9}}
     assert diagnose(evidence(ranks=[disturbed, quiet, quiet]), []).bound_by == "compute"
 
 
@@ -99,11 +168,11 @@ def test_what_was_not_measured_is_said_to_be_so():
     assert found.bound_by == "" and "were not measured" in found.notes[0]
     assert {part.name for part in found.parts if part.known == "not measured"} == {"compute", *BOUND_FROM}
     alone = diagnose(evidence(), [])
-    assert share(alone, "launch overhead") is None and any("bandwidth" in note for note in alone.notes)
+    assert share(alone, "launch overhead") is None and share(alone, "memory bandwidth") is None
 
 
 def test_advice_comes_from_the_trial_that_differs_in_nothing_else():
-    slow = evidence({"backward": 0.420}, {"backward": 0.425})
+    slow = evidence({"reduce": 0.220}, {"reduce": 0.225})
     others = [
         seen(5, 150.0, gradient_accumulation_steps=4),
         seen(6, 300.0, gradient_accumulation_steps=8, precision="fp16"),
@@ -121,7 +190,7 @@ def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():
         for p in ("fp32", "bf16") for z in (0, 1, 2) for k in (1, 4)
     ]  # fmt: skip
     found = effects("samples_per_s", trials, candidate())
-    advice = diagnose(evidence({"backward": 0.420}, {"backward": 0.425}), [], found).advice
+    advice = diagnose(evidence({"reduce": 0.220}, {"reduce": 0.225}), [], found).advice
     assert advice[0].knob == "gradient_accumulation_steps" and advice[0].factor == pytest.approx(2.0, rel=0.1)
     assert "estimated from 12 trials" in advice[0].why
 
@@ -135,6 +204,11 @@ def test_a_known_devices_peak_gives_the_mfu():
     )
 
 
+def test_without_a_known_peak_the_mfu_is_that_of_the_probed_one_and_of_the_counted_operations():
+    found = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e9, step_s=0.1, peak_flops=4e10), [])
+    assert any("10.0 GFLOP/s" in note and "25% (MFU) of the 40.0" in note for note in found.notes)
+
+
 def phased(candidate):
     return instant_report(candidate, phase_times_s={"data": 0.05, "forward": 0.01, "backward": 0.02, "step": 0.005})
 
@@ -142,10 +216,10 @@ def phased(candidate):
 def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
     monkeypatch.chdir(tmp_path)
-    commands.diagnose("s", None, None, as_json=False)
+    commands.diagnose("s", None, None, profile=False, as_json=False)
     said = capsys.readouterr().out
     assert "bound by input pipeline" in said and "num_workers" in said
-    commands.diagnose("s", 0, None, as_json=True)
+    commands.diagnose("s", 0, None, profile=False, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
 
@@ -159,35 +233,65 @@ def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkey
     report = summary.load("s", store.default_url(tmp_path / "studies"), tmp_path / "studies" / "s")
     number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
     with pytest.raises(UserError, match="did not complete"):
-        commands.diagnose("s", number, None, as_json=False)
+        commands.diagnose("s", number, None, profile=False, as_json=False)
     with pytest.raises(UserError, match="no told trial 99"):
-        commands.diagnose("s", 99, None, as_json=False)
+        commands.diagnose("s", 99, None, profile=False, as_json=False)
 
 
 def test_a_study_whose_trial_folders_are_gone_is_still_answered(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
     (tmp_path / "studies" / "s" / "trials").rename(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
-    commands.diagnose("s", 0, None, as_json=False)
+    commands.diagnose("s", 0, None, profile=False, as_json=False)
     assert "bound by input pipeline" in capsys.readouterr().out
 
 
 def test_a_target_whose_phases_are_not_timed_is_told_so(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(), trials=3).run()
     monkeypatch.chdir(tmp_path)
-    commands.diagnose("s", 0, None, as_json=False)
+    commands.diagnose("s", 0, None, profile=False, as_json=False)
     said = capsys.readouterr().out
     assert "what bounds it is not known" in said and "phases of its step were not measured" in said
 
 
+def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(tmp_path, monkeypatch):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    shutil.rmtree(tmp_path / "studies" / "s" / "trials" / "0000")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="without --profile"):
+        commands.diagnose("s", 0, None, profile=True, as_json=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "world_size", "cause"), [("slow_loader", 2, "input pipeline"), ("slow_rank", 2, "stragglers"), ("wide_table", 1, "optimizer")]
-)
-def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, cause):
-    result = zoo.run(model, world_size=world_size)
+def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    folder = TrialDir(tmp_path / "studies" / "s" / "trials" / "0000")
+    request = trial.read(folder.request, TrialRequest)
+    again = zoo.request("gpt_tiny", micro=8, world_size=1)
+    trial.write(folder.request, replace(again, candidate=request.candidate))
+    monkeypatch.chdir(tmp_path)
+    commands.diagnose("s", 0, None, profile=True, as_json=False)
+    said = capsys.readouterr().out
+    assert "traced: between operations" in said and "perfetto" in said and "aten::" in said
+    with gzip.open(folder.path / "profile" / "trace-rank-0.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"autotune: data", "autotune: forward", "autotune: backward", "autotune: step", "aten::addmm"} <= names
+
+
+REAL = [
+    ("slow_loader", 2, {}, "input pipeline"),
+    ("slow_rank", 2, {}, "stragglers"),
+    ("wide_table", 1, {}, "optimizer"),
+    ("many_layers", 2, {"zero_stage": 2, "zero_optimization.reduce_bucket_size": 1024}, "communication"),
+    ("heavy_blocks", 1, {"micro": 8, "checkpoint_every": 1, "traced_steps": 1}, "recomputation"),
+    ("many_layers", 1, {"micro": 1, "gradient_accumulation_steps": 8, "traced_steps": 1}, "launch overhead"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "world_size", "what", "cause"), REAL, ids=[cause for *_, cause in REAL])
+def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, cause):
+    result = zoo.run(model, world_size=world_size, **what)
     assert result.outcome is trial.Outcome.COMPLETE, result.reason
-    own = Seen(trial=0, candidate=result.candidate, samples_per_s=1.0, outcome="complete", phases_s=result.phase_times_s)
-    ranks = diagnosis.phases(zoo.folder.path, world_size)
-    assert len(ranks) == world_size
-    assert diagnose(Evidence(seen=own, world_size=world_size, ranks=[ranks]), []).bound_by == cause
+    found = diagnosis.of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4))
+    assert found.bound_by == cause, [(part.name, part.share) for part in found.parts]

@@ -172,6 +172,10 @@ def test_the_exported_json_trains_under_torchrun(finished):
 def test_status_and_ls_know_the_study(finished):
     folder, _ = finished
     assert json.loads(autotune("status", "small", "--json", cwd=folder).stdout)["outcomes"]["complete"] >= 1
+    assert re.search("no study runs now.*: small", one_sentence(autotune("status", cwd=folder)))
+    assert "no study lies in" in one_sentence(autotune("status", cwd=folder / "studies"))
+    lines = (folder / "studies" / "small" / "trials" / "journal.jsonl").read_text().splitlines()
+    assert sum("ended" in json.loads(line) for line in lines) >= 4
     assert autotune("ls", "studies", cwd=folder).stdout.split() == ["small"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.convergence import LEARNING_RATE_RULES, LearningRate, default_rule, efficiency, learning_rate_factor, noise_scale
+from autotune.convergence import LEARNING_RATE_RULES, LearningRate, NoiseTerms, default_rule, efficiency, learning_rate_factor, noise_scale
 
 POSITIVE = st.floats(0.01, 1e5)
 
@@ -103,3 +103,10 @@ def test_every_learning_rate_of_a_configuration_follows_the_batch() -> None:
     assert scaled["scheduler"] == config["scheduler"]  # "auto" is filled in from the optimizer's, and 0 stays
     assert config["optimizer"]["params"]["lr"] == 1e-3
     assert rate.scaled({}, 32) == {}
+
+
+def test_a_noise_scale_that_still_grows_is_said_to_and_one_that_stands_is_not() -> None:
+    steady = NoiseTerms(micro_batch_size=4, n_micro=4, micro_sq=[4 + 0.1 * (i % 3) for i in range(30)], mean_sq=[2.0] * 30)
+    grown = NoiseTerms(micro_batch_size=4, n_micro=4, micro_sq=[4 + 0.1 * i for i in range(30)], mean_sq=[2.5] * 30)
+    assert not steady.noise_scale().growing
+    assert grown.noise_scale().growing and "still growing" in str(grown.noise_scale())

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -278,6 +279,14 @@ def test_goodput_is_throughput_times_efficiency_and_at_the_baselines_batch_the_t
     assert found.value == pytest.approx(rate.value * (48 + 16) / (48 + 64))
     assert found.low < found.value < found.high
     assert goodput(same, known(48.0)) == METRICS["samples_per_s"].of(same, None)
+
+
+def test_where_the_noise_scale_still_grows_a_smaller_batch_is_worth_no_more_than_the_baselines():
+    growing = replace(known(48.0), noise=replace(known(48.0).noise, growing=True))
+    small, large = trial(samples_per_step=8), trial(samples_per_step=64)
+    assert goodput(small, known(48.0)).value > goodput(small, growing).value
+    assert goodput(small, growing).value == pytest.approx(METRICS["samples_per_s"].of(small, None).value)
+    assert goodput(large, growing) == goodput(large, known(48.0))
 
 
 def test_an_unresolved_noise_scale_leaves_only_the_question_at_the_same_batch():

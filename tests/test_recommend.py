@@ -378,5 +378,7 @@ def test_where_the_best_must_not_be_recommended_the_best_that_may_is_measured_ag
     base, slow = measured(0, 0.1), measured(4, 0.099)
     open_ = [replace(measured(n, 0.01 * n, precision="bf16"), numerics_kept=False) for n in (1, 2, 3)]
     assert [m.trial for m in finalists([base, *open_, slow], base, [LATENCY], 2, 1)] == [1, 4]
+    wider = replace(measured(5, 0.005, micro=4), branch_wanted=True)
+    assert [m.trial for m in finalists([base, *open_, slow, wider], base, [LATENCY], 3, 1)] == [5, 1, 4]
     undecided = replace(open_[0], verdict=Verdict(passed=None, reason="too few steps"))
     assert [m.trial for m in finalists([base, undecided, *open_[1:], slow], base, [LATENCY], 2, 1)] == [2, 4]

@@ -37,6 +37,14 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def undisturbed(finished, tmp_path_factory):
+    """Measurements of a re-tuning that nobody interrupts."""
+    executor = Instant(slow_bf16)
+    retune(shutil.copytree(finished, tmp_path_factory.mktemp("undisturbed") / "studies"), executor)
+    return len(executor.ran)
+
+
 @pytest.fixture
 def tmp_path(finished, tmp_path_factory):
     """A folder with a copy of the finished study."""
@@ -154,8 +162,8 @@ def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path)
 # Interrupted, deleted.
 
 
-@pytest.mark.parametrize("at", [0, 3, 7, 12, 22])
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path, finished, tmp_path_factory, at):
+@pytest.mark.parametrize("at", [3, 7, 12, 22])
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, undisturbed, at):
     executor = Instant(slow_bf16)
     executor.stop_at = at
     with pytest.raises(KeyboardInterrupt):
@@ -165,9 +173,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, finished, tmp_path_fa
     decision = retune(tmp_path, executor)
     assert decision.verdict is Verdict.IMPROVED and decision.generation == 1
     assert len(history(tmp_path).decisions("s")) == 1
-    alone = Instant(slow_bf16)
-    retune(shutil.copytree(finished, tmp_path_factory.mktemp("other") / "studies"), alone)
-    assert len(executor.ran) - len(alone.ran) <= 2  # at most the round under way is measured again
+    assert len(executor.ran) - undisturbed <= 2  # at most the round under way is measured again
 
 
 def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path, monkeypatch):

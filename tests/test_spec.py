@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from autotune import UserError
 from autotune import spec as spec_module
 from autotune.candidate import Candidate
+from autotune.executors.choice import executor_of
 from autotune.invocation import Invocation
 from autotune.objective import Constraint, Objective
 from autotune.space import SearchSpace
@@ -19,6 +21,7 @@ from autotune.spec import (
     preset_folder,
     preset_summary,
     presets,
+    read_hostfile,
     read_yaml,
     stated_command,
 )
@@ -583,3 +586,73 @@ def test_what_is_not_text_may_be_given_ready_made(target):
         target, {"space": space, "objectives": [objective], "constraints": [Constraint(metric="step_time_s", max=1)]}
     )
     assert (spec.space, spec.objectives) == (space, (objective,))
+
+
+class TestExecutors:
+    """Where the trials of a study run."""
+
+    def test_a_study_runs_here_on_one_machine_and_does_not_say_so(self, study):
+        spec = study()
+        assert (spec.executor, spec.n_nodes) == ("local", 1)
+        assert not {"executor", "nodes", "hostfile", "executor_options"} & set(yaml.safe_load(spec.to_yaml()))
+
+    def test_an_engine_and_its_options_are_kept(self, study):
+        spec = study("executor: slurm\nnodes: 2\nranks: 8\nexecutor_options: {partition: gpu, hold: no}\n")
+        assert spec.executor_options == {"partition": "gpu", "hold": "no"}
+        again = study(spec.to_yaml().partition("\n")[2].replace("target: ", "# "))
+        assert (again.executor, again.nodes, again.executor_options) == ("slurm", 2, spec.executor_options)
+
+    def test_flags_go_before_the_file(self, study):
+        spec = study("executor: slurm\n", {"executor": "ray", "executor_options": ["address=host:6379", "resources=a:1,b:2"]})
+        assert (spec.executor, spec.executor_options) == ("ray", {"address": "host:6379", "resources": "a:1,b:2"})
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("nodes: 2\nranks: 3\n", "3 ranks cannot be spread evenly over 2 nodes"),
+            ("executor: slurm\nhostfile: hosts\n", "slurm chooses the machines itself"),
+            ("executor: lsf\n", "executor: .*local"),
+            ("executor_options: [partition]\n", "'partition' is not NAME=VALUE, as in partition=gpu"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, study, target, text, said):
+        (target.parent / "hosts").write_text("a\n")
+        with pytest.raises(SpecError, match=said):
+            study(text)
+
+    def test_a_hostfile_is_read_as_deepspeed_reads_it(self, study, target):
+        (target.parent / "hosts").write_text("# two\nworker-1 slots=4\n\nuser@worker-2 slots = 4 # spare\n")
+        assert read_hostfile(target.parent / "hosts") == {"worker-1": 4, "user@worker-2": 4}
+        assert (study("hostfile: hosts\n").n_nodes, study("hostfile: hosts\n").stated_ranks) == (2, 8)
+        assert study("hostfile: hosts\nnodes: 1\n").stated_ranks == 4
+        assert study("hostfile: hosts\nranks: 2\n").stated_ranks == 2
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("a slots=0\n", r"hosts:1: `HOST slots=N` is needed, not 'a slots=0'"),
+            ("a\na\n", "hosts:2: a is there twice"),
+            ("#\n", "it names no host"),
+        ],
+    )
+    def test_a_wrong_hostfile_is_refused_with_its_line(self, tmp_path, text, said):
+        (tmp_path / "hosts").write_text(text)
+        with pytest.raises(SpecError, match=said):
+            read_hostfile(tmp_path / "hosts")
+
+    def test_fewer_ranks_than_machines_run_on_one(self, study):
+        spec = study("executor: ray\nnodes: 2\n")
+        assert [spec.nodes_for(ranks) for ranks in (1, 2, 3, 4)] == [1, 2, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("executor: slurm\nexecutor_options: {partitions: gpu}\n", r"partitions: unknown to slurm\. Did you mean 'partition'"),
+            ("executor_options: {partition: gpu}\n", "partition: unknown to local"),
+            ("nodes: 2\n", "several machines take --executor slurm or ray, or --hostfile"),
+            ("executor: slurm\nexecutor_options: {idle: soon}\n", "idle=soon: a number of seconds is needed"),
+        ],
+    )
+    def test_what_an_engine_does_not_know_is_refused_before_it_starts(self, study, tmp_path, text, said):
+        with pytest.raises(UserError, match=said):
+            executor_of(study(text), tmp_path)

@@ -715,6 +715,15 @@ def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_n
     assert not [request for request in executor.requests if request.weights is not None]
 
 
+def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurried):
+    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
+    runner, _, _ = branching(tmp_path, space=space, trials=4)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert (best.candidate.precision, best.candidate.global_batch_size(1)) == ("bf16", 16)
+    assert best.verdict.passed and best.branch.confirmed and best.repeats
+
+
 def test_without_branches_nothing_is_branched(tmp_path):
     _, executor, _ = branching(tmp_path, branch=False)
     assert not [request for request in executor.requests if request.weights or request.save_weights]

@@ -302,3 +302,49 @@ class TestMismatch:
     )
     def test_it_is_named(self, seen: dict[str, Any], asked: dict[str, Any], message: str | None) -> None:
         assert replace(OBSERVED, **seen).mismatch(replace(CANDIDATE, **asked), 2) == message
+
+
+class TestSeveralMachines:
+    """One end from those of all machines."""
+
+    REQUEST = TrialRequest(target="m.py", world_size=2, nodes=2)
+
+    def end(self, *ends: tuple[int, Exit], reports: tuple[RankReport, ...] = (), note: str = "") -> TrialResult:
+        return trial.merge(self.REQUEST, {r.rank: r for r in reports}, trial.joined(dict(ends), 2, note))
+
+    def test_the_machine_that_failed_first_is_the_cause_wherever_the_others_were_killed(self) -> None:
+        result = self.end(
+            (0, Exit(codes={0: -9}, killed="peer", wall_s=3.0)), (1, Exit(codes={1: -11}, first_failed=1, failed_at=5.0, wall_s=2.0))
+        )
+        assert (result.outcome, result.failed_rank, result.reason) == (Outcome.CRASHED, 1, "rank 1 was killed by signal 11")
+        assert result.wall_s == 3.0
+
+    def test_an_echo_on_one_machine_does_not_hide_the_silent_death_on_another(self) -> None:
+        echo = RankReport(rank=0, outcome=Outcome.CRASHED, phase="measure", reason="Connection closed by peer", failed_at=6.0)
+        first = Exit(codes={0: 1}, first_failed=0, failed_at=6.0)
+        result = self.end((0, first), (1, Exit(codes={1: -6}, first_failed=1, failed_at=5.0)), reports=(echo,))
+        assert result.reason == "rank 1 was killed by signal 6"
+
+    def test_a_machine_without_a_word_loses_the_trial(self) -> None:
+        result = self.end((0, Exit(codes={0: 1}, first_failed=0, failed_at=1.0)))
+        assert (result.outcome, result.reason) == (Outcome.LOST, "machine 1 of 2 left no word")
+
+    def test_what_the_engine_says_goes_before_that(self) -> None:
+        assert self.end((0, Exit(codes={0: -15})), note="slurm: a node failed").reason == "slurm: a node failed"
+
+    def test_reports_of_all_ranks_count_even_if_an_agent_died_behind_them(self) -> None:
+        done = tuple(RankReport(rank=n, outcome=Outcome.COMPLETE, phase="done") for n in range(2))
+        assert self.end((0, Exit(codes={0: 0})), reports=done).outcome is Outcome.COMPLETE
+
+    def test_the_ends_are_read_from_the_folder(self, tmp_path: Path) -> None:
+        folder = TrialDir(tmp_path)
+        trial.write(folder.node_exit(1, 2), Exit(codes={1: 0}))
+        (tmp_path / "exit-0.json").write_text('{"codes": {"0')  # still being carried
+        assert trial.ends(folder, 2) == {1: Exit(codes={1: 0})}
+        assert folder.node_exit(0, 1) == folder.exit
+
+    def test_events_of_all_machines_tell_the_phases(self, tmp_path: Path) -> None:
+        folder = TrialDir(tmp_path)
+        for node, phase in enumerate(("measure", "warmup")):
+            folder.events_of(node).write_text(json.dumps({"rank": node, "phase": phase}) + "\n")
+        assert trial.phases(folder) == {0: "measure", 1: "warmup"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,46 @@ import psutil
 
 from autotune.candidate import Candidate
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, extensions_dir
-from autotune.trial import TrialDir, TrialRequest, TrialResult
+from autotune.executors.base import Executor
+from autotune.executors.host import extensions_dir
+from autotune.executors.local import LocalExecutor
+from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 MODELS = Path(__file__).parent / "models"
 # DeepSpeed would compile its own Adam for a minute; torch's runs at once.
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+
+MIB = 1 << 20
+CLEAN: dict[str, Any] = {"max_steps": 4, "budget_s": 0.0}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a trial of the zoo must end."""
+
+    model: str
+    outcome: Outcome
+    reason: str
+    phase: str
+    rank: int | None = None
+    what: dict[str, Any] | None = None
+
+
+ENDS = [
+    End("oom", Outcome.OOM, r"^rank \d grew to 3\d\d MiB, over the stated device memory of 300 MiB$", "warmup",
+        what={"micro": 64, "device_memory_bytes": 300 * MIB}),
+    End("oom_alloc", Outcome.OOM, r"can't allocate memory: you tried to allocate 70368744177664 bytes", "warmup"),
+    End("hang", Outcome.TIMEOUT, r"^no end within 4 s$", "measure", what={"deadline_s": 4.0}),
+    End("crash_rank1", Outcome.CRASHED, r"^ValueError: rank 1 dislikes this batch$", "measure", rank=1),
+    End("segv", Outcome.CRASHED, r"^rank 1 was killed by signal 11$", "measure", rank=1),
+    End("exit0", Outcome.CRASHED, r"^rank \d exited with status 0 but wrote no result$", "measure"),
+    End("nan", Outcome.DIVERGED, r"^the loss was not finite at step 4$", "measure"),
+    End("raises", Outcome.CRASHED, r"^FileNotFoundError: no pretrained weights at weights.pt$", "build"),
+    End("import_error", Outcome.CRASHED, r"^ModuleNotFoundError: No module named 'a_package_that_nobody_has'$", "import"),
+    End("dataloader", Outcome.CRASHED, r"^dataloader.py: data\(\) returned a DataLoader; return its dataset, since .*$", "build"),
+    End("tiny_data", Outcome.CRASHED, r"^data\(\) has 6 samples, but one optimizer step needs 8$", "build"),
+    End("wrong_batch", Outcome.NOT_APPLIED, r"^micro_batch_size: 4 was asked for, 2 ran$", "warmup"),
+]  # fmt: skip
 
 
 class Zoo:
@@ -27,7 +62,7 @@ class Zoo:
         folder: The files of the latest trial.
     """
 
-    def __init__(self, executor: LocalExecutor, root: Path) -> None:
+    def __init__(self, executor: Executor, root: Path) -> None:
         self.executor, self.root, self.n = executor, root, 0
         self.folder = TrialDir(root)
 
@@ -58,8 +93,8 @@ class Zoo:
 
     @property
     def server(self) -> psutil.Process:
-        """The executor's warm server."""
-        assert self.executor._server is not None
+        """The local executor's warm server."""
+        assert isinstance(self.executor, LocalExecutor) and self.executor._server is not None
         return psutil.Process(self.executor._server.pid)
 
     def ranks(self) -> list[psutil.Process]:
@@ -68,7 +103,7 @@ class Zoo:
 
     def entered(self, phase: str) -> bool:
         """Whether all ranks of the latest trial have come as far as a phase."""
-        events = self.folder.events.read_text() if self.folder.events.exists() else ""
+        events = "".join(path.read_text() for path in self.folder.path.glob("events*.jsonl"))
         return events.count(f'"phase": "{phase}"') >= 2
 
 
@@ -84,7 +119,7 @@ def build_locks() -> list[Path]:
 
 def assert_nothing_left(zoo: Zoo, shared_before: set[str]) -> None:
     """No process below the server, no file in /dev/shm, no build lock."""
-    if zoo.executor._server is not None:
+    if isinstance(zoo.executor, LocalExecutor) and zoo.executor._server is not None:
         assert wait_until(lambda: zoo.server.children(recursive=True) == []), zoo.server.children(recursive=True)
     assert wait_until(lambda: not shared_memory() - shared_before), f"left in /dev/shm: {shared_memory() - shared_before}"
     assert build_locks() == []

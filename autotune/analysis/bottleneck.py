@@ -1,7 +1,7 @@
 """What a trial's step is spent on, which part of that is lost, and which knob the study's other trials say would win it back.
 
-A step was taken apart once: data, forward, backward, optimizer step, each synchronised, on every rank. What was not timed by
-itself is estimated from these, and says so.
+A step was taken apart: data, forward, backward, optimizer step, each synchronised, on every rank, and what collectives took told
+apart from them. What was not timed by itself is estimated from these, and says so; where steps were traced, the trace says it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.analysis.effects import Effects
+from autotune.trial import Traced
 
-# Backward computes two products for each one of forward (gradient of the input and of the weights).
-BACKWARD_FORWARD = 2.0
+PHASES, COMPUTING = ("data", "forward", "backward", "step"), ("forward", "backward")
 # Shares of a step from which on a part is called the bottleneck: of what is estimated more is asked than of what is measured.
 BOUND_FROM = {
     "input pipeline": 0.1,
@@ -23,6 +23,7 @@ BOUND_FROM = {
     "communication": 0.2,
     "optimizer": 0.25,
     "launch overhead": 0.3,
+    "memory bandwidth": 0.35,
 }
 # With so much of its memory in use a device has no room for a larger micro-batch.
 FULL = 0.85
@@ -43,6 +44,7 @@ KNOBS: dict[str, tuple[str, ...]] = {
     "optimizer": ("zero_stage", "gradient_accumulation_steps", "offload_optimizer", "bf16.bf16_optimizer_states", "micro_batch_size"),
     "recomputation": ("checkpoint_every",),
     "launch overhead": ("micro_batch_size", "zero_stage"),
+    "memory bandwidth": ("precision", "micro_batch_size", "checkpoint_every"),
     "compute": ("precision", "checkpoint_every", "micro_batch_size"),
     "memory capacity": ("zero_stage", "checkpoint_every", "precision", "micro_batch_size"),
 }  # fmt: skip
@@ -87,6 +89,11 @@ class Evidence:
         n_blocks: Repeated blocks, of which every k-th may be recomputed.
         tokens_per_step: Tokens of a step over all ranks; None where samples are no token sequences.
         device_name: The device.
+        flops_per_step: FLOPs of a step over all ranks, nothing recomputed; None to count six for each parameter and token.
+        peak_flops: FLOP/s that products in this precision reach on this machine; None where that was not measured.
+        expected_s: Seconds that forward and backward should take by the machine's measured rates: `products`, `traffic` (what
+            other operations move) and `launches` (the fixed cost of each operation); empty where these are unknown.
+        traced: What traced steps showed, by rank.
     """
 
     seen: Seen
@@ -100,6 +107,10 @@ class Evidence:
     n_blocks: int = 0
     tokens_per_step: int | None = None
     device_name: str = ""
+    flops_per_step: float | None = None
+    peak_flops: float | None = None
+    expected_s: Mapping[str, float] = field(default_factory=dict)
+    traced: Mapping[int, Traced] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +183,13 @@ def diagnose(evidence: Evidence, others: Sequence[Seen], effects: Effects | None
         why = "the phases of its step were not measured: that takes a `model.py` target, and the trial's folder"
         unknown = [Part(name=name, seconds=None, share=None, known="not measured") for name in ("compute", *BOUND_FROM)]
         return Diagnosis(trial=evidence.seen.trial, bound_by="", parts=[*unknown, memory], advice=[], notes=[why, *notes])
-    parts = _parts(evidence, others, ranks, total)
+    parts = _parts(evidence, others, ranks)
     bound = _bound(parts, evidence, memory)
-    notes += _rates(evidence, ranks)
-    if evidence.step_s and abs(total / evidence.step_s - 1) > 0.25:
-        notes.append(f"the step that was taken apart took {total / evidence.step_s:.2f} times the median step: read the shares as rough")
+    notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks)]
+    # Ranks meet before each collective of the step that is taken apart; what that costs by itself is no part of other steps.
+    spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
+    if evidence.step_s and abs(spent / evidence.step_s - 1) > 0.25:
+        notes.append(f"the step that was taken apart took {spent / evidence.step_s:.2f} times the median step: read the shares as rough")
     if bound in OUTSIDE:
         notes.insert(0, OUTSIDE[bound])
     known = sorted((part for part in parts if part.seconds is not None), key=lambda part: -(part.seconds or 0.0))
@@ -196,66 +209,102 @@ def _typical(measured: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[int,
     found = {}
     for rank in sorted(ranks):
         tables = [table[rank] for table in measured if table.get(rank)]
-        found[rank] = {
-            phase: statistics.median(table.get(phase, 0.0) for table in tables) for phase in ("data", "forward", "backward", "step")
-        }
+        names = dict.fromkeys([*PHASES, *(name for table in tables for name in table)])
+        found[rank] = {phase: statistics.median(table.get(phase, 0.0) for table in tables) for phase in names}
     return found
 
 
-def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mapping[str, float]], total: float) -> list[Part]:
-    """The step of the rank that everybody waits for, part by part.
+def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mapping[str, float]]) -> list[Part]:
+    """The step part by part.
 
-    * data and optimizer step were timed;
-    * a rank that is slow in data or forward makes the others wait in backward's first collective: its lead over the median of
-      the others is lost to stragglers;
-    * backward computes twice forward, and forward once more for what is recomputed; what it took beyond that, on the rank that
-      waits for nobody, was communication;
-    * of forward, a share does not shrink with the micro-batch: a in t(b) = a + c b over the study's trials.
+    * data, optimizer step and collectives were timed;
+    * ranks met before each collective: what the others waited beyond what the slowest waited was lost to it;
+    * forward and backward of a typical rank computed: a part of it recomputation, a part the fixed cost of operations, a part
+      memory traffic, the rest arithmetic.
     """
     stage, every = int(evidence.seen.candidate.get("zero_stage") or 0), int(evidence.seen.candidate.get("checkpoint_every") or 0)
-    work = {rank: phases["data"] + phases["forward"] for rank, phases in ranks.items()}
-    slow = max(work, key=lambda rank: work[rank])
-    rest = [time for rank, time in work.items() if rank != slow]
-    lead = max(0.0, work[slow] - statistics.median(rest)) if rest else 0.0
-    data = statistics.median(phases["data"] for phases in ranks.values())
-    forward, backward = ranks[slow]["forward"], ranks[slow]["backward"]
-    typical = statistics.median(phases["forward"] for rank, phases in ranks.items() if rank != slow) if rest else forward
-    typical = min(typical, forward)
-    recomputed = (-(-evidence.n_blocks // every) / evidence.n_blocks if evidence.n_blocks else 1.0 / every) if every else 0.0
-    # The slow rank's own backward is as slow as its forward; what it lost there is lost as well.
-    pace = forward / typical if typical > 0 else 1.0
-    expected = (BACKWARD_FORWARD + recomputed) * typical
-    waited = max(0.0, backward - expected * pace) if evidence.world_size > 1 else 0.0
-    lead += max(0.0, min(backward, expected * pace) - expected) if lead > 0.05 * total else 0.0
-    update = max(phases["step"] for phases in ranks.values())
-    overhead, known = _overhead(evidence, others)
-    pure = (1 + BACKWARD_FORWARD) * typical
-    one_rank = evidence.world_size == 1
-    alike = f" (rank {slow} is the slowest)" if lead > 0.05 * total else ""
-    gathers = "; gathers in forward are not told apart at stage 3" if stage == 3 else ""
-    found = [
-        ("compute", pure * (1 - (overhead or 0.0)), "forward was measured, backward counted as twice forward"),
-        ("input pipeline", data, "measured"),
-        ("stragglers", None if not one_rank and not rest else lead, "one rank" if one_rank else f"measured between ranks{alike}"),
+
+    def typical(*names: str) -> float:
+        # Of two ranks the faster one: the lead of a slow one is a part of its own.
+        return statistics.median_low(sum(phases.get(name, 0.0) for name in names) for phases in ranks.values())
+
+    share = (-(-evidence.n_blocks // every) / evidence.n_blocks if evidence.n_blocks else 1.0 / every) if every else 0.0
+    timed = any("recompute" in phases for phases in ranks.values())
+    again = typical("recompute") if timed else min(share * typical("forward"), typical("backward"))
+    computing = typical(*COMPUTING) - (0.0 if timed else again)
+    split, how = _inside(evidence, others)
+    lead, messages, between = _lost_between(evidence, ranks, typical("reduce", "gather"))
+    missing = {
+        "launch overhead": "takes a trace (--profile), or trials of the same precision with other micro-batches",
+        "memory bandwidth": "takes a trace (--profile), or the profile of a model.py",
+    }
+    found: list[tuple[str, float | None, str]] = [
         (
-            "recomputation",
-            recomputed * typical,
-            f"estimated: one block of {every} goes forward again" if every else "nothing is recomputed",
+            "compute",
+            computing * max(0.0, 1 - sum(split.values())),
+            "measured: forward and backward" + (", without what follows" if split else ""),
         ),
-        ("communication", waited, "one rank" if one_rank else f"estimated: backward beyond twice forward{gathers}"),
-        ("optimizer", update, "measured" + ("; with the gathering of the new weights" if stage >= 1 and not one_rank else "")),
-        ("launch overhead", None if overhead is None else pure * overhead, known),
+        ("input pipeline", typical("data"), "measured"),
+        ("stragglers", lead, between),
+        ("recomputation", again, "measured" if timed else f"estimated: one block of {every} goes forward again" if every else "nothing"),
+        ("communication", messages, f"{between.partition(' (')[0]}{', with what stage 3 gathers' if stage == 3 else ''}"),
+        ("optimizer", typical("step"), "measured"),
+        *((name, computing * split[name] if name in split else None, how.get(name, why)) for name, why in missing.items()),
     ]
-    whole = max(total, sum(seconds for _, seconds, _ in found if seconds))
+    whole = sum(seconds for _, seconds, _ in found if seconds) or 1.0
     return [
         Part(
             name=name,
             seconds=seconds,
             share=None if seconds is None else seconds / whole,
-            known=how if seconds is not None else f"not measured: {how}",
+            known=known if seconds is not None else f"not measured: {known}",
         )
-        for name, seconds, how in found
+        for name, seconds, known in found
     ]
+
+
+def _lost_between(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]], messages: float) -> tuple[float | None, float | None, str]:
+    """Seconds lost to a slow rank and to the collectives themselves, and how that is known."""
+    if evidence.world_size == 1:
+        return 0.0, 0.0, "one rank"
+    waits = {rank: phases["wait"] for rank, phases in ranks.items() if "wait" in phases}
+    if not waits:
+        return None, None, "the trial was made by an earlier version; --profile measures it again"
+    if len(waits) == 1:
+        return None, messages, "measured on the slowest rank alone: the trial's folder is gone"
+    slow = min(waits, key=lambda rank: waits[rank])
+    lead = statistics.median_high(wait for rank, wait in waits.items() if rank != slow) - waits[slow]
+    total = max(sum(phases.values()) for phases in ranks.values())
+    return lead, messages, "measured" + (f" (rank {slow} is the slowest)" if lead > 0.05 * total else "")
+
+
+def _inside(evidence: Evidence, others: Sequence[Seen]) -> tuple[dict[str, float], dict[str, str]]:
+    """Shares of forward and backward that are no arithmetic, and how each is known.
+
+    A trace says what products and other operations took themselves; what lies between operations is the host's, as is what the
+    shortest ones take. Else trials with other micro-batches say what does not grow with them, and the machine's rates what to expect.
+    """
+    traced = [each for each in evidence.traced.values() if each.spans_s.get("forward")]
+    if traced:
+        each = sorted(traced, key=lambda one: sum(one.spans_s.get(name, 0.0) for name in COMPUTING))[(len(traced) - 1) // 2]
+        own = {kind: sum(each.kinds_s.get(name, {}).get(kind, 0.0) for name in COMPUTING) for kind in ("products", "traffic", "messages")}
+        busy = own["products"] + own["traffic"]  # the rest lies between operations, or in those that are too short
+        span = max(sum(each.spans_s.get(name, 0.0) for name in COMPUTING) - own["messages"], busy, 1e-9)
+        shares = {"launch overhead": (span - busy) / span, "memory bandwidth": own["traffic"] / span}
+        return shares, {
+            "launch overhead": "traced: between operations, and the shortest ones",
+            "memory bandwidth": "traced: operations that are no products",
+        }
+    found, how = {}, {}
+    if whole := sum(evidence.expected_s.values()):
+        for name, term in (("launch overhead", "launches"), ("memory bandwidth", "traffic")):
+            found[name], how[name] = evidence.expected_s.get(term, 0.0) / whole, "estimated from the machine's rates"
+    overhead, known = _overhead(evidence, others)
+    if overhead is not None:
+        rest = 1 - found.get("launch overhead", 0.0)
+        found = {name: value * (1 - overhead) / rest for name, value in found.items() if rest > 0} | {"launch overhead": overhead}
+        how["launch overhead"] = known
+    return found, how
 
 
 def _overhead(evidence: Evidence, others: Sequence[Seen]) -> tuple[float | None, str]:
@@ -290,7 +339,10 @@ def _overhead(evidence: Evidence, others: Sequence[Seen]) -> tuple[float | None,
 
 def _bound(parts: Sequence[Part], evidence: Evidence, memory: Part) -> str:
     """The part that loses most, if it loses enough; a device that is full is named where its memory stands in the way."""
+    arithmetic = next((part.share for part in parts if part.name == "compute"), None) or 0.0
     over = [part for part in parts if part.name in BOUND_FROM and part.share is not None and part.share >= BOUND_FROM[part.name]]
+    # Every model moves memory too; it is the bottleneck where it takes longer than the arithmetic.
+    over = [part for part in over if part.name != "memory bandwidth" or (part.share or 0.0) > arithmetic]
     worst = max(over, key=lambda part: part.share or 0.0).name if over else "compute"
     full = bool(evidence.alloc_retries) or (memory.share is not None and memory.share >= FULL)
     return "memory capacity" if full and worst in ("recomputation", "launch overhead") else worst
@@ -311,21 +363,51 @@ def _memory(evidence: Evidence, others: Sequence[Seen]) -> tuple[Part, list[str]
     return Part(name="memory capacity", seconds=None, share=peak / limit, known="measured: the peak, of what a rank may use"), notes
 
 
+def _between_ranks(ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """How much the ranks differ in what they compute themselves."""
+    own = {rank: sum(phases.get(name, 0.0) for name in (*PHASES, "recompute")) for rank, phases in ranks.items()}
+    middle = statistics.median_low(own.values())
+    slow = max(own, key=lambda rank: own[rank])
+    if len(own) < 2 or middle <= 0 or own[slow] < 1.1 * middle:
+        return []
+    which = max(PHASES, key=lambda name: ranks[slow][name] - statistics.median_low(phases[name] for phases in ranks.values()))
+    return [
+        f"the ranks are uneven: rank {slow} takes {own[slow] / middle:.2f} times as long by itself as the usual one, most of it in {which}"
+    ]
+
+
+def _hidden(evidence: Evidence) -> list[str]:
+    """How much of the communication overlaps with computing, as far as it was traced."""
+    sent = [each for each in evidence.traced.values() if each.messages_s > 0]
+    if not sent:
+        return []
+    messages, hidden = (statistics.median(getattr(each, name) for each in sent) for name in ("messages_s", "hidden_s"))
+    return [
+        f"messages are under way for {messages * 1e3:,.1f} ms of a step; {hidden / messages:.0%} of that overlaps with computing (traced)"
+    ]
+
+
 def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
     """Achieved rates beside the device's, where both are known."""
     notes = []
     peak = next((peaks for name, peaks in PEAKS.items() if name.lower() in evidence.device_name.lower()), None)
-    if evidence.tokens_per_step and evidence.step_s and evidence.n_parameters:
-        rate = 6 * evidence.n_parameters * evidence.tokens_per_step / evidence.step_s / max(1, evidence.world_size)
-        of = f", {rate / peak[0]:.0%} of its peak in 16 bits (MFU)" if peak else "; no peak is known of this device, so no MFU"
-        notes.append(f"a rank computes about {rate / 1e9:,.1f} GFLOP/s (6 x parameters x tokens){of}")
+    flops, counted = evidence.flops_per_step, "the operations of its products"
+    if flops is None and evidence.tokens_per_step and evidence.n_parameters:
+        flops, counted = 6.0 * evidence.n_parameters * evidence.tokens_per_step, "6 x parameters x tokens"
+    if flops and evidence.step_s:
+        rate = flops / evidence.step_s / max(1, evidence.world_size)
+        of = "; no peak is known of this device, so no MFU: `autotune probe` measures one"
+        if peak:
+            of = f", {rate / peak[0]:.0%} of its peak in 16 bits (MFU)"
+        elif evidence.peak_flops:
+            of = f", {rate / evidence.peak_flops:.0%} (MFU) of the {evidence.peak_flops / 1e9:,.1f} GFLOP/s that products alone reach here"
+        notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
     if update > 0 and evidence.n_parameters:
         moved = ADAM_BYTES * evidence.n_parameters / (evidence.world_size if stage >= 1 else 1)
         of = f", {moved / update / peak[1]:.0%} of its bandwidth" if peak else ""
         notes.append(f"the optimizer step moves about {moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter){of}")
-    notes.append("memory bandwidth of forward and backward was not measured: trials count no memory traffic")
     return notes
 
 

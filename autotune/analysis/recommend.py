@@ -228,7 +228,8 @@ def finalists(
     baseline = replace(baseline, repeats={}) if baseline else None
     ranked = [m for m in rank(measured, baseline, objectives) if baseline is None or m.trial != baseline.trial]
     hopeful = [m for m in ranked if not m.barred]
-    wanted = [*hopeful[:1], *[m for m in hopeful if not m.doubt][:1]]
+    # A branch may refute the best one's batch.
+    wanted = [*hopeful[:1], *[m for m in hopeful if not m.branch_wanted][:1], *[m for m in hopeful if not m.doubt][:1]]
     if baseline is not None:
         wanted += [m for m in ranked if _drops_in(m, baseline, world_size)][:1]
     wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]

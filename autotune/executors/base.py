@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import StrEnum
@@ -17,18 +17,28 @@ from autotune.trial import Exit, Outcome, TrialDir, TrialRequest, TrialResult
 POLL_S = 0.01
 # Beyond its deadline a trial is the agent's to kill; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
+# A wait that is over so soon is not worth a word.
+PATIENCE_S = 2.0
 
 
 class Status(StrEnum):
     """Where a job stands."""
 
+    QUEUED = "queued"
     RUNNING = "running"
     EXITED = "exited"
     LOST = "lost"
+    REFUSED = "refused"
 
 
 class Job(Protocol):
-    """One trial that an engine was given."""
+    """One trial that an engine was given.
+
+    Attributes:
+        reason: Why it waits, was lost or refused, in the engine's own words.
+    """
+
+    reason: str
 
     def poll(self) -> Status:
         """Where the job stands now; does not wait."""
@@ -38,10 +48,34 @@ class Job(Protocol):
 
 
 class Executor(Protocol):
-    """An engine that runs trials; its trial folder is the protocol."""
+    """An engine that runs trials; its trial folder is the protocol.
+
+    Attributes:
+        mark: What the processes that it started on this machine carry in their environment; empty where there are none.
+        cold_reason: Why ranks are not forked from a warm server; empty where they are.
+    """
+
+    mark: str
+
+    @property
+    def cold_reason(self) -> str:  # noqa: D102
+        ...
+
+    def start(self) -> None:
+        """Gets the engine ready, as far as that costs no waiting in a queue.
+
+        Raises:
+            UserError: It cannot be used, and why.
+        """
 
     def submit(self, folder: TrialDir) -> Job:
         """Starts the ranks of the trial whose `request.json` is in the folder."""
+
+    def find(self, folder: TrialDir) -> Job | None:
+        """The job of a trial that an earlier run submitted, if the engine can still say what became of it."""
+
+    def build_ops(self, names: Sequence[str]) -> str | None:
+        """Compiles DeepSpeed ops ahead of the trials that need them; returns what went wrong, if something did."""
 
     def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
         """Waits until nothing else is measured on the same machine, and keeps others waiting meanwhile."""
@@ -50,48 +84,108 @@ class Executor(Protocol):
         """Ends whatever the engine keeps running."""
 
 
-def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable[[], None] = lambda: None) -> TrialResult:
+def run(
+    executor: Executor,
+    path: Path,
+    request: TrialRequest,
+    on_tick: Callable[[], None] = lambda: None,
+    on_queue: Callable[[str], None] = lambda _: None,
+) -> TrialResult:
     """Runs one trial to its end and returns that end as data; `result.json` is written.
 
     Args:
         executor: The engine.
-        path: The trial's folder; what an earlier, lost attempt left in it is removed.
+        path: The trial's folder; what an earlier, lost attempt left in it is removed. If the same trial still runs there on
+            behalf of a coordinator that died, it is carried on.
         request: What to run.
         on_tick: Called some times a second while it runs (heartbeats, progress).
+        on_queue: Told why the trial waits in the engine's queue, whenever that changes.
 
     Raises:
         KeyboardInterrupt: Passed on after the ranks were stopped.
     """
-    if path.exists():
-        shutil.rmtree(path)
     folder = TrialDir(path)
+    if (left := _left(executor, folder)) is not None and left[1] == request:
+        return _watch(left[0], folder, request, on_tick, on_queue)
+    forget(executor, path)
     trial.write(folder.request, request, sync=False)
     trial.write(folder.ds_config, request.ds_config, sync=False)
-    job = executor.submit(folder)
-    status, started, ticked = Status.RUNNING, time.monotonic(), 0.0  # starting an engine is not the trial's time
+    return _watch(executor.submit(folder), folder, request, on_tick, on_queue)
+
+
+def resume(executor: Executor, path: Path, on_tick: Callable[[], None] = lambda: None) -> TrialResult | None:
+    """Carries on a trial whose coordinator died; None if the engine knows nothing of it or lost it."""
+    folder = TrialDir(path)
+    left = _left(executor, folder)
+    return _watch(left[0], folder, left[1], on_tick, lambda _: None) if left is not None else None
+
+
+def forget(executor: Executor, path: Path) -> None:
+    """Removes a trial's folder, after ending what an earlier coordinator may have left running in it."""
+    if (left := _left(executor, TrialDir(path))) is not None:
+        left[0].cancel()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | None:
+    """The job that a dead coordinator left, under way or ended and not concluded yet, and what was asked of it."""
+    if not folder.job.exists() or folder.result.exists():
+        return None
     try:
-        while (status := job.poll()) is Status.RUNNING:
+        request = trial.read(folder.request, TrialRequest)
+    except (FileNotFoundError, ValueError):
+        return None
+    job = executor.find(folder)
+    return (job, request) if job is not None and job.poll() not in (Status.LOST, Status.REFUSED) else None
+
+
+def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None], on_queue: Callable[[str], None]) -> TrialResult:
+    status, started, ticked, said, over = Status.RUNNING, None, 0.0, "", False
+    began = time.monotonic()
+    try:
+        while (status := job.poll()) in (Status.QUEUED, Status.RUNNING):
             now = time.monotonic()
+            if status is Status.RUNNING:
+                started = started or now  # neither starting an engine nor waiting in its queue is the trial's time
+            elif job.reason != said and now - began > PATIENCE_S:
+                said = job.reason
+                on_queue(said)
             if now - ticked > 0.2:
                 ticked = now
                 on_tick()
-            if now - started > request.deadline_s + AGENT_GRACE_S:
+            if started is not None and now - started > request.deadline_s + AGENT_GRACE_S:
                 break
             time.sleep(POLL_S)
+        over = True
     finally:
-        if status is Status.RUNNING:
+        if status in (Status.QUEUED, Status.RUNNING):
             job.cancel()
+            if not over:  # the user stopped it: nothing to carry on
+                folder.job.unlink(missing_ok=True)
     shutil.rmtree(folder.scratch, ignore_errors=True)
-    result = conclude(folder, request)
+    result = conclude(folder, request, job.reason if status in (Status.LOST, Status.REFUSED) else "")
+    if status is Status.REFUSED:
+        result = replace(result, outcome=Outcome.CRASHED)
     trial.write(folder.result, result)
     return result
 
 
-def conclude(folder: TrialDir, request: TrialRequest) -> TrialResult:
-    """Reads what ranks and agent left in a trial's folder into one result."""
-    try:
-        end = trial.read(folder.exit, Exit)
-    except (FileNotFoundError, ValueError):
-        lost = TrialResult(outcome=Outcome.LOST, reason="the process that watched the ranks died", candidate=request.candidate)
-        return replace(lost, world_size=request.world_size)
+def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialResult:
+    """Reads what ranks and agents left in a trial's folder into one result.
+
+    Args:
+        folder: The trial's folder.
+        request: What was asked for.
+        lost: Why the engine gave the trial up, if it did: unless the ranks had all come to their end, nothing else counts.
+    """
+    if request.nodes > 1:
+        end = trial.joined(trial.ends(folder, request.nodes), request.nodes, lost)
+        trial.write(folder.exit, end)
+    else:
+        try:
+            end = trial.read(folder.exit, Exit)
+        except (FileNotFoundError, ValueError):
+            end = Exit(codes={}, killed="lost")
+    if lost:
+        end = replace(end, killed="lost", note=lost)
     return trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import select
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
-
-import psutil
 
 from autotune import UserError
 from autotune.executors.base import Status
+from autotune.executors.host import MARK, extensions_dir, has_cuda_device, sweep
 from autotune.trial import TrialDir
 
 START_TIMEOUT_S = 300.0
 CANCEL_TIMEOUT_S = 10.0
-MARK = "AUTOTUNE_AGENT"
 
 
 class LocalExecutor:
@@ -74,15 +68,28 @@ class LocalExecutor:
 
     def submit(self, folder: TrialDir) -> LocalJob:
         """Hands the folder to the server, which is started again if it has died."""
-        order = json.dumps({"run": str(folder.path.resolve())}).encode() + b"\n"
+        return self.submit_part(folder, folder.exit, {})
+
+    def submit_part(self, folder: TrialDir, end: Path, part: Mapping[str, str | int]) -> LocalJob:
+        """The same for this machine's part of a trial.
+
+        Args:
+            folder: The trial's folder.
+            end: What is written there when this machine's ranks have ended.
+            part: `node`, the machine's number, and `address`, where the first one is reached.
+        """
+        order = json.dumps({"run": str(folder.path.resolve()), **part}).encode() + b"\n"
         self.start()
         try:
-            return LocalJob(self, self._order(order), folder)
+            return LocalJob(self, self._order(order), end)
         except BrokenPipeError:  # it died since we looked
             assert self._server is not None
             self.lose(self._server)
             self.start()
-            return LocalJob(self, self._order(order), folder)
+            return LocalJob(self, self._order(order), end)
+
+    def find(self, folder: TrialDir) -> None:
+        """Nothing of a local trial outlives the run that started it."""
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Two studies on one machine take turns, trial by trial: measured together, both would read slow."""
@@ -150,16 +157,18 @@ class LocalExecutor:
 class LocalJob:
     """A trial in the hands of the local server."""
 
-    def __init__(self, executor: LocalExecutor, server: subprocess.Popen[bytes], folder: TrialDir) -> None:
-        self._executor, self._server, self._folder = executor, server, folder
+    reason = ""
+
+    def __init__(self, executor: LocalExecutor, server: subprocess.Popen[bytes], end: Path) -> None:
+        self._executor, self._server, self._end = executor, server, end
 
     def poll(self) -> Status:
         """Exited when the agent has written `exit.json`, lost when the server died before that."""
-        if self._folder.exit.exists():
+        if self._end.exists():
             return Status.EXITED
         if self._server.poll() is not None:
             self._executor.lose(self._server)
-            return Status.EXITED if self._folder.exit.exists() else Status.LOST
+            return Status.EXITED if self._end.exists() else Status.LOST
         return Status.RUNNING
 
     def cancel(self) -> None:
@@ -190,48 +199,6 @@ def machine_turn(on_wait: Callable[[], None], how: int = fcntl.LOCK_EX) -> Itera
                 on_wait()
                 time.sleep(0.05)
         yield
-
-
-def extensions_dir() -> Path:
-    """DeepSpeed's compiled ops for exactly these libraries, this environment and this kind of machine."""
-    parts = [sys.prefix, sys.version, os.uname().machine, str(shutil.which("ninja", path=str(Path(sys.prefix) / "bin")))]
-    parts += [metadata.version(name) for name in ("torch", "deepspeed")]
-    return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def cache_dir() -> Path:
-    """Where what can be made again is kept: `AUTOTUNE_CACHE`, or the user's cache folder."""
-    stated = os.environ.get("AUTOTUNE_CACHE")
-    return Path(stated) if stated else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
-
-
-def sweep(mark: str) -> list[int]:
-    """Kills every process of this user that carries an executor's mark in its environment; returns their numbers."""
-    wanted = f"{MARK}={mark}".encode()
-    killed: list[int] = []
-    for _ in range(500):  # what is killed may just have started another one
-        found = []
-        for pid in psutil.pids():
-            with contextlib.suppress(OSError):
-                if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    os.kill(pid, signal.SIGKILL)
-                    found.append(pid)
-        if not found:
-            break
-        killed += found
-        time.sleep(0.01)
-    return sorted(set(killed))
-
-
-def has_cuda_device() -> bool:
-    """Whether this machine has an NVIDIA device, as far as that is to be seen without its libraries."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
-
-
-def n_devices() -> int:
-    """How many ranks this machine can run at once, as far as that is to be seen without its libraries; on a CPU its cores, at least 2."""
-    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
-    return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
 
 
 def _last_line(path: Path) -> str:

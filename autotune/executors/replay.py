@@ -131,6 +131,14 @@ class ReplayExecutor:
         for some in self._rows.values():
             self._rng.shuffle(some)
 
+    mark = cold_reason = ""
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def find(self, folder: TrialDir) -> None:
+        """A replayed trial is over at once."""
+
     def submit(self, folder: TrialDir) -> ReplayJob:
         """Writes what the ranks and their agent would leave.
 

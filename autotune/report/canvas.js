@@ -31,7 +31,7 @@ const Canvas = (() => {
       const size = Math.min(width * 0.56, height * 0.62);
       const place = (at) => {
         const [x, y, depth] = turn(at), near = 1 / (1 + 0.25 * depth);
-        return [width / 2 + x * size * near, height / 2 - y * size * near, depth];
+        return [width / 2 + x * size * near, height / 2 - 8 - y * size * near, depth];
       };
       const line = (from, to, ink, wide, dash = []) => {
         const [a, b] = [place(from), place(to)];
@@ -91,7 +91,10 @@ const Canvas = (() => {
         let top = spot[1] - 14;
         while (taken.some(([l, t, r]) => Math.abs(t - top) < 15 && l < spot[0] + 10 + wide && r > spot[0] + 10)) top += 15;
         taken.push([spot[0] + 10, top, spot[0] + 10 + wide]);
-        pen.fillStyle = colour("--text"); pen.textAlign = "left"; pen.fillText(point.name, Math.min(width - wide - 4, spot[0] + 10), top);
+        // A rim in the ground's colour: names lie over points and bars.
+        pen.textAlign = "left"; pen.lineJoin = "round"; pen.lineWidth = 4; pen.strokeStyle = colour("--surface"); pen.fillStyle = colour("--text");
+        const left = Math.min(width - wide - 4, spot[0] + 10);
+        pen.strokeText(point.name, left, top); pen.fillText(point.name, left, top);
       }
     }
 
@@ -137,9 +140,9 @@ const Canvas = (() => {
     const height = (axis, t, top, bottom) => bottom - (axis.levels ? (axis.levels.length < 2 ? 0.5 : t / (axis.levels.length - 1)) : t) * (bottom - top);
 
     function draw() {
-      canvas.style.width = `${Math.max(canvas.parentElement.parentElement.clientWidth, 98 * scene.axes.length)}px`;
+      canvas.style.width = `${Math.max(canvas.parentElement.parentElement.clientWidth, 92 * scene.axes.length)}px`;
       const { pen, width, height: tall } = context(canvas);
-      const top = 62, bottom = tall - 24, left = 70, right = width - 70;
+      const top = 76, bottom = tall - 24, left = 70, right = width - 70;
       const x = (i) => left + (scene.axes.length < 2 ? 0 : i / (scene.axes.length - 1)) * (right - left);
       const keeps = (line) => [...chosen].every(([i, level]) => line.at[i] === level);
       pen.lineJoin = "round";
@@ -173,7 +176,7 @@ const Canvas = (() => {
         pen.beginPath(); pen.moveTo(x(i), top); pen.lineTo(x(i), bottom); pen.stroke();
         pen.font = `600 12px ${family()}`;
         const room = scene.axes.length > 1 ? (right - left) / (scene.axes.length - 1) - 8 : width;
-        wrap(pen, axis.title, room).slice(0, 3).forEach((part, n) => write(part, x(i), 12 + 14 * n, colour("--text")));
+        wrap(pen, axis.title, room).slice(0, 4).forEach((part, n) => write(part, x(i), 12 + 14 * n, colour("--text")));
         pen.font = `12px ${family()}`;
         const marks = axis.levels ? axis.levels.map((text, level) => [text, height(axis, level, top, bottom), level]) : [[axis.high, top, null], [axis.low, bottom, null]];
         for (const [text, y, level] of marks) {

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import store, trial
+from pydantic import TypeAdapter
+
+from autotune import profiles, store, tracing, trial
 from autotune.analysis.bottleneck import Advice, Diagnosis, Evidence, Seen, diagnose
 from autotune.analysis.effects import effects
+from autotune.candidate import Candidate
+from autotune.predict.links import Probe
+from autotune.predict.profile import Knobs
+from autotune.predict.step_time import step_time_terms
 from autotune.report import Data, StudyReport, measured, units, words
 from autotune.report.plots import said
-from autotune.trial import TrialDir, TrialRequest, TrialResult
+from autotune.trial import Outcome, Traced, TrialDir, TrialRequest, TrialResult, Workload
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
@@ -26,8 +32,13 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     rows = {row["trial"]: row for row in report.trials}
     points = report.points()
     seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}
-    paths = [store.trial_path(folder, number), *store.repeat_paths(folder, number).values()]
-    result = trial.result_in(paths[0])
+    path = store.trial_path(folder, number)
+    result, again = trial.result_in(path), trial.result_in(tracing.path_in(folder, number))
+    if again is not None and again.outcome is Outcome.COMPLETE and again.candidate == rows[number]["candidate"]:
+        # Several steps, taken apart without the memory counters, which cost time.
+        paths = [tracing.path_in(folder, number)]
+    else:
+        paths = [path, *store.repeat_paths(folder, number).values()]
     ranks = [found for path in paths if (found := phases(path, report.world_size))]
     if not ranks and seen[number].phases_s:  # the folder is gone; the database keeps the slowest rank's
         ranks = [{0: seen[number].phases_s}]
@@ -37,12 +48,11 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         ranks=ranks,
         step_s=measured(points[number]).get("step_time_s"),
         peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
-        memory_limit_bytes=_limit(report, paths[0]),
+        memory_limit_bytes=_limit(report, path),
         alloc_retries=result.alloc_retries if result else None,
-        n_parameters=int(report.workload.get("n_parameters") or 0),
-        n_blocks=int(report.workload.get("n_blocks") or 0),
         tokens_per_step=result.tokens_per_step if result else None,
-        device_name=str(report.environment.get("device_name") or ""),
+        traced=traces(paths[0], report.world_size),
+        **of_workload(TypeAdapter(Workload).validate_python(dict(report.workload)), seen[number].candidate, report.world_size),
     )
     told = [(row.candidate, row.samples_per_s) for row in seen.values() if row.samples_per_s]
     knobs = effects("samples_per_s", told, seen[number].candidate)
@@ -57,6 +67,59 @@ def _seen(row: Data, point: Data) -> Seen:
         outcome=str(row["outcome"]),
         phases_s=row.get("phase_times_s") or {},
     )
+
+
+def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[str, Any]:
+    """What a diagnosis needs to know of the target and of the machine that its trials ran on, as fields of `Evidence`."""
+    environment, profile, machine = workload.environment, workload.profile, workload.machine
+    found: dict[str, Any] = {
+        "n_parameters": workload.n_parameters, "n_blocks": workload.n_blocks, "device_name": environment.device_name,
+    }  # fmt: skip
+    own = Candidate.of(candidate)
+    if profile is not None and not profile.guessed:
+        found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
+    probed = profiles.kept(Probe, profiles.machine_key(world_size))
+    if probed is not None and probed.device_name == environment.device_name:
+        machine = probed.machine
+    if machine is None or not machine.measured:
+        return found
+    reached = machine.flops
+    if probed is not None and machine is probed.machine:
+        reached = {**reached, **probed.flops}
+    found["peak_flops"] = reached.get(own.precision, reached["fp32"])
+    if profile is not None and profile.passes:
+        terms = step_time_terms(Knobs.of([replace(own, checkpoint_every=0)]), profile, machine)
+        found["expected_s"] = {
+            "products": float(terms["compute"][0]), "traffic": float(terms["traffic"][0]), "launches": float(terms["launches"][0]),
+        }  # fmt: skip
+    return found
+
+
+def of_result(result: TrialResult, path: Path, workload: Workload) -> Diagnosis:
+    """Diagnoses a trial that belongs to no study.
+
+    Args:
+        result: Its end; it completed.
+        path: Its folder.
+        workload: Its target, as it was inspected.
+    """
+    seen = Seen(trial=0, candidate=result.candidate, samples_per_s=None, outcome=str(result.outcome), phases_s=result.phase_times_s)
+    evidence = Evidence(
+        seen=seen,
+        world_size=result.world_size,
+        ranks=[phases(path, result.world_size)],
+        step_s=result.steps.median_s if result.steps else None,
+        tokens_per_step=result.tokens_per_step,
+        traced=traces(path, result.world_size),
+        **of_workload(workload, result.candidate, result.world_size),
+    )
+    return diagnose(evidence, [])
+
+
+def traces(path: Path, world_size: int) -> dict[int, Traced]:
+    """What the traced steps of a trial showed, by rank."""
+    found = trial.reports(TrialDir(path), world_size)
+    return {rank: report.traced for rank, report in found.items() if report.traced is not None}
 
 
 def phases(path: Path, world_size: int) -> dict[int, Mapping[str, float]]:
@@ -78,7 +141,7 @@ def _limit(report: StudyReport, path: Path) -> float | None:
 
 
 def communication(result: TrialResult, path: Path, n_blocks: int) -> float | None:
-    """The estimated share of communication in a trial's step; None where its phases were not timed."""
+    """The share of communication in a trial's step; None where its phases were not timed."""
     ranks = phases(path, result.world_size)
     if not ranks:
         return None
@@ -87,10 +150,12 @@ def communication(result: TrialResult, path: Path, n_blocks: int) -> float | Non
     return next(part.share for part in found.parts if part.name == "communication")
 
 
-def as_data(report: StudyReport, found: Diagnosis) -> dict[str, Any]:
-    """A diagnosis for programs."""
+def as_data(report: StudyReport, found: Diagnosis, folder: Path) -> dict[str, Any]:
+    """A diagnosis for programs, with what a trace showed by rank, where there is one."""
     row = next(row for row in report.trials if row["trial"] == found.trial)
-    return {"study": report.name, "candidate": row["candidate"], **asdict(found)}
+    path = tracing.path_in(folder, found.trial)
+    traced = {str(rank): {**asdict(each), "file": str(path / each.file)} for rank, each in traces(path, report.world_size).items()}
+    return {"study": report.name, "candidate": row["candidate"], **asdict(found), "traced": traced}
 
 
 def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
@@ -115,6 +180,23 @@ def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
     elif found.bound_by:
         yield "No other trial of this study says that another value of the knobs that matter here would be faster."
     yield from (f"note: {note}" for note in found.notes)
+
+
+def trace_lines(folder: Path, number: int, world_size: int) -> Iterator[str]:
+    """What the trace of a trial showed, and where it lies; nothing where there is none."""
+    path = tracing.path_in(folder, number)
+    found = traces(path, world_size)
+    if not found:
+        return
+    first = found[min(found)]
+    whole = sum(first.spans_s.values()) or 1.0
+    yield ""
+    yield f"Where {first.n_steps} traced steps went, in operations of rank {min(found)}:"
+    for each in first.operations:
+        yield f"  {each.seconds / whole:>4.0%} {each.seconds * 1e3:>9,.2f} ms  {each.calls:>7,.0f} x  {each.name}"
+    yield ""
+    yield "Traces, for https://ui.perfetto.dev or chrome://tracing:"
+    yield from (f"  {path / each.file}" for each in found.values())
 
 
 def _advice(each: Advice) -> str:

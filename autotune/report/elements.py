@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TypeAlias
 
@@ -42,6 +42,30 @@ def group(*children: Child) -> Html:
 def each(children: Iterable[Child]) -> Html:
     """The same, from an iterable."""
     return group(*children)
+
+
+def section(heading: str, anchor: str, note: str, *content: Child) -> Html:
+    """A part of the page: its heading, to be linked to, a note on how to read it, and its content."""
+    return group(el("h2", heading, id=anchor), el("p", note, class_="note"), *content)
+
+
+def controls(*content: Child) -> Html:
+    """A row of what a reader chooses with."""
+    return el("div", *content, class_="controls")
+
+
+def choice(label: str, name: str, options: Mapping[str, str], *, chosen: str = "") -> Html:
+    """A choice by name among values, each with its label."""
+    return el(
+        "label",
+        f"{label} ",
+        el("select", each(el("option", text, value=value, selected=value == chosen) for value, text in options.items()), id=name),
+    )
+
+
+def plot(name: str, label: str, *content: Child, low: bool = True) -> Html:
+    """What the page's script draws into."""
+    return el("div", *content, class_="plot low" if low else "plot", id=name, role="img", aria_label=label)
 
 
 def with_code(text: str) -> Html:

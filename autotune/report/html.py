@@ -22,7 +22,7 @@ from autotune.report import (
     measured,
     plots,
     sections,
-    speedup,
+    table,
     title,
     units,
     words,
@@ -33,6 +33,8 @@ from autotune.report.quality import quality
 from autotune.report.readme import machine, reproduce, subject
 
 SCRIPTS = ("canvas.js", "page.js")
+# What the page says elsewhere, or what is nobody's business but that of programs.
+HIDDEN = ("name", "target", "wall s", "folder", "stored as")
 
 
 def write(report: StudyReport, path: Path) -> None:
@@ -50,10 +52,10 @@ def render(report: StudyReport) -> str:
     shown = {
         "answer": ("Answer", _answer(report)),
         "picks": (None, _picks(report)),
-        "front": ("Front", _front(report)),
+        "front": ("Front", sections.front(report)),
         "knobs": ("Knobs", sections.knob(report, mattered)),
         "progress": ("Search", sections.progress(report)),
-        "all": ("Trials", _trials(report)),
+        "all": ("Trials", table.trials(report)),
         "steps": ("Steps", sections.step() if data["steps"] else None),
         "losses": ("Losses", sections.loss() if data["losses"] else None),
         "quality": ("Quality", quality(report)),
@@ -111,7 +113,7 @@ def _footer() -> Html:
 def _answer(report: StudyReport) -> Html:
     pick = report.picks.get("recommended")
     if pick is None:
-        ends = ", ".join(f"{n} {outcome}" for outcome, n in _outcomes(report).items())
+        ends = ", ".join(f"{n} {outcome}" for outcome, n in table.outcomes(report).items())
         left = el("div", el("p", f"Nothing to recommend: {report.why_nothing}.", class_="verdict"), el("p", ends), _caveats(report))
         return el("section", left, class_="card answer", id="answer")
     names = next(names for names, found in report.picks_by_trial() if "recommended" in names)
@@ -280,130 +282,6 @@ def _copy_button(name: str) -> Html:
     return el("button", "Copy", class_="copy", type="button", data_copy=name)
 
 
-def _front(report: StudyReport) -> Html:
-    names = report.metric_names()
-    if not report.points() or len(names) < 2:
-        return group(
-            el("h2", "Front", id="front"), el("p", "Fewer than two metrics were measured, so there is nothing to plot.", class_="note")
-        )
-    note = (
-        "Filled points are the study’s front: no other trial beats them on every objective."
-        " The dotted line is the front of the two axes alone. Bars are 95 % intervals."
-    )
-    return group(
-        el("h2", "Front", id="front"),
-        el("p", note, class_="note"),
-        el(
-            "div",
-            el("label", "Across ", sections.axis("front-x", names, 0)),
-            el("label", "Up ", sections.axis("front-y", names, 1)),
-            el("label", el("input", type="checkbox", id="front-log"), " logarithmic", class_="check"),
-            class_="controls",
-        ),
-        el("div", class_="legend", id="front-legend"),
-        el(
-            "div",
-            class_="plot",
-            id="front-plot",
-            role="img",
-            aria_label="The trials by two metrics; the table below holds the same numbers",
-        ),
-        _solid(names) if len(names) > 2 else None,
-    )
-
-
-def _solid(names: Sequence[str]) -> Html:
-    axes = (("Across ", "solid-x", 0), ("Deep ", "solid-y", 1), ("Up ", "solid-z", 2))
-    return group(
-        el("h3", "In three dimensions"),
-        el("div", each(el("label", label, sections.axis(name, names, chosen)) for label, name, chosen in axes), class_="controls"),
-        el(
-            "div",
-            el("canvas", id="solid", tabindex=0, role="img", aria_label="The trials by three metrics; drag or use the arrow keys to turn"),
-            el("p", class_="tip", hidden=True),
-            class_="plot",
-            id="solid-plot",
-        ),
-        el("p", "Drag it or use the arrow keys to turn it; each stem stands on the floor below its point.", class_="note"),
-    )
-
-
-def _outcomes(report: StudyReport) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in report.trials:
-        outcome = str(one["outcome"]).replace("_", " ")
-        found[outcome] = found.get(outcome, 0) + 1
-    return found
-
-
-def _trials(report: StudyReport) -> Html:
-    points, marks, scales = report.points(), report.marks(), plots.scales(report)
-    heads = [("trial", "", "n"), ("configuration", "", None), ("outcome", "", None), ("speed-up", "", "n")]
-    heads += [
-        (METRICS[name].label, scale.unit, f"n metric{' long' if len(METRICS[name].label) > 20 else ''}") for name, scale in scales.items()
-    ]
-    heads += [("wall", "s", "n")]
-    header = each(
-        el("th", el("button", label, el("br") if unit else None, unit, type="button"), scope="col", class_=kind)
-        for label, unit, kind in heads
-    )
-    rows = each(_row(report, one, points.get(one["trial"], one), scales, marks.get(one["trial"], [])) for one in report.trials)
-    ends = ", ".join(f"{n} {outcome}" for outcome, n in _outcomes(report).items())
-    note = (
-        f"{ends}. A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the defaults."
-        " Trials that were measured again show those values; ~ is extrapolated."
-    )
-    table = el("table", el("thead", el("tr", header)), el("tbody", rows), class_="trials", id="trials")
-    return group(
-        el("h2", "Trials", id="all"),
-        el("p", note, class_="note"),
-        el(
-            "div",
-            el("label", "Filter ", el("input", type="search", id="filter", placeholder="bf16 complete")),
-            el("span", class_="muted", id="filtered", role="status"),
-            class_="controls",
-        ),
-        el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Trials"),
-    )
-
-
-def _row(report: StudyReport, one: Data, point: Data, scales: Mapping[str, units.Scale], marks: Sequence[str]) -> Html:
-    complete = one["outcome"] == "complete"
-    tags = each(el("span", mark, class_="mark base" if mark == "baseline" else "mark") for mark in marks)
-    values, wall = measured(point), one.get("wall_s")
-    factor = speedup(report, point) if values else None
-    return el(
-        "tr",
-        el("th", str(one["trial"]), scope="row", data_v=one["trial"]),
-        el("td", breakable(words(one["candidate"])), el("br") if marks else None, tags, class_="config"),
-        el("td", el("span", str(one["outcome"]).replace("_", " ")), el("small", _why(one)), class_="outcome"),
-        el("td", f"{factor:.2f}×" if factor else "", class_="n", data_v=f"{factor:.6f}" if factor else ""),
-        *(_number(values.get(name), scale, extrapolated=name in (one.get("censored") or ())) for name, scale in scales.items()),
-        el("td", f"{wall:.1f}" if wall is not None else "", class_="n", data_v="" if wall is None else wall),
-        class_="complete" if complete else "failed",
-    )
-
-
-def _number(value: float | None, scale: units.Scale, *, extrapolated: bool) -> Html:
-    if value is None:
-        return el("td", class_="n", data_v="")
-    return el(
-        "td",
-        f"{'~' if extrapolated else ''}{scale.number(value)}",
-        class_="n",
-        data_v=value,
-        title="extrapolated" if extrapolated else None,
-    )
-
-
-def _why(one: Data) -> str:
-    complete = one["outcome"] == "complete"
-    phase = f" (in {one['phase']})" if one.get("phase") not in (None, "", "done") and not complete else ""
-    reason = f"{one['reason']}{phase}" if one.get("reason") else ""
-    limits = ["breaks a constraint"] if one.get("feasible") is False and complete else []
-    return "; ".join(text for text in [reason, *limits, *(one.get("caveats") or ())] if text)
-
-
 def _facts(report: StudyReport) -> Html:
     cards = {
         "Machine": _machine_facts(report.environment),
@@ -458,7 +336,7 @@ def _study_facts(report: StudyReport) -> dict[str, Any]:
         "objectives": ", ".join(METRICS[name].label for name in report.metric_names(all_metrics=False)),
         "wall time": units.duration(study["wall_s"]) if study.get("wall_s") else None,
     }
-    return {name: value for name, value in said.items() if name not in ("name", "target", "wall s")} | own
+    return {name: value for name, value in said.items() if name not in HIDDEN and value != ""} | own
 
 
 def _definitions(found: Data) -> Html:

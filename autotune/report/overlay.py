@@ -270,7 +270,9 @@ def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID)
     for row in report.trials:
         number = row["trial"]
         kept = [File(name="ds_config.json", mimetype="application/json", read=partial(config_json, report, row))]
-        kept += [_log(path) for path in sorted(store.trial_path(folder, number).glob("rank-*.log"))]
+        path = store.trial_path(folder, number)
+        kept += [_kept(log, "text/plain; charset=utf-8") for log in sorted(path.glob("rank-*.log"))]
+        kept += [_kept(trace, "application/gzip") for trace in sorted(path.glob("profile/trace-rank-*.json.gz"))]
         trial_files[number] = [keep(str(number), file) for file in kept]
     return Shown(
         report=report,
@@ -294,14 +296,14 @@ def config_json(report: StudyReport, point: Data) -> bytes:
     return (json.dumps(config, indent=2, allow_nan=False) + "\n").encode()
 
 
-def _log(path: Path) -> File:
+def _kept(path: Path, mimetype: str) -> File:
     def read() -> bytes | None:
         try:
             return path.read_bytes()
         except OSError:
             return None
 
-    return File(name=path.name, mimetype="text/plain; charset=utf-8", read=read)
+    return File(name=path.name, mimetype=mimetype, read=read)
 
 
 def _artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:

@@ -107,16 +107,19 @@
     const { xaxis, yaxis } = plot._fullLayout;
     const place = ({ x, y }) => [xaxis.d2p(x), yaxis.d2p(y)];
     const points = all.map(place);
-    const taken = [];
+    const marked = named.map(place), taken = [];
     const overlap = (a, b) => Math.max(0, Math.min(a[2], b[2]) - Math.max(a[0], b[0])) * Math.max(0, Math.min(a[3], b[3]) - Math.max(a[1], b[1]));
     const annotations = named.map((spot) => {
       const [px, py] = place(spot);
       const width = 7 * spot.text.length + 10;
-      const options = [[24, -22], [-24, -22], [24, 24], [-24, 24], [44, -44], [-44, -44], [44, 46], [-44, 46], [70, 0], [-70, 0]].map(([ax, ay], i) => {
+      const options = [[24, -22], [-24, -22], [24, 24], [-24, 24], [44, -44], [-44, -44], [44, 46], [-44, 46], [70, 0], [-70, 0],
+        [24, -70], [24, 72], [90, -70], [90, 72], [130, -30], [130, 34], [170, -64], [170, 64]].map(([ax, ay], i) => {
         const left = ax < 0 ? px + ax - width : px + ax;
         const box = [left, py + ay - 10, left + width, py + ay + 10];
         const outside = box[0] < 0 || box[2] > xaxis._length || box[1] < 0 || box[3] > yaxis._length;
-        const hit = points.filter(([x, y]) => x > box[0] - 6 && x < box[2] + 6 && y > box[1] - 6 && y < box[3] + 6).length;
+        const under = ([x, y]) => x > box[0] - 8 && x < box[2] + 8 && y > box[1] - 8 && y < box[3] + 8;
+        // A name that hides a pick or the baseline is worse than one far away.
+        const hit = points.filter(under).length + 5 * marked.filter(under).length;
         return { ax, ay, box, cost: i + 20 * hit + taken.reduce((sum, other) => sum + overlap(box, other), 0) + (outside ? 1000 : 0) };
       });
       const best = options.reduce((a, b) => (b.cost < a.cost ? b : a));

@@ -47,6 +47,7 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         _lead(report),
         *_answer(report),
         picks,
+        f"Trial {recommended['trial']} in figures:" if recommended else "",  # tables that follow each other are shown as one
         _metrics_table(report, recommended) if recommended else "",
         _bullets("Why:", (recommended or {}).get("reasons")),
         _bullets("Besides the JSON it takes:", (recommended or {}).get("script_side_changes"), plain=False),

@@ -102,7 +102,7 @@ def _plot(found: Sequence[Scale]) -> Html:
         return el("line", x1=f"{x1:.1f}", y1=f"{y1:.1f}", x2=f"{x2:.1f}", y2=f"{y2:.1f}", style=style)
 
     def text(words: str, at_x: float, at_y: float, anchor: str = "middle") -> Html:
-        return el("text", words, x=f"{at_x:.1f}", y=f"{at_y:.1f}", text_anchor=anchor, style="fill:var(--muted);font-size:13px")
+        return el("text", words, x=f"{at_x:.1f}", y=f"{at_y:.1f}", text_anchor=anchor, class_="tick")
 
     step = max(1, round(top / 5)) if top > 2.5 else 0.5
     ticks = [i * step for i in range(int(top / step) + 1)]
@@ -119,5 +119,10 @@ def _plot(found: Sequence[Scale]) -> Html:
         marks.append(el("circle", cx=f"{x(scale.world_size):.1f}", cy=f"{y(scale.speedup):.1f}", r=5, style="fill:var(--accent)"))
     label = "Speed-up over ranks; dashed is the ideal; the table holds the same"
     return el(
-        "svg", *marks, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, style="width:100%;max-width:760px;display:block"
+        "svg",
+        *marks,
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label=label,
+        style="width:100%;max-width:760px;display:block;margin:0 auto",
     )

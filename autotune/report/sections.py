@@ -1,4 +1,4 @@
-"""The sections of the page that its script draws: knobs, search, steps, losses."""
+"""The sections of the page that its script draws: front, knobs, search, steps, losses, forecasts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,69 @@ from typing import Any
 from autotune.analysis.effects import Effect, Effects
 from autotune.objective import METRICS
 from autotune.report import StudyReport
-from autotune.report.elements import Html, each, el, group
+from autotune.report.elements import Html, breakable, choice, controls, each, el, group, plot, section
 from autotune.report.plots import said
 
 # Knobs that hardly matter, and values of a knob, beyond these are left to the JSON.
 MOST_KNOBS, MOST_LEVELS = 8, 6
 
 
-def axis(name: str, metrics: Sequence[str], chosen: int) -> Html:
-    """A choice among the metrics."""
-    return el(
-        "select", each(el("option", METRICS[metric].label, value=i, selected=i == chosen) for i, metric in enumerate(metrics)), id=name
+def front(report: StudyReport) -> Html:
+    """The front over two metrics to choose, and over three."""
+    metrics = _labels(report.metric_names())
+    if not report.points() or len(metrics) < 2:
+        return section("Front", "front", "Fewer than two metrics were measured, so there is nothing to plot.")
+    note = (
+        "Filled points are the study’s front: no other trial beats them on every objective."
+        " The dotted line is the front of the two axes alone. Bars are 95 % intervals."
     )
+    return section(
+        "Front",
+        "front",
+        note,
+        controls(
+            choice("Across", "front-x", metrics, chosen="0"),
+            choice("Up", "front-y", metrics, chosen="1"),
+            el("label", el("input", type="checkbox", id="front-log"), " logarithmic", class_="check"),
+        ),
+        el("div", class_="legend", id="front-legend"),
+        plot("front-plot", "The trials by two metrics; the table below holds the same numbers", low=False),
+        _solid(metrics) if len(metrics) > 2 else None,
+    )
+
+
+def _solid(metrics: Mapping[str, str]) -> Html:
+    axes = (("Across", "solid-x", "0"), ("Deep", "solid-y", "1"), ("Up", "solid-z", "2"))
+    return group(
+        el("h3", "In three dimensions"),
+        controls(each(choice(label, name, metrics, chosen=chosen) for label, name, chosen in axes)),
+        el(
+            "div",
+            el("canvas", id="solid", tabindex=0, role="img", aria_label="The trials by three metrics; drag or use the arrow keys to turn"),
+            el("p", class_="tip", hidden=True),
+            class_="plot",
+            id="solid-plot",
+        ),
+        el("p", "Drag it or use the arrow keys to turn it; each stem stands on the floor below its point.", class_="note"),
+    )
+
+
+def _labels(metrics: Sequence[str]) -> dict[str, str]:
+    """Metrics to choose from, by their place among those that the page's script knows."""
+    return {str(i): METRICS[metric].label for i, metric in enumerate(metrics)}
 
 
 def knob(report: StudyReport, mattered: Sequence[Effects]) -> Html | None:
     """Every trial as a line through its knobs, and what each knob is worth."""
     if len(report.points()) < 2:
         return None
-    metrics = report.metric_names()
+    metrics = _labels(report.metric_names())
     note = "Each line is a trial, coloured by a metric. Choose a value on an axis to see only its trials; choose it again to let go."
-    return group(
-        el("h2", "Knobs", id="knobs"),
-        el("p", note, class_="note"),
-        el("div", el("label", "Colour ", axis("parallel-metric", metrics, min(1, len(metrics) - 1))), class_="controls"),
+    return section(
+        "Knobs",
+        "knobs",
+        note,
+        controls(choice("Colour", "parallel-metric", metrics, chosen=str(min(1, len(metrics) - 1)))),
         el(
             "div",
             el("div", el("canvas", id="parallel", role="img", aria_label="Trials by knob; the table holds the same"), class_="wide"),
@@ -72,10 +111,10 @@ def _effect(metric: str, effect: Effect) -> Html:
     smaller = METRICS[metric].direction == "minimize"
     reference, *others = effect.levels
     others = sorted(others, key=lambda level: level.factor if smaller else -level.factor)[:MOST_LEVELS]
-    worth = [f"{said(level.value)} {level.factor - 1:+.0%}" for level in others]
+    worth = [f"{said(level.value)} {f'{level.factor - 1:+.0%}'.replace('-0%', '±0%').replace('+0%', '±0%')}" for level in others]
     return el(
         "div",
-        el("p", el("b", effect.knob.rsplit(".", 1)[-1]), el("span", f"{effect.share:.0%}"), class_="of"),
+        el("p", el("b", breakable(effect.knob.rsplit(".", 1)[-1])), el("span", f"{effect.share:.0%}"), class_="of"),
         el("div", el("i", style=f"width:{min(100.0, 100 * effect.share):.1f}%"), class_="share", aria_hidden="true"),
         el("p", f"{said(reference.value)}: ", ", ".join(worth), class_="muted"),
         class_="effect",
@@ -86,46 +125,30 @@ def progress(report: StudyReport) -> Html | None:
     """How the search progressed."""
     if len(report.trials) < 2:
         return None
-    measures = [("gain", "compromise of the objectives"), *((name, METRICS[name].label) for name in report.metric_names(all_metrics=False))]
-    if report.baseline is None:
-        measures = measures[1:]
+    measures = {"gain": "compromise of the objectives"} if report.baseline is not None else {}
+    measures |= {name: METRICS[name].label for name in report.metric_names(all_metrics=False)}
     note = (
         "Each trial at the time when it ended, and the best so far. Time is that of the trials alone; crosses ended without a measurement."
     )
-    return group(
-        el("h2", "Search", id="progress"),
-        el("p", note, class_="note"),
-        el(
-            "div",
-            el("label", "Up ", el("select", each(el("option", label, value=name) for name, label in measures), id="progress-y")),
-            el("label", "Across ", el("select", el("option", "time", value="at"), el("option", "trials", value="trial"), id="progress-x")),
-            class_="controls",
-        ),
-        el("div", class_="plot low", id="progress-plot", role="img", aria_label="The best configuration so far over time"),
+    return section(
+        "Search",
+        "progress",
+        note,
+        controls(choice("Up", "progress-y", measures), choice("Across", "progress-x", {"at": "time", "trial": "trials"})),
+        plot("progress-plot", "The best configuration so far over time"),
     )
 
 
 def forecast(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Html:
     """What was forecast against what was measured."""
     notes = [_forecast_note(name, points) for name, points in found.items()]
-    return group(
-        el("h2", "Forecasts", id="forecasts"),
-        el(
-            "p",
-            "Before each trial the ones before it led to expect this; bars are 90 % intervals, on the line the forecast was right.",
-            class_="note",
-        ),
+    return section(
+        "Forecasts",
+        "forecasts",
+        "Before each trial the ones before it led to expect this; bars are 90 % intervals, on the line the forecast was right.",
         el("ul", each(el("li", note) for note in notes), class_="plain note"),
-        el(
-            "div",
-            el(
-                "label",
-                "Metric ",
-                el("select", each(el("option", METRICS[name].label, value=name) for name in found), id="forecast-metric"),
-            ),
-            class_="controls",
-        ),
-        el("div", class_="plot low", id="forecast-plot", role="img", aria_label="Measured against forecast"),
+        controls(choice("Metric", "forecast-metric", {name: METRICS[name].label for name in found})),
+        plot("forecast-plot", "Measured against forecast"),
     )
 
 
@@ -142,18 +165,17 @@ def step() -> Html:
         "The time of each optimizer step of the chosen trials, warm-up included (dotted, and not counted). Long trials are drawn in pieces:"
         " the line is a piece’s median, the band reaches to its longest step."
     )
-    return group(
-        el("h2", "Steps", id="steps"),
-        el("p", note, class_="note"),
-        el(
-            "div",
+    return section(
+        "Steps",
+        "steps",
+        note,
+        controls(
             el("label", "Trials ", el("input", type="text", id="steps-trials", inputmode="numeric", autocomplete="off")),
             el("label", el("input", type="checkbox", id="steps-log"), " logarithmic", class_="check"),
             el("span", class_="muted", id="steps-said", role="status"),
-            class_="controls",
         ),
         el("div", class_="legend", id="steps-legend"),
-        el("div", class_="plot low", id="steps-plot", role="img", aria_label="Step times of the chosen trials"),
+        plot("steps-plot", "Step times of the chosen trials"),
     )
 
 
@@ -163,11 +185,11 @@ def loss() -> Html:
         "Training loss, from the same weights and in the same order of data; each point is the mean over a piece of the curve."
         " Over samples, configurations that learn alike lie on each other; over seconds, the faster one lies to the left."
     )
-    axes = each(el("option", axis, value=axis) for axis in ("samples", "seconds", "steps"))
-    return group(
-        el("h2", "Losses", id="losses"),
-        el("p", note, class_="note"),
-        el("div", el("label", "Across ", el("select", axes, id="loss-x")), class_="controls"),
+    return section(
+        "Losses",
+        "losses",
+        note,
+        controls(choice("Across", "loss-x", {axis: axis for axis in ("samples", "seconds", "steps")})),
         el("div", class_="legend", id="loss-legend"),
-        el("div", class_="plot low", id="loss-plot", role="img", aria_label="Training loss of the trials"),
+        plot("loss-plot", "Training loss of the trials"),
     )

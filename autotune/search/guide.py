@@ -308,9 +308,9 @@ class Guide:
         seen, _ = state.costs(held)
         n_metrics = len(self.metrics)
         if self.weights is not None:
-            # Most objectives follow from the step time, so that their errors go together.
-            share = np.asarray(self.weights, dtype=float) / sum(self.weights)
-            return acquisition.expected_improvement(mean @ share, sd @ share, (seen @ share).min())
+            # With a handful of trials there is no time to look where little is known: what is expected to be best is next.
+            expected = mean @ (np.asarray(self.weights, dtype=float) / sum(self.weights))
+            return np.asarray(np.exp(expected.min() - expected), dtype=float)
         turn = n_told % (2 * n_metrics)
         if n_metrics == 1 or turn % 2 == 1:
             column = turn // 2 if n_metrics > 1 else 0

@@ -261,5 +261,8 @@ def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int)
     if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
         return None, None
     # What a collective took is told apart from the phase that it lay in.
-    inner = sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "reduce")) / candidate.gradient_accumulation_steps
+    inner = (
+        sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "recompute", "reduce"))
+        / candidate.gradient_accumulation_steps
+    )
     return inner, inner + phases["step"] + phases.get("gather", 0.0)

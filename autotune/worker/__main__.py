@@ -12,10 +12,6 @@ def main(arguments: list[str]) -> int:
             from autotune.worker import server
 
             return server.serve(modules)
-        case ["once", trial_dir]:
-            from autotune.worker import server
-
-            return server.once(trial_dir)
         case ["rank", trial_dir, rank, listener]:
             from autotune.worker import run, server
 

@@ -101,6 +101,7 @@ class Hooks:
         self._unrecomputed = ""  # where recomputation was asked for and not carried out
         self._begun = self._reached = self._inside_backward = self._ragged = self._summed = False
         self._skipped = self._skipped_before = 0
+        self._afterwards: Iterator[None] | None = None
         self._losses: list[torch.Tensor] = []
         self._blocks: list[torch.nn.Module] = []
         self._sketch: Sketch | None = None
@@ -383,6 +384,9 @@ class Hooks:
             self.abort(error)
 
     def _boundary(self, meter: Meter) -> None:
+        if self._afterwards is not None:
+            self._go_on()
+            return
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
         self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
@@ -405,8 +409,15 @@ class Hooks:
                 self._watch.stop()
                 self._begun = True
             if self._begun and meter.done():
-                self._end()
+                self._afterwards = meter.afterwards()
+                self._go_on()
         self._restart_clock()
+
+    def _go_on(self) -> None:
+        """Has the next step taken apart or traced; ends the process when that is done."""
+        assert self._afterwards is not None
+        if next(self._afterwards, self) is self:
+            self._end()
 
     def _restart_clock(self) -> None:
         self._losses, self._skipped, self._ragged = [], 0, False

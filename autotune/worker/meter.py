@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,18 @@ from autotune import stats, trial
 from autotune.candidate import Candidate
 from autotune.trial import Observed, TrialRequest
 from autotune.worker import observe
+from autotune.worker.phases import PHASES, PhaseClock
 
 if TYPE_CHECKING:
+    from autotune.worker.kernels import Tracer
     from autotune.worker.run import Recorder
 
 # On CUDA, steps shorter than this are timed in windows, so that synchronising does not hide what overlaps.
 WINDOW_S = 0.05
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
 MOST_SKIPPED = 30
-# What a step is taken apart into.
-PHASES = ("data", "forward", "backward", "step")
+# Steps that are taken apart before the traced ones.
+APART = 3
 # An epoch ends with at most one smaller step; several in a row are the script's own way.
 MOST_RAGGED = 3
 
@@ -68,7 +71,9 @@ class Meter:
         self.elapsed_s = 0.0
         self.skipped = self.ragged = 0
         self._next_look = stats.SETUP_STEPS + stats.MIN_TIMED_STEPS
-        self._phase = ""
+        self._clock: PhaseClock | None = None
+        self._counting = False
+        self._tracer: Tracer | None = None
         memory.enter("first_step")
 
     def begin(self) -> None:
@@ -79,22 +84,54 @@ class Meter:
         self.recorder.enter("measure")
         self._busyness, self._cpu_before = observe.Busyness(), time.process_time()
 
-    def take_apart(self) -> None:
-        """Begins a step with the clock and the memory counters stopped after each phase; `enter` goes from one to the next."""
-        self.report.phase_times_s = dict.fromkeys(PHASES, 0.0)
-        self.synchronize()
-        self._phase, self._phase_start = "data", time.perf_counter()
+    def take_apart(self, *, counting: bool = True) -> None:
+        """Begins a step with the clock stopped after each phase; `enter` goes from one to the next.
+
+        Args:
+            counting: Read the memory counters at each phase, too; what gives memory back for that costs time.
+        """
+        self._clock, self._counting = PhaseClock(self.synchronize, self.request.world_size), counting
+        if isinstance(self.checkpointer, observe.Checkpointer):
+            self.checkpointer.timer = self._clock.recompute
+        self._clock.open("data")
 
     def enter(self, phase: str) -> None:
-        """In a step that is taken apart: closes the phase under way; a name that is no phase ends the step."""
-        if not self._phase or phase == self._phase:
+        """In a step that is taken apart or traced: closes the phase under way; a name that is no phase ends the step."""
+        phase = phase if phase in PHASES else ""
+        if self._tracer is not None:
+            self._tracer.enter(phase)
+        if self._clock is None or phase == self._clock.phase:
             return
-        self.synchronize()
-        self.report.phase_times_s[self._phase] += time.perf_counter() - self._phase_start
-        self._phase = phase if phase in PHASES else ""
-        if self._phase and phase != "data":
+        self._clock.close()
+        if not phase:
+            self.report.phase_times_s, self._clock = self._clock.end(), None
+            if isinstance(self.checkpointer, observe.Checkpointer):
+                self.checkpointer.timer = None
+            return
+        if self._counting and phase != "data":
             self.memory.enter(phase)
-        self._phase_start = time.perf_counter()
+        self._clock.open(phase)
+
+    def afterwards(self) -> Iterator[None]:
+        """What follows the measurement where a trace is wanted: steps taken apart, then traced ones; yields before each of them."""
+        if not self.request.traced_steps:
+            return
+        from autotune.worker.kernels import Tracer
+
+        tables = []
+        for _ in range(APART):
+            self.take_apart(counting=False)
+            yield
+            self.enter("")
+            tables.append(self.report.phase_times_s)
+        self.report.phase_times_s = {name: float(np.median([table[name] for table in tables])) for name in tables[0]}
+        self._tracer = Tracer(self.recorder.folder.path, self.report.rank, cuda=self.cuda)
+        for _ in range(self.request.traced_steps):
+            self.enter("data")
+            yield
+            self.enter("")
+        self.synchronize()
+        self.report.traced, self._tracer = self._tracer.finish(self.request.traced_steps), None
 
     def done(self) -> bool:
         """Whether the measurement may end; looks again after every tenth more of steps."""
@@ -117,6 +154,16 @@ class Meter:
         self.report.reason = f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
         return True
 
+    def _cores_used_by_others(self) -> float:
+        """Cores that other processes kept busy meanwhile, on the machine of the trial where they were most."""
+        rows: list[Any] = [None] * dist.get_world_size()
+        machine = observe.machine_id()
+        dist.all_gather_object(rows, (machine, time.process_time() - self._cpu_before))
+        others = self._busyness.cores_used_by_others(sum(cpu_s for where, cpu_s in rows if where == machine))
+        most = torch.tensor(others, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return float(most)
+
     def _highest_peak(self) -> float:
         """The highest memory peak of all ranks so far, as the trial's result will count it."""
         own = max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0])
@@ -133,9 +180,7 @@ class Meter:
         self.check_applied()
         self.report.peak_memory_bytes = self.memory.finish()
         self.report.reserved_memory_bytes, self.report.alloc_retries = self.memory.reserved_bytes, self.memory.alloc_retries
-        own_cpu = torch.tensor(time.process_time() - self._cpu_before, dtype=torch.float64, device=self.device)
-        dist.all_reduce(own_cpu)
-        others = self._busyness.cores_used_by_others(float(own_cpu))
+        others = self._cores_used_by_others()
         self.report.other_cores = others
         if others > trial.BUSY_CORES and self.report.rank == 0:
             self.report.caveats.append(f"the machine was busy: other processes used {others:.1f} cores while this trial was timed")

@@ -27,7 +27,7 @@ from autotune import UserError, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
-from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, TrialDir, TrialRequest, Workload
+from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, Traced, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe, samples, weights
 from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
@@ -45,7 +45,7 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
     Args:
         trial_dir: The trial's folder.
         rank: Number of this rank.
-        listener: Descriptor of the listening socket on which rank 0 keeps the ranks' store.
+        listener: Descriptor of the listening socket on which rank 0 keeps the ranks' store; -1 on another machine than its own.
     """
     recorder = Recorder(TrialDir(Path(trial_dir)), rank)
     try:
@@ -54,6 +54,8 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         _watch_memory(recorder, request)
         if request.mode == "inspect":
             trial.write(recorder.folder.workload, _inspect(request))
+        elif request.mode == "build":
+            _build(request)
         elif request.mode == "profile":
             from deepspeed.accelerator import get_accelerator
 
@@ -73,6 +75,13 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         complete(recorder)
     except BaseException as error:
         abort(recorder, error)
+
+
+def _build(request: TrialRequest) -> None:
+    from autotune.worker import ops
+
+    if int(os.environ["LOCAL_RANK"]) == 0 and ops.build(request.ops):
+        raise UserError(f"{', '.join(request.ops)} cannot be built; the log says why")
 
 
 def complete(recorder: Recorder) -> NoReturn:
@@ -128,6 +137,7 @@ class _Draft:
     gradient: GradientCheck | None = None
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
+    traced: Traced | None = None
 
 
 class Recorder:
@@ -150,7 +160,8 @@ class Recorder:
     def event(self, **what: Any) -> None:
         """Appends one line to the trial's event stream; a line is small enough to be written in one piece."""
         line = json.dumps({"time": time.time(), "rank": self.report.rank, **what}) + "\n"
-        descriptor = os.open(self.folder.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        events = self.folder.events_of(int(os.environ.get("GROUP_RANK", "0")))
+        descriptor = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, line.encode())
         os.close(descriptor)
 
@@ -194,7 +205,7 @@ def _watch_memory(recorder: Recorder, request: TrialRequest) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         return
     stated = limit is not None
-    share = limit if limit is not None else int(0.9 * observe.available_bytes() / request.world_size)
+    share = limit if limit is not None else int(0.9 * observe.available_bytes() / request.ranks_per_node)
     start = observe.resident_bytes()
 
     def on_excess(growth: int) -> None:
@@ -321,7 +332,7 @@ def prepare_device(request: TrialRequest) -> observe.Memory:
     if get_accelerator().device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # On CUDA too: an offloaded optimizer steps on the host, and each rank would take all cores for it.
-    torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.world_size, os.environ.get("OMP_NUM_THREADS")))
+    torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on CPU leaks 66 MiB of /dev/shm per rank for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return observe.Memory(get_accelerator().device_name())
@@ -367,14 +378,15 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
     """Joins the ranks over a store on the agent's own socket: no port is chosen, so none can be lost to others."""
     timeout = timedelta(seconds=request.deadline_s + 60)  # the agent's deadline comes first
     dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
-    port = int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         store = dist.TCPStore(
-            "127.0.0.1", port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+            host, port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
         )
     else:
-        socket.close(listener)
-        store = dist.TCPStore("127.0.0.1", port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        if listener >= 0:
+            socket.close(listener)
+        store = dist.TCPStore(host, port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
 
@@ -424,6 +436,8 @@ class _Trainer(Meter):
         while not self.done():
             self._window(self.window_steps())
         self.report.micro_step_s = self.micro_clock.medians_s()
+        for _ in self.afterwards():
+            self._phase_by_phase()
         if self.noise is not None:
             self.report.noise = self._noise_terms(self.noise)
         self.finish()
@@ -483,9 +497,16 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        total = torch.zeros((), device=self.device)
         skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
         self.take_apart()
+        loss = self._phase_by_phase()
+        self.enter("")
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        self.gather(wall, cpu, [loss], skipped=self.engine.skipped_steps - skipped)
+
+    def _phase_by_phase(self) -> torch.Tensor:
+        """One step, whoever watches told of each phase; its loss."""
+        total = torch.zeros((), device=self.device)
         done = False
         while not done:
             self.enter("data")
@@ -499,7 +520,4 @@ class _Trainer(Meter):
             self.enter("step")
             self._update()
             done = self.batches.step()
-        self.enter("")
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        total /= self.candidate.gradient_accumulation_steps
-        self.gather(wall, cpu, [total], skipped=self.engine.skipped_steps - skipped)
+        return total / self.candidate.gradient_accumulation_steps

@@ -24,9 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autotune import trial
 from autotune.trial import Exit, TrialDir, TrialRequest
+from autotune.worker import network
 
 # DeepSpeed imports these lazily inside `initialize`, at 2.4 CPU-seconds a rank; imported here they cost nothing there.
 LAZY_MODULES = (
@@ -43,6 +45,8 @@ LAZY_MODULES = (
     "autotune.worker.run",
 )
 PEER_GRACE_S = 1.5
+# How often an agent looks for the ends of a trial on other machines.
+LOOK_S = 0.3
 LOG_LIMIT_BYTES = 16 << 20
 LOG_HEAD_BYTES = LOG_TAIL_BYTES = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -57,16 +61,24 @@ class _Running:
 
     folder: TrialDir
     request: TrialRequest
+    node: int
     started_at: float
     ranks: dict[int, int]
     codes: dict[int, int] = field(default_factory=dict)
     first_failed: int | None = None
     first_failed_at: float = 0.0
+    failed_at: float | None = None
+    looked_at: float = 0.0
     killed: str | None = None
     pids: set[int] = field(default_factory=set)
     kernel_oom_before: int = 0
     others: frozenset[int] = frozenset()
     shared_before: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def group(self) -> int:
+        """The ranks' process group, which the first of them opens."""
+        return next(iter(self.ranks.values()), 0)
 
 
 class Agent:
@@ -88,10 +100,16 @@ class Agent:
         # Whatever a rank starts and leaves is handed to this process, so that it can be found and ended.
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def run(self, path: Path) -> Exit:
-        """Runs one trial to its end, whatever that is, and writes `exit.json`."""
+    def run(self, path: Path, node: int = 0, address: str = network.LOOPBACK) -> Exit:
+        """Runs this machine's ranks of one trial to their end, whatever that is, and writes how they ended.
+
+        Args:
+            path: The trial's folder.
+            node: Number of this machine among the trial's.
+            address: Where the others reach machine 0; ranks on one machine meet on its loopback.
+        """
         folder = TrialDir(path)
-        running = self._start(folder, trial.read(folder.request, TrialRequest))
+        running = self._start(folder, trial.read(folder.request, TrialRequest), node, address)
         try:
             while len(running.codes) < len(running.ranks):
                 self._wait(running)
@@ -104,39 +122,62 @@ class Agent:
         end = Exit(
             codes=running.codes,
             first_failed=running.first_failed,
+            failed_at=running.failed_at,
             killed=running.killed,
             kernel_oom=_kernel_ooms() > running.kernel_oom_before,
             wall_s=time.monotonic() - running.started_at,
             swept=swept,
         )
-        trial.write(folder.exit, end, sync=False)
+        trial.write(folder.node_exit(node, running.request.nodes), end, sync=running.request.nodes > 1)
         return end
 
-    def _start(self, folder: TrialDir, request: TrialRequest) -> _Running:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        running = _Running(folder, request, time.monotonic(), {}, kernel_oom_before=_kernel_ooms())
+    def _start(self, folder: TrialDir, request: TrialRequest, node: int, address: str) -> _Running:
+        running = _Running(folder, request, node, time.monotonic(), {}, kernel_oom_before=_kernel_ooms())
+        listener = None
+        if node == 0:
+            listener = network.listen(address if request.nodes > 1 else network.LOOPBACK)
+            host, port = (address if request.nodes > 1 else network.LOOPBACK), listener.getsockname()[1]
+            if request.nodes > 1:
+                trial.write(folder.master, {"host": host, "port": port})
+        else:
+            found = self._master(running)
+            if found is None:
+                return running
+            host, port = found
+        environment = network.environment(host, port, request.nodes)
         # What lives below this process already, an imported module started; it is not the trial's to end.
         running.others, running.shared_before = frozenset(_descendants(os.getpid(), dead=True)), frozenset(_shared_memory())
         sys.stdout.flush()
         sys.stderr.flush()
-        with listener:
+        with listener or contextlib.nullcontext():
             agent = os.getpid()
-            for rank in range(request.world_size):
+            for local_rank in range(request.ranks_per_node):
+                rank = node * request.ranks_per_node + local_rank
                 pid = os.fork()
                 if pid == 0:
-                    self._become_rank(running, rank, listener, agent)
+                    self._become_rank(running, rank, listener, environment, agent)
                 running.ranks[rank] = pid
                 running.pids.add(pid)
                 # Set on both sides of the fork: whoever comes first, the group exists before anybody needs it.
                 with contextlib.suppress(OSError):
-                    os.setpgid(pid, running.ranks[0])
+                    os.setpgid(pid, running.group)
         return running
 
-    def _become_rank(self, running: _Running, rank: int, listener: socket.socket, agent: int) -> None:
+    def _master(self, running: _Running) -> tuple[str, int] | None:
+        """Waits until machine 0 has said where the ranks meet; None if the trial ended meanwhile."""
+        while not running.killed:
+            if running.folder.master.name in running.folder.names():
+                said = json.loads(running.folder.master.read_text())
+                return str(said["host"]), int(said["port"])
+            self._wait(running)
+            self._judge(running)
+        return None
+
+    def _become_rank(self, running: _Running, rank: int, listener: socket.socket | None, environment: dict[str, str], agent: int) -> None:
         folder = running.folder
         try:
             with contextlib.suppress(OSError):
-                os.setpgid(0, running.ranks.get(0, 0))
+                os.setpgid(0, running.group)
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != agent:  # it died before we asked to be told
                 os._exit(1)
@@ -148,10 +189,11 @@ class Agent:
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
             _expose_to_oom_killer()
-            os.environ.update(rank_environment(rank, running.request.world_size, listener.getsockname()[1]))
-            descriptor = listener.fileno()
+            os.environ.update(rank_environment(rank, running.request) | environment)
+            descriptor = listener.fileno() if listener is not None else -1
             if not self.warm:
-                os.set_inheritable(descriptor, True)
+                if listener is not None:
+                    os.set_inheritable(descriptor, True)
                 command = [sys.executable, "-m", "autotune.worker", "rank", str(folder.path), str(rank), str(descriptor)]
                 os.execv(sys.executable, command)
             from autotune.worker import run
@@ -175,7 +217,7 @@ class Agent:
         if self.commands in ready and self.commands is not None:
             data = os.read(self.commands, 65536)
             self.orphaned = not data
-            if self.orphaned or b"cancel" in data:
+            if self.orphaned or b'"cancel"' in data:
                 self._kill(running, "cancel")
 
     def _reap(self, running: _Running) -> None:
@@ -187,12 +229,16 @@ class Agent:
             running.codes[rank] = os.waitstatus_to_exitcode(status)
             failed = running.codes[rank] != 0 or not running.folder.report(rank).exists()
             if failed and running.first_failed is None and running.killed is None:
-                running.first_failed, running.first_failed_at = rank, time.monotonic()
+                running.first_failed, running.first_failed_at, running.failed_at = rank, time.monotonic(), time.time()
 
     def _judge(self, running: _Running) -> None:
         now = time.monotonic()
-        ended_early = running.first_failed is not None and now - running.first_failed_at > PEER_GRACE_S
-        if len(running.codes) == len(running.ranks) or running.killed:
+        if running.request.nodes > 1 and not running.first_failed_at and now - running.looked_at > LOOK_S:
+            running.looked_at = now
+            if _failed_elsewhere(running):
+                running.first_failed_at = now
+        ended_early = running.first_failed_at and now - running.first_failed_at > PEER_GRACE_S
+        if (running.ranks and len(running.codes) == len(running.ranks)) or running.killed:
             return
         if ended_early:
             self._kill(running, "peer")
@@ -201,8 +247,10 @@ class Agent:
 
     def _kill(self, running: _Running, why: str) -> None:
         running.killed = running.killed or why
+        if not running.ranks:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(running.ranks[0], signal.SIGKILL)
+            os.killpg(running.group, signal.SIGKILL)
         for rank, pid in running.ranks.items():
             if rank not in running.codes:
                 with contextlib.suppress(ProcessLookupError):
@@ -230,10 +278,18 @@ class Agent:
         return sorted({*swept, *_remove_stale_locks()})
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables that torch, DeepSpeed and the user's code expect in a rank, as torchrun sets them."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
-    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:
+    """The variables that torch, DeepSpeed and the user's code expect in a rank, as torchrun sets them, but for the place to meet."""
+    local = request.ranks_per_node
+    node, local_rank = divmod(rank, local)
+    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": request.world_size, "LOCAL_WORLD_SIZE": local, "LOCAL_SIZE": local}
+    return {name: str(value) for name, value in names.items()} | {"GROUP_RANK": str(node)}
+
+
+def _failed_elsewhere(running: _Running) -> bool:
+    """Whether another machine's agent has said that the trial ended badly there."""
+    others = trial.ends(running.folder, running.request.nodes)
+    return any(end.killed or end.first_failed is not None for node, end in others.items() if node != running.node)
 
 
 def serve(modules: Sequence[str]) -> int:
@@ -250,16 +306,9 @@ def serve(modules: Sequence[str]) -> int:
     _answer(answers, {"ready": True, "warm": agent.warm, "reason": reason or ""})
     for command in _commands(0):
         if "run" in command:
-            agent.run(Path(command["run"]))
+            agent.run(Path(command["run"]), int(command.get("node", 0)), command.get("address", network.LOOPBACK))
         if agent.orphaned:
             break
-    return 0
-
-
-def once(trial_dir: str) -> int:
-    """Runs one trial without a warm server, for engines that start a process per trial."""
-    agent = Agent(warm=False, commands=None)
-    agent.run(Path(trial_dir))
     return 0
 
 
@@ -335,7 +384,7 @@ def import_lazy_modules() -> None:
             importlib.import_module(name)
 
 
-def _commands(source: int) -> Iterator[dict[str, str]]:
+def _commands(source: int) -> Iterator[dict[str, Any]]:
     """Commands one by one; byte by byte, so that a cancel right behind a run stays in the pipe for whoever watches the run."""
     line = b""
     while byte := os.read(source, 1):

@@ -12,57 +12,24 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from zoo import Zoo, assert_nothing_left, build_locks, shared_memory, wait_until
+from zoo import CLEAN, ENDS, MIB, End, Zoo, assert_nothing_left, build_locks, shared_memory, wait_until
 
 from autotune import UserError, trial
-from autotune.executors import base, local
+from autotune.executors import base, host
 from autotune.executors.base import Status
-from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.executors.host import extensions_dir
+from autotune.executors.local import LocalExecutor
 from autotune.trial import Exit, Outcome
-
-MIB = 1 << 20
-CLEAN = {"max_steps": 4, "budget_s": 0.0}
 
 
 @pytest.fixture(scope="session")
 def reference(executor: LocalExecutor, tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
     """Losses of a well-behaved trial on the session's server."""
     return Zoo(executor, tmp_path_factory.mktemp("reference")).run("ok", **CLEAN).losses
-
-
-@dataclass(frozen=True)
-class End:
-    """How a trial of the zoo must end."""
-
-    model: str
-    outcome: Outcome
-    reason: str
-    phase: str
-    rank: int | None = None
-    what: dict[str, Any] | None = None
-
-
-ENDS = [
-    End("oom", Outcome.OOM, r"^rank \d grew to 3\d\d MiB, over the stated device memory of 300 MiB$", "warmup",
-        what={"micro": 64, "device_memory_bytes": 300 * MIB}),
-    End("oom_alloc", Outcome.OOM, r"can't allocate memory: you tried to allocate 70368744177664 bytes", "warmup"),
-    End("hang", Outcome.TIMEOUT, r"^no end within 4 s$", "measure", what={"deadline_s": 4.0}),
-    End("crash_rank1", Outcome.CRASHED, r"^ValueError: rank 1 dislikes this batch$", "measure", rank=1),
-    End("segv", Outcome.CRASHED, r"^rank 1 was killed by signal 11$", "measure", rank=1),
-    End("exit0", Outcome.CRASHED, r"^rank \d exited with status 0 but wrote no result$", "measure"),
-    End("nan", Outcome.DIVERGED, r"^the loss was not finite at step 4$", "measure"),
-    End("raises", Outcome.CRASHED, r"^FileNotFoundError: no pretrained weights at weights.pt$", "build"),
-    End("import_error", Outcome.CRASHED, r"^ModuleNotFoundError: No module named 'a_package_that_nobody_has'$", "import"),
-    End("dataloader", Outcome.CRASHED, r"^dataloader.py: data\(\) returned a DataLoader; return its dataset, since .*$", "build"),
-    End("tiny_data", Outcome.CRASHED, r"^data\(\) has 6 samples, but one optimizer step needs 8$", "build"),
-    End("wrong_batch", Outcome.NOT_APPLIED, r"^micro_batch_size: 4 was asked for, 2 ran$", "warmup"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.model)
@@ -259,10 +226,10 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytes
 
 def test_a_sweep_ends_what_bears_the_mark_and_nothing_else() -> None:
     command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    marked = subprocess.Popen(command, env={**os.environ, local.MARK: "one"}, start_new_session=True)
-    other = subprocess.Popen(command, env={**os.environ, local.MARK: "another"})
+    marked = subprocess.Popen(command, env={**os.environ, host.MARK: "one"}, start_new_session=True)
+    other = subprocess.Popen(command, env={**os.environ, host.MARK: "another"})
     try:
-        assert wait_until(lambda: marked.pid in local.sweep("one"))
+        assert wait_until(lambda: marked.pid in host.sweep("one"))
         assert marked.wait(5) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -292,7 +259,7 @@ def marked(mark: str) -> list[int]:
     found = []
     for pid in psutil.pids():
         try:
-            if f"{local.MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if f"{host.MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
         except OSError:
             continue

@@ -222,9 +222,41 @@ def test_the_budget_comes_before_the_samples(zoo: Zoo) -> None:
 
 def test_a_step_is_taken_apart(measured: Callable[..., TrialResult]) -> None:
     result = measured("gpt_tiny", gradient_accumulation_steps=2)
-    assert set(result.phase_times_s) == {"data", "forward", "backward", "step"}
+    assert set(result.phase_times_s) == {"data", "forward", "backward", "step", "reduce", "gather", "wait"}
     assert all(seconds > 0 for seconds in result.phase_times_s.values())
     assert set(result.startup_s) == {"import", "build", "initialize"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_collectives_take_is_told_apart_at_every_stage(measured: Callable[..., TrialResult], stage: int) -> None:
+    phases = measured("gpt_tiny", precision="fp32", zero_stage=stage, checkpoint_every=0).phase_times_s
+    assert phases["reduce"] > 0 and phases["gather"] > 0 and phases["wait"] > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_recomputed_is_told_apart_from_backward(measured: Callable[..., TrialResult], stage: int) -> None:
+    phases = measured("gpt_tiny", precision="fp32", zero_stage=stage, checkpoint_every=1).phase_times_s
+    assert 0 < phases["recompute"] < 2 * phases["backward"] and phases["forward"] > 0
+
+
+def test_waiting_for_a_slow_rank_is_no_communication(zoo: Zoo) -> None:
+    zoo.run("slow_rank", **STEPS)
+    quick, slow = (report.phase_times_s for report in trial.reports(zoo.folder, 2).values())
+    assert quick["wait"] > 0.02 > slow["wait"] and slow["forward"] > 0.03 > quick["reduce"]
+
+
+@pytest.mark.slow
+def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo: Zoo) -> None:
+    result = zoo.run("gpt_tiny", zero_stage=2, traced_steps=2, **STEPS)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert len(result.step_times_s) == 6
+    for rank, report in trial.reports(zoo.folder, 2).items():
+        traced = report.traced
+        assert traced is not None and (zoo.folder.path / traced.file).stat().st_size > 10_000, rank
+        assert set(traced.spans_s) == {"data", "forward", "backward", "step"}
+        assert traced.kinds_s["forward"]["products"] > 0 and traced.kinds_s["backward"]["products"] > 0
+        assert 0 <= traced.hidden_s <= traced.messages_s < sum(traced.spans_s.values())
+        assert traced.operations[0].seconds >= traced.operations[-1].seconds > 0
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank(zoo: Zoo, write_model: Callable[[str], Path]) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from autotune import UserError, plan
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor, extensions_dir
+from autotune.executors.host import extensions_dir
+from autotune.executors.local import LocalExecutor
 from autotune.invocation import Invocation
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialRequest
@@ -171,7 +172,10 @@ def test_every_style_of_loop_moves_as_far_as_it_can(planned, measure, style, ove
     result = measure(found, zero_stage=1, **changes)
     assert result.outcome is Outcome.COMPLETE, result.reason
     assert result.samples_per_step == changes.get("micro_batch_size", 8) * changes.get("gradient_accumulation_steps", expected[1])
-    assert all(seconds > 0 for seconds in result.phase_times_s.values()) and len(result.phase_times_s) == 4
+    assert (
+        all(seconds > 0 for seconds in result.phase_times_s.values())
+        and {"data", "forward", "backward", "step"} <= result.phase_times_s.keys()
+    )
 
 
 def test_what_cannot_run_otherwise_is_frozen_with_the_reason(planned):

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune import trial
-from autotune.trial import Exit, TrialDir, TrialRequest, Workload
-from autotune.worker import server
+from autotune.trial import TrialDir, TrialRequest
+from autotune.worker import network, server
 
 MIB = 1 << 20
 
@@ -23,7 +22,7 @@ MIB = 1 << 20
 def running(path: Path, *, pids: set[int] = frozenset(), ranks: int = 1) -> server._Running:  # type: ignore[assignment]
     """A trial that has only begun."""
     path.mkdir(exist_ok=True)
-    began = server._Running(TrialDir(path), TrialRequest(target="model.py"), time.monotonic(), dict.fromkeys(range(ranks), -1))
+    began = server._Running(TrialDir(path), TrialRequest(target="model.py"), 0, time.monotonic(), dict.fromkeys(range(ranks), -1))
     began.pids = set(pids)
     began.shared_before = frozenset(server._shared_memory())
     return began
@@ -92,9 +91,10 @@ def test_nameless_shared_memory_is_the_trials_only_if_nobody_alive_maps_it(tmp_p
 
 
 def test_a_rank_finds_the_variables_that_torchrun_sets() -> None:
-    variables = server.rank_environment(1, 2, 29500)
+    request = TrialRequest(target="", world_size=4, nodes=2)
+    variables = server.rank_environment(3, request) | network.environment("127.0.0.1", 29500, 1)
     assert variables == {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
     }  # fmt: skip
 
@@ -108,15 +108,12 @@ def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
     assert server.tried_in_a_fork(lambda: os.kill(os.getpid(), 9)) == "exit status -9"
 
 
-@pytest.mark.slow
-def test_one_trial_runs_without_a_server(tmp_path: Path, models: Path) -> None:
-    """For engines that start a process for each trial."""
-    folder = TrialDir(tmp_path)
-    trial.write(folder.request, TrialRequest(target=str(models / "tied.py"), mode="inspect"))
-    done = subprocess.run([sys.executable, "-m", "autotune.worker", "once", str(tmp_path)], check=False)
-    assert done.returncode == 0
-    assert trial.read(folder.exit, Exit).codes == {0: 0}
-    assert trial.read(folder.workload, Workload).n_blocks == 0
+def test_gloo_takes_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the server has it for trials on one machine
+    assert network.environment("127.0.0.1", 29500, 2)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert network.interface_to("no.such.host.invalid", 29500) is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert "GLOO_SOCKET_IFNAME" not in network.environment("127.0.0.1", 29500, 2)  # the user's own
 
 
 def test_an_unknown_role_is_refused() -> None:

@@ -1,0 +1,231 @@
+"""The agent of a machine that an engine gave us: takes orders from a shared folder, runs them on a warm server, says how they ended.
+
+    python -m autotune.executors.agent SPOOL [--node N] [--address HOST] [--lifeline]
+
+It is the same on every engine; an engine only has to start one on each machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from autotune import UserError, trial
+from autotune.executors.base import Status
+from autotune.executors.local import LocalExecutor
+from autotune.trial import Exit, TrialDir, TrialRequest
+
+TICK_S = 0.05
+LOST = "the process that watched the ranks died"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the agents of a study need to know.
+
+    Attributes:
+        modules: What the user's target imports; the warm servers import it once.
+        environment: Variables that the user's launch command sets.
+        exported: Variables of the coordinator's that hold on other machines too.
+        working_dir: Where the coordinator runs.
+        idle_s: An agent ends when for so long no coordinator has been heard of.
+    """
+
+    modules: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    exported: dict[str, str] = field(default_factory=dict)
+    working_dir: str = ""
+    idle_s: float = 600.0
+
+
+class Spool:
+    """The folder that a coordinator and its agents share: orders go in, and who took them up is written there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "settings.json"
+        self.orders = path / "orders.jsonl"
+        self.alive = path / "alive"
+
+    def node(self, node: int) -> Path:
+        """What the agent of a machine says of itself."""
+        return self.path / f"node-{node}.json"
+
+    def log(self, node: int) -> Path:
+        """Where the warm server of a machine writes."""
+        return self.path / f"node-{node}.log"
+
+    def order(self, what: Mapping[str, Any]) -> None:
+        """Appends an order."""
+        with open(self.orders, "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def ordered(self) -> list[dict[str, Any]]:
+        """All orders so far; opening the file anew shows on NFS what was appended meanwhile."""
+        try:
+            lines = self.orders.read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def quiet_s(self) -> float:
+        """For how long no coordinator has been heard of."""
+        try:
+            return max(0.0, time.time() - self.alive.stat().st_mtime)
+        except FileNotFoundError:
+            return float("inf")
+
+    def said(self, node: int) -> dict[str, Any]:
+        """What the agent of a machine has said of itself; nothing if it has not."""
+        try:
+            return dict(json.loads(self.node(node).read_text()))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+
+class Terminated(BaseException):
+    """The engine ends this agent."""
+
+
+class Agent:
+    """Runs the orders of a spool on this machine.
+
+    Args:
+        spool: The folder.
+        node: Number of this machine.
+        address: Where the others reach the first machine.
+        lifeline: Standard input stays open as long as the agent is wanted.
+    """
+
+    def __init__(self, spool: Spool, node: int, address: str, *, lifeline: bool) -> None:
+        self.spool, self.node, self.address, self.lifeline = spool, node, address, lifeline
+        self.settings = trial.read(spool.settings, Settings)
+        self.executor = LocalExecutor(self.settings.modules, spool.log(node), self.settings.environment)
+        self._heard = time.monotonic()
+
+    def serve(self) -> int:
+        """Runs orders until there is to be none; returns the exit status."""
+        try:
+            self.executor.start()
+        except UserError as error:
+            trial.write(self.spool.node(self.node), {"failed": str(error)})
+            print(error, file=sys.stderr)
+            return 1
+        try:
+            return self._serve()
+        except Terminated:
+            return 143
+        finally:
+            self.executor.close()
+
+    def _serve(self) -> int:
+        cold = self.executor.cold_reason
+        trial.write(self.spool.node(self.node), {"host": socket.gethostname(), "pid": os.getpid(), "cold_reason": cold})
+        n_done = 0
+        while True:
+            orders = self.spool.ordered()
+            for order in orders[n_done:]:
+                n_done += 1
+                if "end" in order:
+                    return 0
+                if self.node < order["nodes"]:
+                    self._run(TrialDir(Path(order["run"])), order["key"])
+                    self._heard = time.monotonic()
+            if self._is_orphaned() or time.monotonic() - self._heard > self.settings.idle_s < self.spool.quiet_s():
+                return 0
+            time.sleep(TICK_S)
+
+    def _run(self, folder: TrialDir, key: str) -> None:
+        """Runs this machine's part of a trial, unless it was given up meanwhile."""
+        try:
+            request = trial.read(folder.request, TrialRequest)
+        except (FileNotFoundError, ValueError):
+            return
+        if key_of(folder) != key:
+            return
+        end = folder.node_exit(self.node, request.nodes)
+        trial.write(folder.node(self.node), {"host": socket.gethostname(), "since": time.time()})
+        job = None
+        try:
+            job = self.executor.submit_part(folder, end, {"node": self.node, "address": self.address} if request.nodes > 1 else {})
+            status = self._watch(job, folder)
+            if status is Status.LOST:
+                trial.write(end, Exit(codes={}, killed="lost", note=LOST))
+        except UserError as error:
+            trial.write(end, Exit(codes={}, killed="lost", note=str(error)))
+        except Terminated:
+            if job is not None:
+                job.cancel()
+            if folder.path.exists():
+                found = trial.read(end, Exit) if end.exists() else Exit(codes={})
+                if found.killed is not None or any(found.codes.values()) or not found.codes:  # the engine's signal met the ranks too
+                    trial.write(end, Exit(codes=found.codes, killed="cancel", wall_s=found.wall_s, swept=found.swept))
+            raise
+
+    def _watch(self, job: Any, folder: TrialDir) -> Status:
+        while (status := job.poll()) is Status.RUNNING:
+            if self._is_orphaned() or folder.cancel.name in folder.names():
+                job.cancel()
+            time.sleep(TICK_S)
+        return Status(status)
+
+    def _is_orphaned(self) -> bool:
+        if not self.lifeline:
+            return False
+        ready, _, _ = select.select([0], [], [], 0)
+        return bool(ready) and not os.read(0, 4096)
+
+
+def key_of(folder: TrialDir) -> str:
+    """Which order the files of a trial's folder belong to."""
+    try:
+        return str(json.loads(folder.job.read_text())["key"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return ""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    def end(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough
+        raise Terminated
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end)
+    yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the agent of this machine."""
+    parser = argparse.ArgumentParser(prog="python -m autotune.executors.agent")
+    parser.add_argument("spool", type=Path)
+    parser.add_argument("--node", type=int, default=int(os.environ.get("SLURM_PROCID", "0")))
+    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--lifeline", action="store_true")
+    given = parser.parse_args(arguments)
+    spool = Spool(given.spool)
+    settings = trial.read(spool.settings, Settings)
+    os.environ.update(settings.exported)
+    if settings.working_dir and Path(settings.working_dir).is_dir():
+        os.chdir(settings.working_dir)
+    try:
+        with _terminable():
+            return Agent(spool, given.node, given.address, lifeline=given.lifeline).serve()
+    except Terminated:
+        return 143
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""Machines from Ray: a placement group holds them, and an actor on each runs the agent.
+
+Where they share no file system with the coordinator, Ray carries the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune import UserError, trial
+from autotune.executors.agent import Settings, Spool, key_of
+from autotune.executors.agents import Refused, Standing, no_turn
+from autotune.executors.base import Status
+from autotune.target import sources
+from autotune.trial import TrialDir, TrialRequest
+
+OPTIONS = {
+    "address": "the cluster's address, as HOST:PORT (default: RAY_ADDRESS, else the cluster that runs on this machine)",
+    "cpus_per_rank": "processors that Ray sets aside for a rank (default: 1)",
+    "gpus_per_rank": "GPUs of a rank (default: 1 where the cluster has any)",
+    "resources": "resources of the cluster's own for each rank, as NAME:AMOUNT,NAME:AMOUNT",
+    "grow": "yes: wait for machines that the cluster does not have yet, as its autoscaler may add them; no (default): say so at once",
+    "files": "auto (default): use a shared file system where there is one; ray: have Ray carry all files",
+    "idle": "seconds after which machines whose coordinator is gone are given back (default: 600)",
+}
+NAMESPACE = "autotune"
+ANSWER_TIMEOUT_S = 15.0
+LINGER_S = 20.0
+EXCHANGE_S = 0.2
+# Written by the coordinator, or by one machine for the others.
+FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json")
+
+
+class Ray:
+    """The engine behind `--executor ray`.
+
+    Args:
+        options: Of the user's, by the names in `OPTIONS`.
+        ranks_per_node: Ranks on each machine; None for one on each GPU.
+    """
+
+    name = "ray"
+    hold = True
+    turn = staticmethod(no_turn)
+
+    def __init__(self, options: dict[str, str], ranks_per_node: int | None) -> None:
+        self.options, self.ranks_per_node = options, ranks_per_node
+        self._groups: dict[str, _Group] = {}
+
+    def check(self, nodes: int) -> None:
+        """Connects to the cluster.
+
+        Raises:
+            UserError: Ray is not installed, or there is no cluster.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise UserError("--executor ray: Ray is not installed here; pip install 'autotune[ray]'") from None
+        if ray.is_initialized():
+            return
+        address = self.options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        except Exception as error:  # what it raises depends on how it fails
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"--executor ray: no cluster answers at {address!r}: {said}") from None
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        """Asks for a machine for each node and starts an agent on it.
+
+        Raises:
+            Refused: The cluster has not so many machines of that kind.
+        """
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self._bundle()
+        fit = [node for node in ray.nodes() if node["Alive"] and all(node["Resources"].get(k, 0) >= v for k, v in bundle.items())]
+        if len(fit) < nodes and self.options.get("grow") != "yes":
+            what = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            raise Refused(f"{nodes} machines with {what} are needed, and the cluster has {len(fit)}")
+        name = f"autotune-{uuid.uuid4().hex[:12]}"
+        group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name, lifetime="detached")
+        settings = trial.read(spool.settings, Settings)
+        paths = {"PYTHONPATH": settings.exported["PYTHONPATH"]} if "PYTHONPATH" in settings.exported else {}
+        actors = []
+        for node in range(nodes):
+            options = {
+                "name": f"{name}-{node}", "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": 0, "max_concurrency": 8,
+                "num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "runtime_env": {"env_vars": paths},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+            }  # fmt: skip
+            actors.append(ray.remote(Machine).options(**options).remote(name, node))
+        address = actors[0].address.remote()
+        shared = self.options.get("files", "auto") == "auto"
+        data = json.loads(spool.settings.read_text())
+        started = [actor.start.remote(str(spool.path), data, address, shared) for actor in actors]
+        self._groups[name] = _Group(group, actors, started)
+        return name
+
+    def standing(self, job: str) -> Standing:
+        """Where the placement group and its actors stand."""
+        from ray.util import placement_group_table
+
+        group = self._group(job)
+        if group is None:
+            return Standing(Status.LOST, f"ray: there is no placement group {job} any more")
+        state = placement_group_table(group.group).get("state", "REMOVED")
+        if state == "PENDING":
+            return Standing(Status.QUEUED, f"ray: {job} waits for machines that others use")
+        if state != "CREATED":
+            return Standing(Status.LOST, f"ray: placement group {job} is {state.lower()}: a machine was lost")
+        failure = group.failure()
+        return Standing(Status.LOST, f"ray: {failure}") if failure else Standing(Status.RUNNING)
+
+    def end(self, job: str) -> None:
+        """Stops the agents and gives the machines back."""
+        import ray
+        from ray.util import remove_placement_group
+
+        group = self._group(job)
+        self._groups.pop(job, None)
+        if group is None:
+            return
+        with contextlib.suppress(Exception):  # whatever is wrong with an actor, it is killed below
+            ray.get([actor.stop.remote() for actor in group.actors], timeout=ANSWER_TIMEOUT_S if group.is_started() else 0.1)
+        for actor in group.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        with contextlib.suppress(Exception):
+            remove_placement_group(group.group)
+
+    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
+        """Carries what is new between the trial's folder and the machines that do not see it."""
+        group = self._group(job)
+        if group is not None and group.is_started() and (apart := group.apart()):
+            group.carry(spool, folder, apart)
+
+    def _group(self, job: str) -> _Group | None:
+        """The placement group of a job, also of another process's."""
+        if job not in self._groups:
+            import ray
+            from ray.util import get_placement_group
+
+            try:
+                group = get_placement_group(job)
+                actors = [ray.get_actor(f"{job}-{node}", NAMESPACE) for node in range(group.bundle_count)]
+            except Exception:  # of several kinds, where there is none
+                return None
+            self._groups[job] = _Group(group, actors, [actor.is_apart.remote() for actor in actors])
+        return self._groups[job]
+
+    def _bundle(self) -> dict[str, float]:
+        """What a machine is asked for."""
+        import ray
+
+        gpus = [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0)]
+        ranks = self.ranks_per_node or int(min(gpus, default=1))
+        per_rank = {"CPU": _number(self.options, "cpus_per_rank", 1.0), "GPU": _number(self.options, "gpus_per_rank", 1.0 if gpus else 0.0)}
+        for item in filter(None, self.options.get("resources", "").split(",")):
+            name, _, amount = item.partition(":")
+            per_rank[name] = _number({"resources": amount}, "resources", 1.0)
+        return {name: amount * ranks for name, amount in per_rank.items() if amount}
+
+
+class _Group:
+    """The actors of a placement group, and what was asked of them."""
+
+    def __init__(self, group: Any, actors: list[Any], started: list[Any]) -> None:
+        self.group, self.actors, self._started = group, actors, started
+        self._states: list[Any] = []
+        self._apart: list[int] | None = None
+        self._carried: dict[tuple[int, Path], tuple[int, int]] = {}
+        self._carried_at = 0.0
+
+    def is_started(self) -> bool:
+        """Whether every agent was started, or failed to."""
+        import ray
+
+        return len(ray.wait(self._started, num_returns=len(self._started), timeout=0)[0]) == len(self._started)
+
+    def apart(self) -> list[int]:
+        """The machines that share no file system with us."""
+        import ray
+
+        if self._apart is None:
+            try:
+                self._apart = [node for node, is_apart in enumerate(ray.get(self._started)) if is_apart]
+            except ray.exceptions.RayError:
+                return []
+        return self._apart
+
+    def failure(self) -> str:
+        """Why an agent is not there any more; asked without waiting for the answer, which the next call finds."""
+        import ray
+
+        waiting = self._states or self._started
+        done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for reference in done:
+            try:
+                said = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                return " ".join(str(error).split())[:300]
+            if isinstance(said, str) and said:
+                return said
+        if len(done) == len(waiting):
+            self._states = [actor.state.remote() for actor in self.actors]
+        return ""
+
+    def carry(self, spool: Spool, folder: TrialDir, apart: list[int]) -> None:
+        """Sends what is new to each machine and writes down what it has to say."""
+        import ray
+
+        if time.monotonic() - self._carried_at < EXCHANGE_S:
+            return
+        self._carried_at = time.monotonic()
+        names = sorted(name for name in folder.names() if name in FOR_ALL or name.startswith("exit-"))
+        answers = {}
+        for node in apart:
+            new = {name: data for name in names if (data := self._new(node, folder.path / name)) is not None}
+            if "request.json" in new:
+                target = Path(trial.read(folder.request, TrialRequest).target)
+                near = [path for path in sources(target) if path.is_relative_to(target.parent)] if target.is_file() else []
+                new |= {f"target/{path.relative_to(target.parent)}": path.read_bytes() for path in near}
+            answers[node] = self.actors[node].exchange.remote(key_of(folder), spool.orders.read_text(), new)
+        for node, reference in answers.items():
+            try:
+                written = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+            except Exception:  # the machine is gone, which `failure` will say
+                continue
+            for name, data in written.items():
+                path = (spool.path if name.startswith("spool/") else folder.path) / name.removeprefix("spool/")
+                draft = path.with_name(f".{path.name}.carried")
+                draft.write_bytes(data)
+                draft.replace(path)
+                self._carried[node, path] = _stamp(path)
+
+    def _new(self, node: int, path: Path) -> bytes | None:
+        try:
+            if self._carried.get((node, path)) == _stamp(path):
+                return None
+            self._carried[node, path] = _stamp(path)
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+class Machine:
+    """What runs on each machine as a Ray actor: starts the agent, and carries files where nothing else does.
+
+    Args:
+        group: Name of the placement group.
+        node: Number of the machine.
+    """
+
+    def __init__(self, group: str, node: int) -> None:
+        self._group, self._node = group, node
+        self._process: subprocess.Popen[bytes] | None = None
+        self._root: Path | None = None
+        self._log = Path(os.devnull)
+        self._sent: dict[Path, tuple[int, int]] = {}
+
+    def address(self) -> str:
+        """Where the other machines reach this one."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def start(self, spool: str, settings: Mapping[str, Any], address: str, shared: bool) -> bool:
+        """Starts the agent; returns whether this machine shares no file system with the coordinator."""
+        place = Spool(Path(spool))
+        if not (shared and place.settings.exists()):
+            self._root = Path(tempfile.mkdtemp(prefix="autotune-ray-"))
+            place = Spool(self._root / "spool")
+            trial.write(place.settings, dict(settings))
+            place.alive.touch()
+        exported = dict(settings["exported"])
+        environment = os.environ | exported
+        if "OMP_NUM_THREADS" not in exported:
+            environment.pop("OMP_NUM_THREADS", None)  # Ray's own, from the processors that it set aside
+        command = [sys.executable, "-m", "autotune.executors.agent", str(place.path), "--node", str(self._node), "--address", address]
+        self._log = place.path / f"agent-{self._node}.log"
+        with open(self._log, "ab") as log:
+            # Standard input is its lifeline: it ends with this actor.
+            self._process = subprocess.Popen([*command, "--lifeline"], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
+        threading.Thread(target=self._give_back, daemon=True).start()
+        return self._root is not None
+
+    def is_apart(self) -> bool:
+        """Whether this machine shares no file system with the coordinator."""
+        return self._root is not None
+
+    def state(self) -> str:
+        """Why the agent is not there any more; empty while it is."""
+        code = self._process.poll() if self._process else None
+        if code is None:
+            return ""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"the agent of machine {self._node} ended with status {code}: {lines[-1][:300] if lines else 'it said nothing'}"
+
+    def stop(self) -> None:
+        """Ends the agent and what it runs."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ANSWER_TIMEOUT_S)
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def exchange(self, key: str, orders: str, new: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Writes down what the coordinator has for a trial, and returns what is new of it here.
+
+        Args:
+            key: The trial's order.
+            orders: All orders of the spool.
+            new: Files that are new or have changed, by name; of the target those beside it, under `target/`.
+        """
+        assert self._root is not None
+        spool, folder = Spool(self._root / "spool"), TrialDir(self._root / "trials" / key)
+        for name, data in new.items():
+            path = folder.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        if "request.json" in new:
+            for old in folder.path.parent.iterdir():
+                if old != folder.path:
+                    shutil.rmtree(old, ignore_errors=True)
+            request = json.loads(folder.request.read_text())
+            beside = folder.path / "target" / Path(request["target"]).name
+            if beside.is_file():
+                trial.write(folder.request, {**request, "target": str(beside)})
+        spool.alive.touch()
+        runs = {order["key"]: str(self._root / "trials" / order["key"]) for order in map(json.loads, orders.splitlines()) if "run" in order}
+        mine = [order | ({"run": runs[order["key"]]} if "run" in order else {}) for order in map(json.loads, orders.splitlines())]
+        text = "".join(json.dumps(order) + "\n" for order in mine)
+        if not spool.orders.exists() or spool.orders.read_text() != text:
+            trial.write_text(spool.orders, text)
+        return self._news(spool, folder, new)
+
+    def _news(self, spool: Spool, folder: TrialDir, known: Mapping[str, bytes]) -> dict[str, bytes]:
+        files = {f"spool/{spool.node(self._node).name}": spool.node(self._node)}
+        for _ in range(2):  # the second look is sure to see the reports behind an end that the first one saw
+            files |= {path.name: path for path in sorted(folder.path.iterdir()) if path.is_file() and not path.name.startswith(".")}
+        found = {}
+        for name, path in files.items():
+            if name in ("request.json", "ds_config.json", "job.json", "cancel") or name in known or not path.exists():
+                continue
+            if self._sent.get(path) != (stamp := _stamp(path)):
+                self._sent[path] = stamp
+                found[name] = path.read_bytes()
+        return found
+
+    def _give_back(self) -> None:
+        """When the agent has ended by itself, since nobody had use for it, the machines go back to Ray."""
+        assert self._process is not None
+        self._process.wait()
+        time.sleep(LINGER_S)  # whoever asks is to hear why it ended
+        import ray.util
+
+        with contextlib.suppress(Exception):
+            ray.util.remove_placement_group(ray.util.get_placement_group(self._group))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _number(options: Mapping[str, str], name: str, usual: float) -> float:
+    try:
+        return float(options.get(name) or usual)
+    except ValueError:
+        raise UserError(f"--executor-option {name}={options[name]}: a number is needed") from None

@@ -1,0 +1,206 @@
+"""Machines from Slurm: one batch job holds them, its agents run the trials."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+from autotune import UserError
+from autotune.executors.agent import Spool
+from autotune.executors.agents import Refused, Standing, no_turn
+from autotune.executors.base import Status
+from autotune.trial import TrialDir
+
+# What `--executor-option` takes, and what it is for.
+OPTIONS = {
+    "partition": "the partition to run in",
+    "account": "the account to charge",
+    "qos": "the quality of service",
+    "constraint": "features that the nodes must have",
+    "reservation": "a reservation to use",
+    "nodelist": "these nodes and no others",
+    "time": "time limit of the job, as sbatch takes it",
+    "gpus_per_rank": "GPUs of a rank (default: 1 where the partition has any)",
+    "cpus_per_rank": "processors of a rank (default: whole nodes)",
+    "mem": "memory of a node (default: all of it)",
+    "exclusive": "yes (default) or no: nodes that nobody else uses meanwhile",
+    "hold": "yes (default): one job for the whole study; no: one for each trial",
+    "container": "a command that runs what follows it in a container, as `apptainer exec --nv IMAGE`",
+    "python": "the interpreter on the nodes (default: this one)",
+    "sbatch": "more arguments of sbatch, as they are",
+    "idle": "seconds after which a job whose coordinator is gone gives its nodes back (default: 600)",
+}
+PASSED = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "time")
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+# A job that waits for one of these waits for ever.
+NEVER = re.compile(
+    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed|(QOS|Assoc)(Max|Min).*PerJob.*"
+    r"|PartitionConfig"
+)
+WORDS = {
+    "TIMEOUT": "its time limit was reached",
+    "PREEMPTED": "another job took its place",
+    "NODE_FAIL": "a node failed",
+    "CANCELLED": "somebody cancelled it",
+    "DEADLINE": "its deadline was reached",
+    "OUT_OF_MEMORY": "it went over the job's memory",
+    "BOOT_FAIL": "a node did not start",
+}
+COMMAND_TIMEOUT_S = 60.0
+
+
+class Slurm:
+    """The engine behind `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
+
+    Args:
+        options: Of the user's, by the names in `OPTIONS`.
+        ranks_per_node: Ranks on each node; None for one on each GPU.
+        job_name: What the queue shows.
+    """
+
+    name = "slurm"
+    turn = staticmethod(no_turn)
+
+    def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
+        self.options, self.ranks_per_node, self.job_name = options, ranks_per_node, job_name
+        self.hold = _yes(options, "hold")
+        self._exclusive = _yes(options, "exclusive")
+
+    def check(self, nodes: int) -> None:
+        """Looks whether Slurm answers and the partition is known.
+
+        Raises:
+            UserError: It does not, or is not.
+        """
+        for command in ("sbatch", "scontrol", "scancel", "sinfo"):
+            if shutil.which(command) is None:
+                raise UserError(f"--executor slurm: there is no {command} on this machine; run autotune where jobs are submitted")
+        partition = self.options.get("partition")
+        done = _call("sinfo", "--noheader", "--format=%P %D", *(["--partition", partition] if partition else []))
+        if done.returncode:
+            raise UserError(f"--executor slurm: Slurm does not answer: {_said(done)}")
+        if not done.stdout.strip():
+            what = f"no partition {partition!r}" if partition else "no partition that you may use"
+            raise UserError(f"--executor slurm: Slurm has {what}; `sinfo` lists them")
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        """Submits the batch job; returns its number.
+
+        Raises:
+            Refused: By sbatch, in its words.
+        """
+        arguments = [
+            "--parsable", "--no-requeue", f"--job-name={self.job_name}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
+            f"--output={spool.path / 'job.log'}", "--open-mode=append",
+            *(f"--{name}={self.options[name]}" for name in PASSED if name in self.options),
+        ]  # fmt: skip
+        if self._exclusive:
+            arguments += ["--exclusive", f"--mem={self.options.get('mem', '0')}"]
+        elif "mem" in self.options:
+            arguments += [f"--mem={self.options['mem']}"]
+        if "cpus_per_rank" in self.options:
+            arguments += [f"--cpus-per-task={(self.ranks_per_node or 1) * _whole(self.options, 'cpus_per_rank')}"]
+        if n_gpus := self._gpus_per_node():
+            arguments += [f"--gres=gpu:{n_gpus}"]
+        arguments += shlex.split(self.options.get("sbatch", ""))
+        done = _call("sbatch", *arguments, given=self._script(spool))
+        if done.returncode:
+            raise Refused(_said(done))
+        return done.stdout.strip().splitlines()[-1].partition(";")[0]
+
+    def standing(self, job: str) -> Standing:
+        """Where a job stands, by `scontrol`, and by `sacct` where the controller has forgotten it."""
+        done = _call("scontrol", "show", "job", "--oneliner", job)
+        if done.returncode and "Invalid job id" not in done.stderr:
+            # The controller does not answer: the job may well run on.
+            return Standing(Status.QUEUED, f"Slurm does not answer: {_said(done)}")
+        if done.returncode:
+            return self._past(job)
+        said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+        return _standing(job, said.get("JobState", ""), said.get("Reason", "None"), said.get("ExitCode", ""))
+
+    def end(self, job: str) -> None:
+        """Cancels a job."""
+        _call("scancel", job)
+
+    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
+        """The nodes share our file system."""
+
+    def _past(self, job: str) -> Standing:
+        done = (
+            _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode") if _has_sacct() else None
+        )
+        if done is None or done.returncode or not done.stdout.strip():
+            return Standing(Status.LOST, f"Slurm no longer knows job {job}")
+        state, _, code = done.stdout.strip().splitlines()[-1].partition("|")
+        return _standing(job, state.split()[0], "None", code)
+
+    def _gpus_per_node(self) -> int:
+        """GPUs of a node that its ranks need; where nobody says how many ranks there are, all that the partition's nodes have."""
+        partition = self.options.get("partition")
+        if self.ranks_per_node and "gpus_per_rank" in self.options:
+            return self.ranks_per_node * _whole(self.options, "gpus_per_rank")
+        done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
+        lines = [line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")]  # the default one
+        counts = [int(n or 1) for line in lines for n in re.findall(r"gpu(?::[^:,( ]+)?(?::(\d+))?(?=[(,\s]|$)", line.partition(" ")[2])]
+        return (self.ranks_per_node or min(counts)) if counts else 0
+
+    def _script(self, spool: Spool) -> str:
+        """What the first node runs: the first node's address, as Slurm knows it, and an agent on every node."""
+        python = self.options.get("python", sys.executable)
+        agent = (
+            f"{self.options.get('container', '')} {shlex.quote(python)} -m autotune.executors.agent {shlex.quote(str(spool.path))}".strip()
+        )
+        return f"""#!/bin/sh
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --mpi=none --input=none \\
+  {agent} --address "${{address:-$first}}"
+"""
+
+
+def _standing(job: str, state: str, reason: str, code: str) -> Standing:
+    why = "" if reason in ("None", "") else f": {reason}"
+    if state in WAITING:
+        if NEVER.fullmatch(reason):
+            return Standing(Status.REFUSED, f"slurm: job {job} can never start{why}")
+        return Standing(Status.QUEUED, f"slurm: job {job} is {state.lower()}{why}")
+    if state in ALIVE:
+        return Standing(Status.RUNNING)
+    if state == "COMPLETED":
+        return Standing(Status.EXITED, f"slurm: job {job} ended before the trial did")
+    words = f" ({WORDS[state]})" if state in WORDS else f", exit status {code}" if state == "FAILED" else ""
+    return Standing(Status.LOST, f"slurm: job {job} ended as {state}{words}{why if state not in WORDS else ''}")
+
+
+def _call(*command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s")
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    return re.sub(r"^\w+: (error|fatal): ", "", lines[-1]) if lines else f"exit status {done.returncode}"
+
+
+def _has_sacct() -> bool:
+    return shutil.which("sacct") is not None
+
+
+def _yes(options: dict[str, str], name: str) -> bool:
+    value = options.get(name, "yes")
+    if value not in ("yes", "no"):
+        raise UserError(f"--executor-option {name}={value}: yes or no is needed")
+    return value == "yes"
+
+
+def _whole(options: dict[str, str], name: str) -> int:
+    if not options[name].isdigit():
+        raise UserError(f"--executor-option {name}={options[name]}: a whole number is needed")
+    return int(options[name])

@@ -1,0 +1,59 @@
+"""Runs a trial of a study once more, its steps taken apart several times and then traced by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from autotune import UserError, store, trial
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.target import inspect_target
+from autotune.trial import Outcome, TrialDir, TrialRequest
+
+TRACED_STEPS = 2
+# Enough to know the step time that the trace is read beside.
+BUDGET_S = 5.0
+
+
+def path_in(folder: Path, number: int) -> Path:
+    """Where the traced run of a trial lies."""
+    return store.trial_path(folder, number) / "profile"
+
+
+def run(folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]) -> None:
+    """Runs a trial of a study again as it ran before, and traces it.
+
+    Args:
+        folder: The study's folder.
+        number: The trial.
+        environment: Variables that the user's launch command sets.
+        on_wait: Called while another study measures on this machine.
+        on_tick: Called some times a second.
+
+    Raises:
+        UserError: It cannot be run again, or ended badly, and why.
+    """
+    source = TrialDir(store.trial_path(folder, number))
+    try:
+        request = trial.read(source.request, TrialRequest)
+    except (FileNotFoundError, ValueError):
+        raise UserError(
+            f"diagnose: {source.request} is gone or of another version, and it says how trial {number} was run; without --profile"
+            " it is diagnosed from what was kept"
+        ) from None
+    target = Path(request.target)
+    if not target.is_file():
+        raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")
+    request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=min(request.budget_s, BUDGET_S), traced_steps=TRACED_STEPS)
+    executor = LocalExecutor(inspect_target(target).imports, folder / "trials" / "server.log", environment)
+    try:
+        executor.start()
+        with executor.turn(on_wait):
+            result = base.run(executor, path_in(folder, number), request, on_tick)
+    finally:
+        executor.close()
+    if result.outcome is not Outcome.COMPLETE:
+        log = TrialDir(path_in(folder, number)).log(result.failed_rank or 0)
+        raise UserError(f"diagnose: run again, trial {number} ended with {result.outcome}: {result.reason} (see {log})")

@@ -1,0 +1,44 @@
+"""Where the ranks of a trial meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of an address of this machine; on all of them where the address is a name for something else."""
+    try:
+        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=64)
+    except OSError:  # behind a translation of addresses, say
+        return socket.create_server(("", 0), backlog=64)
+
+
+def environment(host: str, port: int, nodes: int) -> dict[str, str]:
+    """The variables that tell a rank where the ranks meet.
+
+    On several machines gloo is given the interface that leads to the meeting point, unless the user has named one: by itself it takes
+    whatever this machine's own name stands for, which is often its loopback.
+    """
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    if nodes > 1 and os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo" and (name := interface_to(host, port)):
+        variables["GLOO_SOCKET_IFNAME"] = name
+    return variables
+
+
+def interface_to(host: str, port: int) -> str | None:
+    """Name of the network interface over which this machine reaches another; None if that cannot be told."""
+    import psutil
+
+    try:
+        family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing: the kernel only chooses the way
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    addresses = psutil.net_if_addrs()
+    return next((name for name, known in addresses.items() if own in {item.address.partition("%")[0] for item in known}), None)

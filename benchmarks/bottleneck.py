@@ -1,0 +1,98 @@
+"""Six causes planted in real trials, each measured several times: is each of them named, with a trace and without?
+
+python benchmarks/bottleneck.py [ROUNDS]
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common import write
+
+from autotune import profiles, trial
+from autotune.candidate import Candidate
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.report import diagnosis
+from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
+
+ROOT = Path(__file__).parent.parent
+MODELS = ROOT / "tests" / "models"
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+TRACED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A trial whose bottleneck is known, since it was put there."""
+
+    name: str
+    target: Path
+    verdicts: tuple[str, ...]
+    ranks: int = 2
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Planted("slow loader", MODELS / "slow_loader.py", ("input pipeline",), knobs={"micro_batch_size": 8}),
+    Planted("small batch", MODELS / "many_layers.py", ("launch overhead",), 1, {"micro_batch_size": 1, "gradient_accumulation_steps": 8}),
+    Planted(
+        "huge bucket latency", MODELS / "many_layers.py", ("communication",),
+        knobs={"micro_batch_size": 16, "zero_stage": 2, "zero_optimization.reduce_bucket_size": 1024},
+    ),
+    Planted("one slow rank", MODELS / "slow_rank.py", ("stragglers",), knobs={"micro_batch_size": 8}),
+    Planted("recompute-heavy", MODELS / "heavy_blocks.py", ("recomputation",), 1, {"micro_batch_size": 8, "checkpoint_every": 1}),
+    Planted("optimizer-bound", MODELS / "wide_table.py", ("optimizer",), 1, {"micro_batch_size": 4}),
+    # Not planted: nothing but arithmetic and memory is left.
+    Planted("none", MODELS / "heavy_blocks.py", ("compute", "memory bandwidth"), 1, {"micro_batch_size": 8}),
+]  # fmt: skip
+
+
+def known(case: Planted, executor: LocalExecutor, folder: Path, config: dict[str, Any]) -> Workload:
+    """The target as a study would know it: inspected and profiled, with the machine's rates."""
+    base.run(executor, folder / "inspect", TrialRequest(target=str(case.target), mode="inspect"))
+    workload = trial.read(TrialDir(folder / "inspect").workload, Workload)
+    return profiles.find_out(workload, case.target, config, case.ranks, executor, folder)[0]
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        executor = LocalExecutor([], folder / "server.log")
+        executor.start()
+        try:
+            workloads = {}
+            for n in range(rounds):
+                for case in CASES:
+                    config = {} if "def optimizer" in case.target.read_text() else ADAMW
+                    if case.name not in workloads:
+                        workloads[case.name] = known(case, executor, folder / case.name, config)
+                    candidate = Candidate.of(case.knobs)
+                    request = TrialRequest(
+                        target=str(case.target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(config),
+                        world_size=case.ranks, budget_s=1.0,
+                    )  # fmt: skip
+                    row = found.setdefault(case.name, {"expected": case.verdicts, "verdicts": [], "traced_verdicts": [], "shares": []})
+                    for steps in (0, TRACED_STEPS):
+                        path = folder / case.name / f"{n}-{steps}"
+                        with executor.turn(lambda: None):
+                            result = base.run(executor, path, replace(request, traced_steps=steps))
+                        assert result.outcome is Outcome.COMPLETE, f"{case.name}: {result.reason}"
+                        said = diagnosis.of_result(result, path, workloads[case.name])
+                        row["traced_verdicts" if steps else "verdicts"].append(said.bound_by)
+                        row["shares"].append({part.name: round(part.share, 3) for part in said.parts if part.share is not None})
+        finally:
+            executor.close()
+    right = {
+        kind: [all(verdict in row["expected"] for verdict in row[kind]) for row in found.values()]
+        for kind in ("verdicts", "traced_verdicts")
+    }
+    write("bottleneck", {"rounds": rounds, "right": {kind: f"{sum(all_)} of {len(all_)}" for kind, all_ in right.items()}, "cases": found})
+
+
+if __name__ == "__main__":
+    main()

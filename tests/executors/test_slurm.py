@@ -1,0 +1,216 @@
+"""What becomes of a trial when Slurm has other plans for its nodes; the ranks are left out, a stand-in takes the orders."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import SlurmCluster, slurm, until, why_no_slurm
+from zoo import MODELS
+
+from autotune import UserError, trial
+from autotune.executors import agents, base
+from autotune.executors.agents import AgentExecutor, Refused, settings_for
+from autotune.executors.base import Status
+from autotune.executors.slurm import Slurm, _standing
+from autotune.trial import Outcome, TrialDir, TrialRequest
+
+STAND_IN = Path(__file__).parent / "stand_in_agent.py"
+REQUEST = TrialRequest(target=str(MODELS / "ok.py"), world_size=2, nodes=2, deadline_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if why := why_no_slurm():
+        pytest.skip(why)
+    with slurm(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+        yield cluster
+
+
+class Trials:
+    """Submits trials to a cluster, with whatever options."""
+
+    def __init__(self, cluster: SlurmCluster, root: Path) -> None:
+        self.cluster, self.root, self.executors = cluster, root, list[AgentExecutor]()
+        self.folder = TrialDir(root / "0000")
+
+    def executor(self, nodes: int = 2, **options: str) -> AgentExecutor:
+        engine = Slurm({"python": str(STAND_IN), **options}, 1, "autotune-tests")
+        self.executors.append(AgentExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes))
+        return self.executors[-1]
+
+    def submit(self, **options: str) -> base.Job:
+        trial.write(self.folder.request, REQUEST)
+        return self.executor(**options).submit(self.folder)
+
+    def running(self, **options: str) -> base.Job:
+        """A trial that both nodes have taken up."""
+        job = self.submit(**options)
+        until(lambda: {"node-0.json", "node-1.json"} <= self.folder.names() and job.poll() is Status.RUNNING, 30)
+        return job
+
+    def lost(self, job: base.Job, timeout_s: float = 30.0) -> str:
+        """Why a trial was lost, as its result will have it."""
+        until(lambda: job.poll() is Status.LOST, timeout_s)
+        result = base.conclude(self.folder, REQUEST, job.reason)
+        assert result.outcome is Outcome.LOST
+        return result.reason
+
+
+@pytest.fixture
+def trials(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Trials]:
+    trials = Trials(cluster, tmp_path)
+    yield trials
+    for executor in trials.executors:
+        executor.close()
+    cluster.call("scancel", "--user=root")
+    until(lambda: not cluster.jobs() and set(cluster.states()) == {"idle"}, 60)
+
+
+def test_a_wait_in_the_queue_is_told_and_is_not_the_trials_time(trials: Trials) -> None:
+    trials.cluster.call("sbatch", "--exclusive", "--nodes=1", "--output=/dev/null", "--wrap=sleep 600")
+    until(lambda: bool(trials.cluster.jobs()), 10)
+    job = trials.submit()
+    until(lambda: job.poll() is Status.QUEUED and "pending: Resources" in job.reason, 20)
+    trials.cluster.call("scancel", "--state=RUNNING", "--user=root")
+    until(lambda: job.poll() is Status.RUNNING, 30)
+
+
+def test_a_cancelled_wait_leaves_no_job(trials: Trials) -> None:
+    trials.cluster.call("sbatch", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 600")
+    job = trials.submit(hold="no")
+    until(lambda: job.poll() is Status.QUEUED, 10)
+    job.cancel()
+    until(lambda: len(trials.cluster.jobs()) == 1, 10)  # the other one
+
+
+def test_a_trial_whose_nodes_go_to_a_more_urgent_job_is_lost_to_it(trials: Trials) -> None:
+    job = trials.running()
+    trials.cluster.call("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    assert "ended as PREEMPTED (another job took its place)" in trials.lost(job)
+
+
+def test_a_job_that_somebody_cancels_is_lost_and_the_next_trial_gets_another(trials: Trials) -> None:
+    job = trials.running()
+    trials.cluster.call("scancel", "--user=root")
+    assert "ended as CANCELLED (somebody cancelled it)" in trials.lost(job)
+    (executor,) = trials.executors
+    until(lambda: set(trials.cluster.states()) == {"idle"}, 30)
+    trials.folder = TrialDir(trials.root / "0001")
+    trial.write(trials.folder.request, REQUEST)
+    again = executor.submit(trials.folder)
+    until(lambda: again.poll() is Status.RUNNING, 30)
+
+
+@pytest.mark.slow
+def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
+    job = trials.running()
+    trials.cluster.nodes["n2"].send_signal(signal.SIGKILL)
+    try:
+        assert "ended as NODE_FAIL (a node failed)" in trials.lost(job, 90)
+    finally:
+        trials.cluster.nodes["n2"].wait()
+        trials.cluster.start_node("n2")
+        trials.cluster.call("scontrol", "update", "nodename=n2", "state=resume")
+
+
+def test_a_job_that_no_node_can_take_is_refused_in_slurms_words(trials: Trials) -> None:
+    result = base.run(trials.executor(partition="single"), trials.folder.path, REQUEST)
+    assert result.outcome is Outcome.CRASHED
+    assert "PartitionNodeLimit" in result.reason or "node count" in result.reason.lower(), result.reason
+
+
+def test_more_nodes_than_there_are_are_refused_in_slurms_words(trials: Trials) -> None:
+    request = TrialRequest(target=REQUEST.target, world_size=5, nodes=5)
+    result = base.run(trials.executor(nodes=5), trials.folder.path, request)
+    assert result.outcome is Outcome.CRASHED
+    assert result.reason.startswith("slurm: ") and "node" in result.reason.lower(), result.reason
+
+
+def test_an_unknown_partition_is_refused_before_anything_runs(trials: Trials) -> None:
+    with pytest.raises(UserError, match=r"no partition 'nowhere'"):
+        trials.executor(partition="nowhere").start()
+
+
+def test_held_nodes_of_a_dead_run_are_taken_over(trials: Trials) -> None:
+    trials.running()
+    (first,) = trials.executors
+    (path,) = first.root.glob("*/allocation.json")
+    said = path.read_text()
+    second = trials.executor()
+    second.start()
+    assert second._held == []  # its owner, this very process, is alive
+    path.write_text(said.replace(f'"pid": {agents.os.getpid()}', '"pid": 4194304'))
+    second.start()
+    assert [held.job for held in second._held] == [held.job for held in first._held]
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that only write down what they are given."""
+    folder, kept = tmp_path / "bin", tmp_path / "kept"
+    folder.mkdir()
+    (folder / "sbatch").write_text(f'#!/bin/sh\necho "$@" > {kept}; cat >> {kept}; echo "7;cluster"\n')
+    (folder / "sinfo").write_text('#!/bin/sh\ncase "$*" in *gpu*) echo "gpu gpu:a100:4(S:0-1)";; *) echo "cpu* (null)"; esac\n')
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return kept
+
+
+def submitted(kept: Path, tmp_path: Path, ranks_per_node: int | None, **options: Any) -> str:
+    spool = agents.Spool(tmp_path / "spool")
+    spool.path.mkdir()
+    assert Slurm(options, ranks_per_node, "autotune-x").launch(spool, 2) == "7"
+    return kept.read_text()
+
+
+def test_what_the_user_asks_for_goes_to_sbatch(sbatch: Path, tmp_path: Path) -> None:
+    text = submitted(
+        sbatch, tmp_path, 2, partition="gpu", account="a", qos="q", constraint="c&d", time="2:00:00", cpus_per_rank="4",
+        container="apptainer exec --nv image.sif", python="/opt/python", sbatch="--comment='two words'",
+    )  # fmt: skip
+    for part in ("--partition=gpu", "--account=a", "--qos=q", "--constraint=c&d", "--time=2:00:00", "--nodes=2", "--ntasks-per-node=1"):
+        assert part in text
+    assert "--cpus-per-task=8" in text and "--gres=gpu:2" in text and "--exclusive --mem=0" in text and "--comment=two words" in text
+    assert "apptainer exec --nv image.sif /opt/python -m autotune.executors.agent" in text
+
+
+def test_without_a_number_of_ranks_all_gpus_of_a_node_are_taken(sbatch: Path, tmp_path: Path) -> None:
+    assert "--gres=gpu:4" in submitted(sbatch, tmp_path, None, partition="gpu")
+
+
+def test_a_partition_without_gpus_is_asked_for_none(sbatch: Path, tmp_path: Path) -> None:
+    text = submitted(sbatch, tmp_path, None, exclusive="no", hold="no")
+    assert "--gres" not in text and "--exclusive" not in text
+
+
+def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid account' >&2\nexit 1\n")
+    with pytest.raises(Refused, match=r"^Batch job submission failed: Invalid account$"):
+        submitted(sbatch, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "status", "words"),
+    [
+        ("PENDING", "Priority", Status.QUEUED, "slurm: job 7 is pending: Priority"),
+        ("PENDING", "AssocMaxNodePerJobLimit", Status.REFUSED, "slurm: job 7 can never start: AssocMaxNodePerJobLimit"),
+        ("TIMEOUT", "TimeLimit", Status.LOST, "slurm: job 7 ended as TIMEOUT (its time limit was reached)"),
+        ("FAILED", "NonZeroExitCode", Status.LOST, "slurm: job 7 ended as FAILED, exit status 1:0: NonZeroExitCode"),
+        ("COMPLETED", "None", Status.EXITED, "slurm: job 7 ended before the trial did"),
+        ("RUNNING", "None", Status.RUNNING, ""),
+    ],
+)
+def test_every_state_of_a_job_means_something(state: str, reason: str, status: Status, words: str) -> None:
+    standing = _standing("7", state, reason, "1:0")
+    assert (standing.status, standing.reason) == (status, words)
+
+
+@pytest.mark.parametrize("options", [{"hold": "maybe"}, {"exclusive": "true"}])
+def test_an_option_of_another_kind_is_refused(options: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="yes or no is needed"):
+        Slurm(options, 1, "x")

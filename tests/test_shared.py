@@ -282,11 +282,11 @@ def test_three_coordinators_share_a_budget(url, start):
 
 
 def test_a_killed_worker_costs_a_retry_and_no_trial(url, start):
-    lead, worker = start("lead", 14, 0.5), start("help", 14, 0.5)
+    lead, worker = start("lead", 8, 0.4), start("help", 8, 0.4)
     until(lambda: "began" in worker.log)
     worker.kill()
     ended(lead)
-    assert_whole(url, 14)
+    assert_whole(url, 8)
     failed = [t for t in study_of(url).get_trials() if t.state is TrialState.FAIL]
     assert len(failed) == 1 and failed[0].user_attrs["reason"] == "the run ended before the trial did"
 
@@ -321,13 +321,13 @@ def test_without_its_leader_a_study_goes_on_and_the_next_leader_finishes_it(url,
 @pytest.mark.slow
 def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start):
     with postgres.running(programs) as own:
-        workers = [start(role, 24, 0.2, at=own.url) for role in ("lead", "help")]
-        until(lambda: told(own.url) > 5)
+        workers = [start(role, 14, 0.2, at=own.url) for role in ("lead", "help")]
+        until(lambda: told(own.url) > 3)
         own.kill()
         time.sleep(4)
         own.start()
         ended(*workers)
-        assert_whole(own.url, 24)
+        assert_whole(own.url, 14)
         # One that was just being begun has no candidate, and is closed.
         assert not [t for t in study_of(own.url).get_trials() if t.state is TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs]
     assert any("is away" in worker.log for worker in workers)
@@ -362,12 +362,12 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
         return report(candidate)
 
     executor = Instant(behaviour)
-    spec = spec_of(trials=12, finalists=1, space=[SPACE], stop_below=0, overlap=True)
+    spec = spec_of(trials=7, finalists=0, space=[SPACE], stop_below=0, overlap=True)
     runner = Runner(plan_of(spec), executor, tmp_path / "s", store.default_url(tmp_path), Watcher(), [executor, executor])
     runner.run()
     assert most[0] == 2
     measured = runner.measured()
-    assert len({m.candidate for m in measured}) == len(measured) == 12
+    assert len({m.candidate for m in measured}) == len(measured) == 7
     caveats = [store.told_data(t)["caveats"] for t in store.told_trials(runner.study)]
     assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
 

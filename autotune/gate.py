@@ -189,7 +189,7 @@ def _slope(base: Floats, part: slice) -> float:
     fitted = -float(base[first:] @ centred / (centred @ centred)) / middle
     start, end = float(base[: max(1, first)].mean()), float(base[-max(1, n // 4) :].mean())
     early = (start - float(base[n // 2 :].mean())) / (0.7 * n) if part.stop <= n // 2 else 0.0
-    return max(fitted, early, (start - end) / n / 10, 0.0)
+    return float(max(fitted, early, (start - end) / n / 10, 0.0))
 
 
 def _band(curves: Sequence[Floats], part: slice) -> float:

@@ -5,6 +5,7 @@ PYTHON ?=
 TORCH ?= torch==2.13.0
 STUDY ?= studies/code-gpt/study.yaml
 PYTEST_ARGS ?=
+PEERS ?= .cache/peers
 
 RUN := .venv/bin/python
 # The checksum of path and torch: an editable install holds its path, so a tree that was moved or copied installs itself again.
@@ -15,10 +16,10 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo test lint format types imports check clean
+.PHONY: help install engines demo bench-peers test lint format types imports check clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
 
 install: $(STAMP) ## the environment in .venv
 
@@ -41,6 +42,11 @@ engines: $(STAMP) ## Slurm, Ray and ssh, for the tests that run on them
 
 demo: $(STAMP) ## tune the example study and print its front
 	@.venv/bin/autotune run $(STUDY)
+
+bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune on one script, each answer measured again (half an hour)
+	@$(RUN) -m pip install --quiet --no-input --progress-bar off tabulate </dev/null # DeepSpeed's autotuner does not ask for it
+	@for tuner in deepspeed tpe random autotune autotune-all; do PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS); done
+	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge $(PEERS)
 
 test: $(STAMP) ## run the tests
 	@$(RUN) -m pytest $(PYTEST_ARGS)

@@ -29,7 +29,10 @@ ScriptSet = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
-Storage = Annotated[str | None, typer.Option(metavar="URL", help="Database URL (default: SQLite, studies/autotune.db).")]
+Storage = Annotated[
+    str | None,
+    typer.Option(metavar="URL", envvar="AUTOTUNE_STORAGE", help="Database, as postgresql://USER@HOST/DB (default: studies/autotune.db)."),
+]
 Executor = Annotated[str | None, typer.Option("--executor", metavar="local|slurm|ray", help="What runs the trials (default: local).")]
 Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that the ranks of a trial are spread over.")]
 ExecutorOptions = Annotated[
@@ -94,6 +97,8 @@ def run(
     stop_below: Annotated[str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")] = None,
     memory_filter: Annotated[bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")] = None,
     stop_trials: Annotated[bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")] = None,
+    parallel: Annotated[int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")] = None,
+    overlap: Annotated[bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
     learning_rate_rule: Annotated[
@@ -132,6 +137,8 @@ def run(
         "stop_below": stop_below,
         "memory_filter": memory_filter,
         "stop_trials": stop_trials,
+        "parallel": parallel,
+        "overlap": overlap,
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
@@ -140,6 +147,19 @@ def run(
         "from_checkpoint": from_checkpoint and str(from_checkpoint),
     }
     raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json, learn=not no_history))
+
+
+@app.command()
+def worker(
+    study: StudyName,
+    storage: Storage = None,
+    parallel: Annotated[int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")] = None,
+    overlap: Annotated[bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")] = None,
+) -> None:
+    """Help `autotune run`, on another machine, with the trials of STUDY; takes a database server and the study's folder."""
+    from autotune import helping
+
+    raise typer.Exit(helping.worker(study, storage, {"parallel": parallel, "overlap": overlap}))
 
 
 @app.command()
@@ -334,6 +354,43 @@ def scale(
         "base_config": base_config and str(base_config),
     }
     raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, as_json=as_json))
+
+
+@app.command()
+def project(
+    study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Name of a study (default: the only one).")] = None,
+    devices: Annotated[int, typer.Option(metavar="N", help="Devices of the cluster, one rank each.")] = 8,
+    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
+    intra_bandwidth: Annotated[
+        str | None, typer.Option(metavar="300GB/s", help="What a collective reaches within a node (default: as measured here).")
+    ] = None,
+    inter_bandwidth: Annotated[str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, each way.")] = None,
+    intra_latency: Annotated[str | None, typer.Option(metavar="5us", help="Of a message within a node.")] = None,
+    inter_latency: Annotated[str | None, typer.Option(metavar="20us", help="Of a message between nodes.")] = None,
+    algorithm: Annotated[str, typer.Option(metavar="NAME", help="Of collectives: auto, ring, tree or hierarchical.")] = "auto",
+    strong: Annotated[bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")] = False,
+    pick: Annotated[str, typer.Option(metavar="NAME", help="Which pick of the study.")] = "recommended",
+    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial of its front instead of a pick.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the pick's value.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device there.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict what STUDY's configurations take on a larger cluster: step time, memory, communication, efficiency."""
+    from autotune import commands
+    from autotune.forecasting import read_settings
+    from autotune.objective import parse_bytes
+    from autotune.projection import Cluster, Question
+
+    links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
+    links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
+    try:
+        memory = float(parse_bytes(device_memory)) if device_memory else None
+    except ValueError as error:
+        raise UserError(f"--device-memory: {error}") from None
+    question = Question(
+        pick=pick, trial=trial, settings=read_settings(settings or []), mode="strong" if strong else "weak", device_memory_bytes=memory
+    )
+    raise typer.Exit(commands.project(study, Cluster.of(devices, per_node, links, algorithm), question, as_json=as_json))
 
 
 @app.command()

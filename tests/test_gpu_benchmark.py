@@ -114,7 +114,7 @@ def test_energy_is_read_between_two_instants():
             time.sleep(0.01)
         times = list(meter.times)
         assert meter.between(times[1], times[5]) == pytest.approx(40)
-        assert meter.between((times[1] + times[2]) / 2, times[2]) == pytest.approx(5)
+        assert meter.between((times[1] + times[2]) / 2, times[2]) == pytest.approx(5, abs=0.05)  # clocks count in quarters of a microsecond
         assert meter.between(times[0] - 1, times[2]) is None
     finally:
         meter.close()

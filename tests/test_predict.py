@@ -160,6 +160,13 @@ def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu
         assert (host[1] < 0.5 * host[0]) == hidden
 
 
+def test_over_gloo_a_scatter_is_an_all_reduce():
+    flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8}
+    on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))["communication"][0]
+    slower = step_time.WITHIN_A_STEP["cpu"] / step_time.WITHIN_A_STEP["cuda"]
+    assert on_cpu == pytest.approx(4 / 3 * slower * seconds("communication", **flat))
+
+
 def test_small_buckets_send_more_messages():
     small, large = (seconds("messages", **{"zero_stage": 2, ZERO + "reduce_bucket_size": size}) for size in (10_000, 1_000_000))
     assert small > 10 * large

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from autotune.candidate import Candidate
 from autotune.predict import memory, step_time
 from autotune.predict.profile import Floats, Knobs, Machine, Profile
 
+Formula = Callable[[Knobs, Profile, Machine], Mapping[str, Floats]]
 # Standard normal quantile of a two-sided 90 % interval.
 Z90 = 1.645
 ITERATIONS = 12
@@ -92,6 +94,23 @@ class Calibration:
             self.widening = self._widening(terms, np.log(measured))
         return self
 
+    def forgetting(self, spreads: Mapping[int, float]) -> Calibration:
+        """The same, but for terms that something else will make: whatever was learned of the whole, they are as the formula says.
+
+        Args:
+            spreads: Standard deviation of the logarithm of such a term, by its place.
+        """
+        found = copy.copy(self)
+        found.theta, found.covariance = self.theta.copy(), self.covariance.copy()
+        for place, sd in spreads.items():
+            own = place + 1
+            # theta_0 + theta_own is to have mean 0 and this deviation, and to hang together with nothing.
+            found.theta[own] = -found.theta[0]
+            found.covariance[own, :] = found.covariance[:, own] = -found.covariance[0, :]
+            # That trials fell closer than expected says nothing of it.
+            found.covariance[own, own] = found.covariance[0, 0] + (sd / found.widening) ** 2
+        return found
+
     def predict(self, terms: Floats) -> tuple[Floats, Floats]:
         """Logarithms of the totals of rows of terms: mean and standard deviation of a measurement."""
         return self._predict(terms, self.theta, self.covariance, self.widening)
@@ -162,13 +181,36 @@ class Predictor:
 
     def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
         self.profile, self.machine, self.base = profile, machine, dict(base or {})
-        self._measured: dict[Candidate, tuple[float | None, float | None]] = {}
+        self._measured: dict[tuple[Candidate, Machine], tuple[float | None, float | None]] = {}
         self._fitted: tuple[Calibration, Calibration] | None = None
 
-    def learn(self, candidate: Candidate, *, peak_memory_bytes: float | None, step_time_s: float | None) -> None:
-        """Takes what a trial measured; the latest counts where a candidate was measured twice."""
-        self._measured[candidate] = (peak_memory_bytes, step_time_s)
+    def learn(
+        self, candidate: Candidate, *, peak_memory_bytes: float | None, step_time_s: float | None, machine: Machine | None = None
+    ) -> None:
+        """Takes what a trial measured; the latest counts where a candidate was measured twice.
+
+        Args:
+            candidate: The configuration.
+            peak_memory_bytes: Its peak.
+            step_time_s: Its step time.
+            machine: What it ran on, where that was not the predictor's machine (another number of ranks).
+        """
+        self._measured[candidate, machine or self.machine] = (peak_memory_bytes, step_time_s)
         self._fitted = None
+
+    def on(self, machine: Machine, link_sd: Mapping[str, float] | None = None) -> Predictor:
+        """The same workload on another machine, with what was learned here.
+
+        Args:
+            machine: Where to.
+            link_sd: Standard deviations of the logarithms of `communication` and `messages`, where the links are others, so that what was
+                learned of these says nothing of those; None if they are the same.
+        """
+        found = Predictor(self.profile, machine, self.base)
+        sizes, times = self._calibrations()
+        places = {list(step_time.SPREADS).index(name): sd for name, sd in (link_sd or {}).items()}
+        found._fitted = sizes, times.forgetting(places)
+        return found
 
     def memory(self, candidate: Candidate) -> Forecast:
         """Peak bytes of a rank."""
@@ -180,17 +222,19 @@ class Predictor:
 
     def memory_terms(self, candidates: Sequence[Candidate]) -> Floats:
         """The terms of the formula for memory, one row a candidate."""
-        table = memory.memory_terms(Knobs.of(candidates, self.base), self.profile, self.machine)
-        return np.column_stack([table[name] for name in memory.SPREADS])
+        return self._terms(memory.memory_terms, memory.SPREADS, candidates, self.machine)
 
     def time_terms(self, candidates: Sequence[Candidate]) -> Floats:
         """The terms of the formula for step time, one row a candidate."""
-        table = step_time.step_time_terms(Knobs.of(candidates, self.base), self.profile, self.machine)
-        return np.column_stack([table[name] for name in step_time.SPREADS])
+        return self._terms(step_time.step_time_terms, step_time.SPREADS, candidates, self.machine)
 
     def log_memory(self, candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
         """Logarithm of the peak of many candidates: mean and standard deviation."""
         return self._calibrations()[0].predict(self.memory_terms(candidates))
+
+    def _terms(self, formula: Formula, names: Iterable[str], candidates: Sequence[Candidate], machine: Machine) -> Floats:
+        table = formula(Knobs.of(candidates, self.base), self.profile, machine)
+        return np.column_stack([table[name] for name in names])
 
     def _calibrations(self) -> tuple[Calibration, Calibration]:
         if self._fitted is None:
@@ -199,12 +243,23 @@ class Predictor:
                 list(memory.spreads(self.profile).values()), GUESSED_MEMORY_SCALE if guessed else MEMORY_SCALE, MEMORY_NOISE
             )
             times = Calibration(list(step_time.SPREADS.values()), TIME_SCALE if known and not guessed else GUESSED_TIME_SCALE, TIME_NOISE)
-            for column, calibration, terms in ((0, sizes, self.memory_terms), (1, times, self.time_terms)):
-                rows = {c: found[column] for c, found in self._measured.items() if found[column]}
+            for column, calibration, formula, names in (
+                (0, sizes, memory.memory_terms, memory.SPREADS),
+                (1, times, step_time.step_time_terms, step_time.SPREADS),
+            ):
+                rows = {key: found[column] for key, found in self._measured.items() if found[column]}
                 if rows:
-                    calibration.fit(terms(list(rows)), np.array(list(rows.values()), dtype=float))
+                    terms = np.vstack(
+                        [self._terms(formula, names, [c for c, m in rows if m == machine], machine) for machine in _machines(rows)]
+                    )
+                    ordered = [value for machine in _machines(rows) for (_, m), value in rows.items() if m == machine]
+                    calibration.fit(terms, np.array(ordered, dtype=float))
             self._fitted = sizes, times
         return self._fitted
+
+
+def _machines(rows: Iterable[tuple[Candidate, Machine]]) -> list[Machine]:
+    return list(dict.fromkeys(machine for _, machine in rows))
 
 
 def probability_below(forecast: Forecast, limit: float) -> float:

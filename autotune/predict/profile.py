@@ -209,6 +209,10 @@ class Machine:
         workspace_bytes: What a process needs once it has trained, besides tensors; 0 for the usual.
         kernel_bytes: What 16-bit arithmetic adds to it; 0 for the usual.
         measured: The rates were measured on this machine.
+        ranks_per_node: Ranks of a node; 0 where all are on one. The link between ranks is then the one within a node.
+        node_alpha_s: Latency of one message between nodes.
+        node_bytes_per_s: Bandwidth between a node and the others, each way, which its ranks share.
+        algorithm: How collectives go: `ring`, `tree`, `hierarchical`, or `auto` for the faster of the first two.
     """
 
     accelerator: str
@@ -226,6 +230,10 @@ class Machine:
     workspace_bytes: float = 0.0
     kernel_bytes: float = 0.0
     measured: bool = False
+    ranks_per_node: int = 0
+    node_alpha_s: float = 0.0
+    node_bytes_per_s: float = 0.0
+    algorithm: str = "ring"
 
     @classmethod
     def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from autotune.predict.communication import collective_s, within_node_s
 from autotune.predict.profile import ARITHMETIC, Floats, Knobs, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -25,6 +28,8 @@ STEP_BYTES, COPY_BYTES = 12.0, 2.0
 EXPOSED_AT_LEAST = 0.1
 # Within a step a collective is so much slower than by itself: NCCL by a third (vTrain), gloo since it runs on the ranks' own cores.
 WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
+# The same for links between nodes, which no core of a rank drives.
+BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
 # What ZeRO does in Python for each parameter, in operations: at stages 1 and 2 wherever gradients are reduced (copies into buckets and out
 # of them), at stage 3 in every micro-step (fetched, released, split again) and once more in the step. Counted on a small transformer.
 REDUCE_OPS, PARTITION_OPS = 40.0, 180.0
@@ -39,10 +44,11 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       the device;
     * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step;
     * recompute: what a forward of the recomputed blocks adds to both;
-    * communication, elements per rank and step: stages 0 and 1 all-reduce 2 P at the boundary, stage 2 at each micro-step (DeepSpeed
-      reduces a bucket of several ranks' shares by an all-reduce, `allreduce_and_scatter` in stage_1_and_2.py), both gather P after the
-      step, stage 3 gathers twice and reduces at each micro-step, 3 K P; times (N - 1) / N; with overlap what backward does not hide;
-    * messages: alpha for each bucket of each collective, 2 (N - 1) hops for an all-reduce (ring), half for its halves;
+    * communication, elements per rank and step: stage 0 all-reduces 2 P at the boundary; stages 1 and 2 all-reduce too, where the
+      ZeRO paper scatters (stage_1_and_2.py, allreduce_and_scatter), and gather the weights: 3 P at the boundary, (2 K + 1) P; stage 3
+      gathers twice and scatters at each micro-step, 3 K P, over gloo, whose scatter is an all-reduce, 4 K P; over the links as
+      `collective_s` says, on one node (N - 1) / N of it; with overlap what backward does not hide;
+    * messages: the latency of each bucket of each collective, on one node 2 (N - 1) hops for an all-reduce, half for its halves;
     * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate, from stage 1 on over N ranks;
     * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each parameter in Python; on a GPU what
       the device's own work does not hide;
@@ -52,19 +58,24 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
     compute, traffic, recompute, launches = _micro_step(knobs, profile, machine)
 
-    ring = (N - 1.0) / N
     gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
     gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
-    reduced = np.where(stage == 3, K, np.where(stage == 2, 2.0 * K, 2.0)) * Pt * knobs.wire_bytes
+    reductions = np.where(stage >= 2, K, 1.0)
+    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
+    scatters = (stage == 3) & (machine.accelerator != "cpu")
+    links = _within_a_step(machine)
+    reduce_s, reduce_latency_s = collective_s(
+        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
+    )
     gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
-    wire_s = WITHIN_A_STEP[machine.accelerator] * ring * (reduced + gathered) / machine.link_bytes_per_s
+    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
+    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(b)))
+    wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
+    if machine.ranks_per_node:
+        # The second copy of the weights (hpZ) is gathered from its own node.
+        wire_s = wire_s + np.where((stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0)
     hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     communication = wire_s - hidden
-
-    calls = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
-    hops = np.where(stage == 0, 2.0, 1.0) * (N - 1.0)
-    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
-    messages = machine.link_alpha_s * (calls * hops * np.where(stage >= 2, K, 1.0) + per_block * (N - 1.0))
 
     shard = Pt / np.where(stage >= 1, N, 1.0)
     moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
@@ -96,6 +107,12 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "bookkeeping": bookkeeping,
         "input": K * b * profile.input_s_per_sample,
     }
+
+
+def _within_a_step(machine: Machine) -> Machine:
+    """The links as collectives find them while everything else goes on."""
+    own, between = WITHIN_A_STEP[machine.accelerator], BETWEEN_NODES[machine.accelerator]
+    return replace(machine, link_bytes_per_s=machine.link_bytes_per_s / own, node_bytes_per_s=machine.node_bytes_per_s / between)
 
 
 def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:

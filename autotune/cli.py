@@ -29,7 +29,10 @@ ScriptSet = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
-Storage = Annotated[str | None, typer.Option(metavar="URL", help="Database URL (default: SQLite, studies/autotune.db).")]
+Storage = Annotated[
+    str | None,
+    typer.Option(metavar="URL", envvar="AUTOTUNE_STORAGE", help="Database, as postgresql://USER@HOST/DB (default: studies/autotune.db)."),
+]
 Executor = Annotated[str | None, typer.Option("--executor", metavar="local|slurm|ray", help="What runs the trials (default: local).")]
 Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that the ranks of a trial are spread over.")]
 ExecutorOptions = Annotated[
@@ -94,6 +97,8 @@ def run(
     stop_below: Annotated[str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")] = None,
     memory_filter: Annotated[bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")] = None,
     stop_trials: Annotated[bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")] = None,
+    parallel: Annotated[int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")] = None,
+    overlap: Annotated[bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
     learning_rate_rule: Annotated[
@@ -132,6 +137,8 @@ def run(
         "stop_below": stop_below,
         "memory_filter": memory_filter,
         "stop_trials": stop_trials,
+        "parallel": parallel,
+        "overlap": overlap,
         "storage": storage,
         "seed": seed,
         "learning_rate_rule": learning_rate_rule,
@@ -140,6 +147,19 @@ def run(
         "from_checkpoint": from_checkpoint and str(from_checkpoint),
     }
     raise typer.Exit(commands.run(target, overrides, fresh=fresh, as_json=as_json, learn=not no_history))
+
+
+@app.command()
+def worker(
+    study: StudyName,
+    storage: Storage = None,
+    parallel: Annotated[int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")] = None,
+    overlap: Annotated[bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")] = None,
+) -> None:
+    """Help `autotune run`, on another machine, with the trials of STUDY; takes a database server and the study's folder."""
+    from autotune import helping
+
+    raise typer.Exit(helping.worker(study, storage, {"parallel": parallel, "overlap": overlap}))
 
 
 @app.command()

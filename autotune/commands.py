@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, experience, fingerprint, launch, spec, store, watching
+from autotune import UserError, claims, experience, fingerprint, launch, slots, spec, store, urls, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView
@@ -54,11 +54,13 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     folder = studies / wanted.name
     url = wanted.storage or store.default_url(studies)
     interrupted = False
-    store.open_storage(url)  # what is wrong with it is said before seconds of imports
-    with ProgressView() as view, _terminable(), study_lock(folder) as lock, store.failing_in_words(url):
+    storage = store.open_storage(url)  # what is wrong with it is said before seconds of imports
+    with ProgressView() as view, terminable(), study_lock(folder) as lock, store.failing_in_words(url), contextlib.ExitStack() as stack:
+        ledger = claims.Ledger(storage, wanted.name)
+        stack.enter_context(ledger.leading(view.say))
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
-            with executor_for(wanted, folder) as executor:
+            with executor_for(wanted, folder, view.waits) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
                 watched = Journal(view, folder)
@@ -66,7 +68,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
                 found = profiled(found, executor, folder, view.waiting)
                 if fresh:
                     _forget(wanted.name, url, folder, executor)
-                runner = Runner(found, executor, folder, url, watched)
+                at_once = stack.enter_context(slots.opened(found, executor, folder, view.say))
+                runner = Runner(found, executor, folder, ledger, watched, at_once)
                 runner.open()
                 _keep_spec(wanted, Path(target), folder)
                 for note in (*notes, *found.notes):
@@ -84,7 +87,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
     _print_answer(report, [shown(path) for path in written], as_json=as_json)
     if interrupted:
-        again = shlex.join(["autotune", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+        again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
         print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
         return INTERRUPTED
     if not report.recommended["picks"]:
@@ -102,7 +105,7 @@ def wanted_study(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, 
     if overrides.get("script_args"):
         command = f"{command} {shlex.join(overrides['script_args'])}"
     check_templates([command], f"`{command}`")
-    with ProgressView() as view, _terminable():
+    with ProgressView() as view, terminable():
         view.doing("running your command up to its training script, once")
         invocation, notes = launch.capture(command, folder, view.tick)
     overrides = {**overrides, "script_args": None, "command": command}
@@ -116,14 +119,13 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
         Exit status: 0 the baseline runs, 1 it does not.
     """
     wanted, notes = wanted_study(target, overrides)
-    shared = wanted.executor != "local" or wanted.hostfile is not None
-    if shared:  # other machines see a study's folder, but not this one's temporary files
-        studies_folder(Path(target)).mkdir(parents=True, exist_ok=True)
-    # Kept if something fails: its logs tell why.
-    folder = Path(tempfile.mkdtemp(prefix=".check-" if shared else "autotune-check-", dir=studies_folder(Path(target)) if shared else None))
-    with ProgressView() as view, _terminable():
+    around = studies_folder(Path(target)) if wanted.runs_elsewhere else None  # other machines see no temporary files of this one
+    if around is not None:
+        around.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))  # kept if something fails: logs tell why
+    with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
-        with executor_for(wanted, folder) as executor:
+        with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             found.notes[:0] = notes
             view.doing("running two steps of the baseline")
@@ -319,10 +321,10 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
     Returns:
         Exit status: 0, or 130 where the user stopped watching.
     """
-    folder, url = _locate(study or watching.only_running(STUDIES), storage)
+    folder, url = locate(study or watching.only_running(STUDIES), storage)
     name, pid = folder.name, run_under_way(folder)
     if pid and not (once or as_json):
-        with ProgressView() as view, _terminable():
+        with ProgressView() as view, terminable():
             view.say(f"study {name}, run by process {pid}; Ctrl-C ends the watching, not the study")
             try:
                 watching.follow(folder, pid, view)
@@ -338,13 +340,16 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
         data = {"name": name, "n_trials": 0, "outcomes": {}, "running": 0, "process": pid}
         print(json.dumps(data, indent=1) if as_json else f"study {name}: process {pid} runs it now; no trial has ended yet")
         return 0
-    n_running = len(store.running(store.load_study(store.open_storage(url, create=False), name)))
+    opened = store.open_storage(url, create=False)
+    n_running = len(store.running(store.load_study(opened, name)))
+    held = {lease.name: lease.owner.shown for lease in claims.leases(opened, name)}
     changed = fingerprint.lines(_changed(report, url))
-    data = {**summary.status_data(report, n_running), "process": pid, "changed": changed}
+    data = {**summary.status_data(report, n_running), "process": pid, "held": held, "changed": changed}
     if as_json:
         print(json.dumps(data, indent=1))
         return 0
-    print(f"{watching.lines(data)}\n")
+    print(watching.lines(data))
+    print("".join(f"{what}: {who}\n" for what, who in held.items()))
     _print_answer(report, [], as_json=False)
     if changed:
         print("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), f"is the answer still right? autotune retune {name}"]))
@@ -363,7 +368,7 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
 
     if why_not is not None and what_if is not None:
         raise UserError("explain: give --why-not or --what-if, not both")
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
     evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]), report)
     if why_not is not None:
@@ -379,7 +384,7 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     """`autotune export`: the configuration that a study found, in the form that a training takes."""
     if pick is not None and number is not None:
         raise UserError("export: give --pick or --trial, not both")
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
     chosen = summary.pick_or_trial(report, pick, number)
     base_config: DsConfig = report.study["base_config"]
@@ -404,7 +409,7 @@ def report(
     """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
     from autotune.report import takeaway
 
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     found = summary.load(study, url, folder)
     if as_json:
         print(json.dumps(takeaway.as_data(found), indent=1))
@@ -428,7 +433,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
     from autotune import tracing
     from autotune.report import diagnosis
 
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
     chosen = summary.pick_or_trial(report, None, number)
     row = next(row for row in report.trials if row["trial"] == chosen["trial"])
@@ -438,7 +443,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
     folder = Path(report.study["folder"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}
-        with ProgressView() as view, _terminable():
+        with ProgressView() as view, terminable():
             view.doing(f"running trial {row['trial']} again, {tracing.TRACED_STEPS} steps of it traced")
             tracing.run(folder, row["trial"], environment, view.waiting, view.tick)
     found = diagnosis.of_trial(report, folder, row["trial"])
@@ -464,10 +469,10 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     counts = measuring.rank_counts(ranks)
     wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)})
     folder = studies_folder(Path(target)) / wanted.name / "scaling"
-    with ProgressView() as view, _terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
+    with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
-        with executor_for(wanted, folder) as executor:
+        with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
             if environment.accelerator != "cpu" and environment.n_devices < max(counts):
@@ -516,7 +521,7 @@ def dashboard(storage: str | None, host: str, port: int) -> None:
             print(
                 "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use ssh -L.", file=sys.stderr
             )
-        with _terminable(), contextlib.suppress(KeyboardInterrupt):
+        with terminable(), contextlib.suppress(KeyboardInterrupt):
             served.serve_forever()
 
 
@@ -538,10 +543,15 @@ def doctor(*, build: bool, as_json: bool) -> int:
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
-def _locate(study: str, storage: str | None) -> tuple[Path, str]:
+def locate(study: str, storage: str | None) -> tuple[Path, str]:
+    """The folder of a study and its database: the one named, else what its study.yaml names, else the usual one.
+
+    Raises:
+        UserError: Nothing can have that name.
+    """
     with contextlib.suppress(ValueError):
         spec.check_name(study)
-        url = storage or store.default_url(STUDIES)
+        url = storage or spec.stated_storage(STUDIES / study / "study.yaml") or store.default_url(STUDIES)
         return store.study_folder(study, STUDIES.absolute(), url), url
     raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
 
@@ -572,7 +582,7 @@ def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM ends a study as Ctrl-C does: ranks stopped, what was told kept, the best so far printed."""
 
     def interrupt(*_: object) -> NoReturn:

@@ -28,11 +28,14 @@ class ProgressView:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
-        self._live = Live(console=self.console, refresh_per_second=8, transient=True) if self.console.is_terminal else None
         self._doing = ""
         self._since = time.monotonic()
+        self._under_way: dict[int, str] = {}
         self._standing = ""
         self.is_waiting = False
+        # It draws itself again and again, so that seconds are seen to pass also where nobody calls `tick`.
+        drawn = Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True)
+        self._live = drawn if self.console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -56,24 +59,35 @@ class ProgressView:
 
     def began(self, number: int, candidate: Candidate, role: str, *, ago_s: float = 0.0) -> None:
         """A trial starts, or started so many seconds ago."""
-        self._doing = f"trial {number}{' again' if role == 'repeat' else ''}: {candidate.describe()}"
-        self._since = time.monotonic() - ago_s
+        self._under_way[number] = f"trial {number}{' again' if role == 'repeat' else ''}: {candidate.describe()}"
+        self._doing, self._since = "; ".join(self._under_way.values()), time.monotonic() - ago_s
         self.tick()
 
     def waiting(self) -> None:
-        """Another study measures on this machine; said once."""
+        """Another study, or another coordinator of this one, measures on this machine; said once."""
         if not self.is_waiting:
             self.is_waiting = True
-            self.say("another study measures on this machine; taking turns, trial by trial")
+            self.say("something else is measured on this machine; taking turns, trial by trial")
+
+    def waits(self, why: str) -> None:
+        """The engine has no machine for a trial yet."""
+        self.say(f"waiting: {why}")
 
     def tick(self) -> None:
         """Redraws the line about the trial under way."""
-        if self._live is not None:
-            line = Text(f"  {self._doing}  {time.monotonic() - self._since:.0f} s", style="bold")
-            self._live.update(Text("\n").join([line, Text(f"  {self._standing}", style="dim")]) if self._standing else line)
+        if self._live is not None and self._live.is_started:
+            self._live.refresh()
+
+    def _line(self) -> Text:
+        if not self._doing:
+            return Text()
+        line = Text(f"  {self._doing}  {time.monotonic() - self._since:.0f} s", style="bold")
+        return Text("\n").join([line, Text(f"  {self._standing}", style="dim")]) if self._standing else line
 
     def ended(self, progress: Progress) -> None:
         """A trial was told: its line stays."""
+        self._under_way.pop(progress.number, None)
+        self._doing = "; ".join(self._under_way.values()) or self._doing
         label = {"repeat": "again", "baseline": "base"}.get(progress.role, "")
         line = Text(f"{progress.number:>4} {label:<6}")
         line.append(f"{progress.outcome!s:<12}", style=MARKS.get(progress.outcome, "red"))

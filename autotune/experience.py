@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from optuna.storages import RDBStorage
-
 from autotune import UserError, store
 from autotune.candidate import Candidate
+from autotune.database import Storage
 from autotune.history import History, Measurement
 from autotune.plan import Plan
 from autotune.search import transfer
@@ -39,9 +38,13 @@ class Recorder:
         generation: Which of its re-tunings; 0 for the study itself.
         workload: What is measured, and where.
         world_size: Ranks.
+
+    Attributes:
+        patiently: How it is written: again, where the database is away.
     """
 
     def __init__(self, observer: Observer, history: History, study: str, generation: int, workload: Workload, world_size: int) -> None:
+        self.patiently: Callable[[Callable[[], None]], None] = lambda write: write()
         self._observer, self._history, self._study, self._generation = observer, history, study, generation
         self._workload, self._world_size = workload, world_size
 
@@ -76,13 +79,12 @@ class Recorder:
         Raises:
             GoneError: The study was deleted meanwhile.
         """
-        self._history.measured(
-            Measurement(
-                study=self._study, generation=self._generation, trial=trial, role=role, environment=asdict(self._workload.environment),
-                structure=self._workload.structure, n_parameters=self._workload.n_parameters, world_size=self._world_size,
-                candidate=candidate.key, outcome=outcome, metrics=dict(metrics), wall_s=wall_s,
-            )
+        measurement = Measurement(
+            study=self._study, generation=self._generation, trial=trial, role=role, environment=asdict(self._workload.environment),
+            structure=self._workload.structure, n_parameters=self._workload.n_parameters, world_size=self._world_size,
+            candidate=candidate.key, outcome=outcome, metrics=dict(metrics), wall_s=wall_s,
         )  # fmt: skip
+        self.patiently(lambda: self._history.measured(measurement))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class Experience:
         return WarmStart(prior=self.prior(found), first=tuple(c for c in dict.fromkeys(first) if c != found.baseline))
 
 
-def of_study(storage: RDBStorage, name: str, relation: str, doubt: float = transfer.SAME_MODEL) -> Experience | None:
+def of_study(storage: Storage, name: str, relation: str, doubt: float = transfer.SAME_MODEL) -> Experience | None:
     """What a study taught; None if that is too little, or was kept by an earlier version."""
     try:
         study = store.load_study(storage, name)
@@ -146,7 +148,7 @@ def of_study(storage: RDBStorage, name: str, relation: str, doubt: float = trans
     return Experience(name=name, relation=relation, kept=kept, told=told, doubt=doubt, guide=sampler.guide)
 
 
-def related(storage: RDBStorage, history: History, found: Plan) -> Experience | None:
+def related(storage: Storage, history: History, found: Plan) -> Experience | None:
     """The study to learn from: of the same model on this machine, else of one with the same blocks; None if there is none."""
     workload = found.workload
     for row in history.studies_alike(workload.structure, asdict(workload.environment)):
@@ -174,7 +176,8 @@ def attach(runner: Runner, *, learn: bool = True) -> None:
     plan = runner.plan
     history = History(runner.storage.engine)
     history.drop_orphans()
-    runner.observer = Recorder(runner.observer, history, plan.spec.name, 0, plan.workload, plan.world_size)
+    runner.observer = recorder = Recorder(runner.observer, history, plan.spec.name, 0, plan.workload, plan.world_size)
+    recorder.patiently = runner.storage.patiently
     # Whoever asks for another sampler asks for what it does by itself.
     known = related(runner.storage, history, plan) if learn and plan.spec.sampler == "physics" else None
     if known is None:
@@ -186,7 +189,7 @@ def attach(runner: Runner, *, learn: bool = True) -> None:
         runner.observer.say(f"starting from {n} trials of study {known.name} ({known.relation}); --no-history leaves them out")
 
 
-def keep_recommendation(storage: RDBStorage, study: str, generation: int, recommended: Mapping[str, Any]) -> None:
+def keep_recommendation(storage: Storage, study: str, generation: int, recommended: Mapping[str, Any]) -> None:
     """Keeps what a study recommends, if it does.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
 
+from autotune import urls
 from autotune.candidate import DsConfig, check_config, nearest, read_config, without_auto
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, Invocation, check_templates, templates_in
 from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
@@ -36,7 +37,7 @@ FLAGS = {
     "device_memory_bytes": "--device-memory",
 }
 # Keys that are written only where they say something.
-OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "from_checkpoint", "nodes", "executor_options", "hostfile")
+OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "nodes", "executor_options", "hostfile", "from_checkpoint")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -115,7 +116,9 @@ class StudySpec(BaseModel):
         stop_below: The study ends when no candidate is expected to improve any objective by this share; 0 for never. Only
             `physics` knows.
         stop_trials: A trial ends as soon as it is seen to be worse than a measured one on every objective.
-        storage: Optuna storage URL; None for SQLite in `studies/autotune.db`.
+        storage: Optuna storage URL; None for SQLite in `studies/autotune.db`. Written to the file without its password.
+        parallel: Trials at once, where devices or nodes are disjoint.
+        overlap: Trials may run at once on one host, too, where they disturb one another.
         learning_rate_rule: How the learning rate follows the global batch: `linear`, `sqrt`, `adascale`, `surge`, `none`, or
             `auto`: linear for SGD, sqrt for others. A script keeps its own.
         seed: Seed of weights, data order and search.
@@ -158,6 +161,8 @@ class StudySpec(BaseModel):
     stop_below: Share = 0.01
     stop_trials: bool = True
     storage: str | None = None
+    parallel: Count = 1
+    overlap: bool = False
     learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
     seed: Natural = 0
     trial_budget_s: Seconds = 10.0
@@ -265,6 +270,11 @@ class StudySpec(BaseModel):
         return self.nodes or (len(read_hostfile(self.hostfile)) if self.hostfile else 1)
 
     @property
+    def runs_elsewhere(self) -> bool:
+        """Whether trials run on other machines than this one."""
+        return self.executor != "local" or self.hostfile is not None
+
+    @property
     def stated_ranks(self) -> int | None:
         """Ranks of a trial, as `ranks` says, else as many on each host as the hostfile gives slots to each; None if neither does."""
         slots = list(read_hostfile(self.hostfile).values())[: self.n_nodes] if self.hostfile else [None]
@@ -302,11 +312,12 @@ class StudySpec(BaseModel):
             data["ranks"] = None
         if self.working_dir is not None:
             data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
-        if self.from_checkpoint is not None:
-            data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
         if self.hostfile is not None:
             data["hostfile"] = os.path.relpath(self.hostfile, folder) if folder is not None else str(self.hostfile)
+        if self.from_checkpoint is not None:
+            data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
         data |= {
+            "storage": self.storage and urls.masked(self.storage),
             "target": target,
             "space": self.space.to_data(),
             "objectives": [objective.model_dump(exclude_defaults=True) for objective in self.objectives],
@@ -442,6 +453,16 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
     return target, Path.cwd()
 
 
+def stated_storage(path: Path) -> str | None:
+    """The database that a study.yaml names; None where it names none, or cannot be read."""
+    try:
+        data = read_yaml(path) if path.is_file() else None
+    except SpecError:
+        return None
+    found = data.get("storage") if isinstance(data, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def _sets_batch(config: Mapping[str, Any] | None) -> bool:
     return any(key in without_auto(dict(config or {})) for key in BATCH_KEYS)
 
@@ -575,9 +596,9 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "script_set": _read_script_set,
     "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
-    "from_checkpoint": _read_checkpoint,
     "hostfile": _read_folder,
     "executor_options": _read_options,
+    "from_checkpoint": _read_checkpoint,
 }
 
 
@@ -725,6 +746,7 @@ COMMENTS = {
     "global_batch": "Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST.",
     "device_memory_bytes": "Memory limit of a device; null is what it has.",
     "storage": "null is SQLite in studies/autotune.db.",
+    "parallel": "Trials at once; on one host only if they may overlap, where they disturb one another.",
     "trial_budget_s": "Training time of one trial, and when its processes are killed.",
     "finalists": "The best are checked and measured again at the end, this many, this often.",
     "branch": "Other global batches are checked by a branch from the baseline's state, on so many tokens.",

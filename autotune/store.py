@@ -1,45 +1,45 @@
-"""The database: the only module that knows it. Optuna's storage, opened safely for several processes."""
+"""What a study keeps in the database: its record, what its trials were told, and how both are read back."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
-import sqlalchemy
-from optuna.storages import RDBStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune import UserError, history, objective, trial
+from autotune import database, history, objective, trial
 from autotune.analysis.recommend import Measured
 from autotune.branch import Branch
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
 from autotune.convergence import LearningRate
+from autotune.database import Cached, Storage
 from autotune.gate import Verdict, numerics
 from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
+from autotune.spec import StudySpec
 from autotune.trial import Outcome, Workload
 
+# Whoever uses the store opens it here, too.
+PATIENCE_S, StoreError = database.PATIENCE_S, database.StoreError
+open_storage, failing_in_words = database.open_storage, database.failing_in_words
+
 MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotune", "ended"
-HEARTBEAT_S = 10
-GRACE_S = 60
+SETTINGS_ATTR = "settings"
+# Fields of a study that a run may change and that its helpers must know; the others are the same for all of its trials.
+SETTINGS = ("trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s", "trial_deadline_s", "min_samples")
 # Which re-tuning's study holds the answer of this one today.
 SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
-BUSY_TIMEOUT_S = 60
-
-
-class StoreError(UserError):
-    """The database cannot be used, or does not hold what was asked for."""
 
 
 def default_url(studies: Path) -> str:
@@ -47,121 +47,58 @@ def default_url(studies: Path) -> str:
     return f"{SQLITE}{(studies / 'autotune.db').as_posix()}"
 
 
-def open_storage(url: str, *, create: bool = True) -> RDBStorage:
-    """Opens (or makes) the database.
-
-    SQLite is put into write-ahead mode, in which readers and one writer do not block each other, and waits for a lock
-    instead of failing.
-
-    Raises:
-        StoreError: The URL is wrong, its driver is missing, or the database does not answer.
-    """
-    if url.startswith("sqlite"):
-        _check_file(url, create=create)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    connect = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            storage = RDBStorage(url, engine_kwargs=connect, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
-        if url.startswith("sqlite"):
-            _tune_sqlite(storage.engine)
-    except ImportError:
-        dialect = url.partition(":")[0]
-        raise StoreError(f"storage {_without_password(url)}: SQLAlchemy's driver for {dialect} is not installed") from None
-    except (sqlalchemy.exc.SQLAlchemyError, RuntimeError, ValueError) as error:
-        hint = "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db"
-        raise StoreError(f"storage {_without_password(url)}: {_reason(error)}. {hint}") from None
-    return storage
-
-
-def _check_file(url: str, *, create: bool) -> None:
-    """Makes the folder of an SQLite database, or refuses a database that is not there or would not stay."""
-    try:
-        name = sqlalchemy.make_url(url).database
-    except sqlalchemy.exc.ArgumentError:
-        return  # said better by who opens it
-    if not name or name == ":memory:":
-        raise StoreError(f"storage {url}: it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db")
-    if not create and not Path(name).exists():
-        raise StoreError(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
-    try:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"storage {url}: {error.strerror}: {Path(name).parent}") from None
-
-
-@contextlib.contextmanager
-def failing_in_words(url: str) -> Iterator[None]:
-    """A database that fails in the middle of a run (full disk, lost server) ends it with a sentence.
-
-    Raises:
-        StoreError: In place of whatever SQLAlchemy or Optuna raised.
-    """
-    try:
-        yield
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
-        raise StoreError(f"storage {_without_password(url)}: {_reason(cause or error)}; what was told before is kept") from None
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")
-
-
-def _tune_sqlite(engine: sqlalchemy.Engine) -> None:
-    def on_connect(connection: Any, _record: object) -> None:
-        # With a write-ahead log NORMAL cannot corrupt; results are synced as files before they are told.
-        connection.execute("PRAGMA synchronous=NORMAL")
-
-    sqlalchemy.event.listen(engine, "connect", on_connect)
-    engine.dispose()
-    with engine.connect() as connection:
-        connection.execute(sqlalchemy.text("PRAGMA journal_mode=WAL"))
-
-
-def _without_password(url: str) -> str:
-    try:
-        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return url.rsplit("@", maxsplit=1)[-1]
-
-
-def study_names(storage: RDBStorage) -> list[str]:
+def study_names(storage: Storage) -> list[str]:
     """Names of the studies in the database, sorted."""
     return sorted(study.study_name for study in optuna.get_all_study_summaries(storage, include_best_trial=False))
 
 
-def load_study(storage: RDBStorage, name: str) -> Study:
+def load_study(storage: Storage, name: str) -> Study:
     """The study of that name.
 
     Raises:
         StoreError: It is not there; the message lists those that are.
     """
     try:
-        return optuna.load_study(study_name=name, storage=storage)
+        return optuna.load_study(study_name=name, storage=Cached(storage))
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise StoreError(f"no study {name!r} in {_without_password(str(storage.url))}. {known}") from None
+        raise StoreError(f"no study {name!r} in {storage.shown}. {known}") from None
 
 
-def create_study(storage: RDBStorage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
+def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
     """Makes the study, or opens it if it is there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        study = optuna.create_study(study_name=name, storage=storage, directions=list(directions), load_if_exists=True)
+        study = optuna.create_study(study_name=name, storage=Cached(storage), directions=list(directions), load_if_exists=True)
         study.set_metric_names(list(metric_names))
     return study
 
 
-def delete_study(storage: RDBStorage, name: str) -> None:
+def delete_study(storage: Storage, name: str) -> None:
     """Removes a study with its trials, its re-tunings and its history; one that is not there is no error."""
     for own in [name, *(other for other in study_names(storage) if other != name and generation_of(other)[0] == name)]:
         with contextlib.suppress(KeyError):
             optuna.delete_study(study_name=own, storage=storage)
     history.forget(storage.engine, name)
+
+
+def note_settings(study: Study, spec: StudySpec) -> None:
+    """Keeps what a run was told of the budget and the search, for the coordinators that help it."""
+    stated = {name: getattr(spec, name) for name in SETTINGS}
+    if study.user_attrs.get(SETTINGS_ATTR) != stated:
+        study.set_user_attr(SETTINGS_ATTR, stated)
+
+
+def settings(study: Study) -> dict[str, Any]:
+    """What the run that leads a study was told, by field of its `StudySpec`."""
+    return {name: value for name, value in study.user_attrs.get(SETTINGS_ATTR, {}).items() if name in SETTINGS}
+
+
+def still(study: Study) -> contextlib.AbstractContextManager[None]:
+    """Lets a block that looks at the trials many times see the same ones every time, for the price of one look."""
+    storage = study._storage
+    return storage.still(study._study_id) if isinstance(storage, Cached) else contextlib.nullcontext()
 
 
 def running(study: Study) -> list[FrozenTrial]:
@@ -258,27 +195,6 @@ def note_end(study: Study, why: str) -> None:
         study.set_user_attr(ENDED_ATTR, why)
 
 
-@contextlib.contextmanager
-def heartbeat(study: Study, trial_id: int) -> Iterator[None]:
-    """Says in the database, again and again, that the trial's process lives: Optuna does so only inside `optimize`."""
-    storage = study._storage
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.is_set():
-            with contextlib.suppress(Exception):  # a missed beat is not worth a trial
-                storage.record_heartbeat(trial_id)  # type: ignore[attr-defined]
-            stop.wait(HEARTBEAT_S)
-
-    thread = threading.Thread(target=beat, name="autotune-heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def told_trials(study: Study) -> list[FrozenTrial]:
     """Trials that ended as results, in order; lost ones are not among them."""
     states = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -287,27 +203,40 @@ def told_trials(study: Study) -> list[FrozenTrial]:
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:
     """What was kept with a told trial, as `study` wrote it: outcome, reason, phase, wall_s, metrics, ci95, caveats and the like."""
-    data: dict[str, Any] = json.loads(told.user_attrs[MEASURED_ATTR])
+    return _parsed(told.user_attrs[MEASURED_ATTR])
+
+
+@functools.lru_cache(maxsize=20_000)
+def _parsed(text: str) -> dict[str, Any]:
+    """JSON that every trial is asked for at every step of a study; never changed by who reads it."""
+    data: dict[str, Any] = json.loads(text)
     return data
 
 
 def told_candidate(told: FrozenTrial) -> Candidate:
     """The configuration of a told trial."""
-    return Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
+    return _candidate(told.user_attrs[CANDIDATE_ATTR])
 
 
-def measured(study: Study, folder: Path, kept: StudyRecord) -> list[Measured]:
+_candidate = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
+
+
+def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Measured] | None = None) -> list[Measured]:
     """Every told trial of a study, with its re-measurements, as the analysis takes it.
 
     Args:
         study: The study.
         folder: Its folder, in which the re-measurements lie.
         kept: Its record.
+        seen: What was read before and has not changed since, by trial; what is read now joins it.
     """
-    return [_as_measured(told, folder, kept) for told in told_trials(study)]
+    seen = {} if seen is None else seen
+    told, own = told_trials(study), numerics(kept.ds_config(Candidate.from_key(kept.baseline)))
+    seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
+    return [seen[each.number] for each in told]
 
 
-def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured:
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
     repeats = {}
     # Re-measurements time steps; they are too short for a loss curve.
@@ -327,7 +256,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord) -> Measured
         verdict=verdict,
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == numerics(kept.ds_config(baseline)),
+        numerics_kept=numerics(ds_config) == own_numerics,
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],

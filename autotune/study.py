@@ -13,12 +13,15 @@ import signal
 import statistics
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
+import optuna
+import sqlalchemy
+from optuna.distributions import BaseDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 from threadpoolctl import threadpool_limits
@@ -27,11 +30,13 @@ from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
 from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
+from autotune.claims import Ledger, TurnLost
 from autotune.confirm import ENDLESS_SAMPLES, Confirmation, baseline_of
 from autotune.convergence import NOISE_RULES
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.executors.host import sweep
+from autotune.flights import Claim, Flights
 from autotune.objective import GOODPUT, Reference, Score
 from autotune.plan import Plan, remedy, shown
 from autotune.predict.forecast import Predictor, settings_of
@@ -53,6 +58,10 @@ CHECK_TRIALS, CHECK_SHARE = 6, 0.25
 NOISE_MICROS = 4
 # So many trials of a precision end with a dtype mismatch, and none otherwise, before it is no longer proposed.
 MISMATCHES = 2
+# How often it is looked whether other coordinators have told something, or the baseline is there.
+NEWS_S = 1.0
+IMPATIENT = 3
+ABANDONED = "the run ended before the trial did"
 # How often the lock of a study is asked for.
 LOCK_TRIES = 5
 
@@ -138,18 +147,34 @@ class Runner:
         plan: The study.
         executor: The engine.
         folder: The study's folder.
-        storage_url: The database.
+        storage: The database, as its URL or as the claims on the study in it.
         observer: Whoever watches.
+        slots: Engines for as many trials at once; by default one.
 
     Attributes:
         warm: What another study has learned; set before `run`.
     """
 
-    def __init__(self, plan: Plan, executor: Executor, folder: Path, storage_url: str, observer: Observer) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        folder: Path,
+        storage: str | Ledger,
+        observer: Observer,
+        slots: Sequence[Executor] = (),
+    ) -> None:
         check_sampler(plan.spec.sampler)
         self.plan, self.executor, self.folder, self.observer = plan, executor, folder, observer
         self.spec = plan.spec
-        self.storage = store.open_storage(storage_url)
+        self.ledger = storage if isinstance(storage, Ledger) else Ledger(store.open_storage(storage), plan.spec.name)
+        self.storage = self.ledger.storage
+        self.storage.patience_s, self.storage.on_wait = store.PATIENCE_S, observer.say
+        self.leads = True
+        self._slots = list(slots) or [executor]
+        self._nothing_since: int | None = None
+        self._learned: set[int] = set()
+        self._seen: dict[int, Measured] | None = None
         self.study: Study | None = None
         self.reference: Reference | None = None
         self.objectives = list(plan.spec.objectives)
@@ -167,46 +192,138 @@ class Runner:
             UserError: The study cannot go on, and why.
         """
         # The matrices of the search are small: several threads only wait for one another, 10 times as long on a busy machine.
-        with threadpool_limits(1, "blas"):
-            self._run()
-
-    def _run(self) -> None:
-        self.open()
-        if self.study is None:
-            # The baseline runs first, since it decides what can be measured at all.
-            self._begin(self.execute(self.plan.baseline, self._trial_path(0), role="baseline"))
-        sampler = self._sampler()
-        assert self.study is not None
-        self.study.sampler = sampler
-        store.note_end(self.study, "")
-        for candidate in [*self._recover(), *self._first()]:
-            if self._n_spent() < self.spec.trials and not self.out_of_time():
-                sampler.force(candidate)
-                self._trial(role="search")
-        while self._n_spent() < self.spec.trials:
-            self._stop_if_hopeless()
-            sampler = self._without_unsafe(sampler)
-            again = self._owed()
-            if again is not None:
-                sampler.force(again)
-            if why := self._over():
-                self.observer.say(why)
+        with threadpool_limits(1, "blas"), self.ledger.beating():
+            self.open()
+            if self.study is None:
+                # The baseline runs first, since it decides what can be measured at all.
+                self._begin(self.execute(self.plan.baseline, self._trial_path(0), role="baseline"))
+            assert self.study is not None
+            store.note_end(self.study, "")
+            store.note_settings(self.study, self.spec)
+            if why := self._search():
                 store.note_end(self.study, why)
-                break
-        self._stop_if_hopeless()
-        Confirmation(self).run()
+            Confirmation(self).run()
 
-    def _over(self) -> str | None:
-        """Runs the next trial, or says why there is none although the budget of trials is not spent."""
+    def help(self) -> str:
+        """Runs trials of a study that another coordinator leads, until there is none left to start.
+
+        Returns:
+            Why there is none.
+
+        Raises:
+            UserError: The study cannot go on, and why.
+        """
+        self.leads = False
+        with threadpool_limits(1, "blas"), self.ledger.beating():
+            self.open()
+            assert self.study is not None
+            return self._search() or f"the budget of {self.spec.trials} trials is spent"
+
+    def _search(self) -> str:
+        """Runs trials until the budget is spent, or there is no use in another one; returns why if that is so."""
+        assert self.study is not None
+        self.study.sampler = self._sampler()
+        flights = Flights(self._slots, side_by_side=self.spec.overlap and len(self._slots) > 1)
+        self._seen = {}  # until the end nobody measures a trial again
+        try:
+            while (why := self._step(flights)) is None:
+                pass
+            while flights.claims:
+                self._land(flights, None)
+        except BaseException as error:
+            flights.stop()
+            if not isinstance(error, sqlalchemy.exc.SQLAlchemyError | optuna.exceptions.StorageInternalError):
+                self._give_up(flights)
+            raise
+        flights.close()
+        self._seen = None
+        self._stop_if_hopeless()
+        if why:
+            self.observer.say(why)
+        return why
+
+    def _step(self, flights: Flights) -> str | None:
+        """Tells what has ended and starts what comes next; anything but None ends the search."""
+        assert self.study is not None
+        self._land(flights, 0.0 if flights.n_free else None)
+        try:
+            with self.ledger.turn():
+                going_on = self._recover(flights.n_free)
+                if not going_on:
+                    with store.still(self.study):
+                        found = self._next()
+        except TurnLost:
+            return None
+        if going_on:
+            for claim in going_on:
+                flights.start(claim, functools.partial(self._carry_on, claim))
+            return None
+        if isinstance(found, Claim):
+            with store.still(self.study):
+                request = self._request(found.candidate, found.role) if found.result is None else None
+            flights.start(found, functools.partial(self._fly, found, request))
+        elif found is None:  # something is under way, here or elsewhere
+            if flights.claims:
+                self._land(flights, None if self.ledger.alone else NEWS_S)
+            else:
+                self.observer.tick()
+                time.sleep(NEWS_S)
+        return found if isinstance(found, str) else None
+
+    def _land(self, flights: Flights, timeout_s: float | None) -> None:
+        for claim, result in flights.landed(timeout_s):
+            with undisturbed():
+                self._tell(claim.asked, claim.candidate, claim.role, self._judged(claim.candidate, result))
+
+    def _fly(self, claim: Claim, request: TrialRequest | None, executor: Executor, tick: Callable[[], None]) -> TrialResult:
+        assert request is not None
+        return self._measure(request, claim.candidate, self._trial_path(claim.asked.number), claim.role, executor, tick)
+
+    def _carry_on(self, claim: Claim, executor: Executor, tick: Callable[[], None]) -> TrialResult:
+        """Waits for the end of a trial that went on in its engine while nobody did."""
+        self.observer.began(claim.asked.number, claim.candidate, claim.role)
+        return base.resume(executor, self._trial_path(claim.asked.number), tick) or self._lost(claim.candidate)
+
+    def _give_up(self, flights: Flights) -> None:
+        """Tells the trials under way: those that ended meanwhile as they ended, the others to be run again."""
+        ended = flights.results()
+        with undisturbed():
+            for claim in flights.claims:
+                result = ended.get(claim.asked.number, TrialResult(outcome=Outcome.LOST, reason="stopped by the user"))
+                self._tell(claim.asked, claim.candidate, claim.role, result, quiet=True)
+
+    def _next(self) -> Claim | str | None:
+        """The next trial; None while that depends on those under way; or why there is none, an empty text at the end of the budget."""
         assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
-        if self.out_of_time():
+        if not self.leads and (why := self.study.user_attrs.get(store.ENDED_ATTR)):
+            return str(why)
+        self._stop_if_hopeless()
+        n_running, n_ended = len(store.running(self.study)), len(self.study.get_trials(deepcopy=False)) - len(store.running(self.study))
+        if self._n_spent() + n_running >= self.spec.trials:
+            return None if n_running else ""
+        if n_running and self._nothing_since == n_ended:
+            return None
+        sampler = self._without_unsafe(self.study.sampler)
+        again = self._to_run_again() or next(iter(self._first()), None) or self._owed()
+        if again is not None:
+            sampler.force(again)
+        claimed = self._over()
+        if isinstance(claimed, str) and n_running:  # what is under way may change that
+            self._nothing_since = n_ended
+            return None
+        return claimed
+
+    def _over(self) -> Claim | str:
+        """Begins the next trial, or says why there is none although the budget of trials is not spent."""
+        assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
+        if self.leads and self.out_of_time():
             return f"the time budget of {self.spec.time_budget_s:.0f} s is spent after {self._n_spent()} trials"
         if self.spec.sampler == "physics" and self.study.sampler.forced is None:
             with undisturbed():
                 if why := self._advisor.settled(self.study, self.spec.stop_below):
                     return f"stopped after {self._n_spent()} of {self.spec.trials} trials: {why}"
-        if self._trial(role="search"):
-            return None
+        if claim := self._claim():
+            return claim
         n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in self._outcomes())
         return self.study.sampler.why_exhausted + (f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else "")
 
@@ -226,15 +343,16 @@ class Runner:
         if kept is None and study.get_trials(deepcopy=False):
             raise UserError(f"study {self.spec.name!r} in this database was not made by autotune; choose another --study name")
         if kept is None or not store.told_trials(study):
-            store.delete_study(self.storage, self.spec.name)  # the run that began it died at once
+            if self.leads:
+                store.delete_study(self.storage, self.spec.name)  # the run that began it died at once
             return
         self._check_same(kept)
         self.study = study
         self.reference, self.objectives, self.learning_rate = kept.reference, kept.objectives, kept.learning_rate
         if self.reference is not None and self.reference.noise is None and self.spec.global_batch != "keep":
             self._keep_batch(self.reference.noise_problem)
-        self._spent_before_s = sum(store.told_data(told)["wall_s"] for told in self._told())
-        if n := self._n_spent():
+        self._spent_before_s = _wall_s(self._told())
+        if self.leads and (n := self._n_spent()):
             self.observer.say(f"resuming: {n} of {self.spec.trials} trials are already there")
 
     def _check_same(self, kept: StudyRecord) -> None:
@@ -349,6 +467,8 @@ class Runner:
 
     def _sampler(self) -> LegalSampler:
         seed = self.spec.seed + (len(self.study.get_trials(deepcopy=False)) if self.study else 0)
+        if not self.leads:  # coordinators that join together must not draw alike
+            seed += zlib.crc32(str(self.ledger.owner).encode())
         plan, spec = self.plan, self.spec
         if spec.sampler != "physics":
             return LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
@@ -371,96 +491,110 @@ class Runner:
 
     def _first(self) -> list[Candidate]:
         """What was good elsewhere and is still to be measured here."""
-        known = {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}
+        known = self._known()
         first = self.warm.first if self.warm is not None else ()
         return [c for c in first if c.key not in known and c.illegal(self.plan.setting) is None]
 
-    def _recover(self) -> list[Candidate]:
-        """Trials that a dead run left behind: told if their result is there, else marked lost and given back to run again."""
+    def _recover(self, room: int) -> list[Claim]:
+        """Trials that a dead coordinator left behind: told if their result is there, else marked lost, to be run again once.
+
+        Args:
+            room: How many can be carried on.
+
+        Returns:
+            Those that may go on in their engine, to be carried on.
+        """
         assert self.study is not None
-        again = []
-        for left in store.running(self.study):
-            attrs = left.user_attrs
-            if CANDIDATE_ATTR not in attrs:
-                self.study.tell(left.number, state=TrialState.FAIL)
-                continue
-            candidate = Candidate.from_key(attrs[CANDIDATE_ATTR])
+        going_on: list[Claim] = []
+        for left, lease in self.ledger.abandoned(store.running(self.study)):
             path = self._trial_path(left.number)
-            result = trial.result_in(path) or self._carried_on(left, path)
-            live = Trial(self.study, left._trial_id)
-            if result is not None and result.outcome is not Outcome.LOST:
-                self._tell(live, candidate, attrs["role"], result)
-            else:
-                self._tell(live, candidate, attrs["role"], TrialResult(outcome=Outcome.LOST, reason="the run ended before the trial did"))
-        done = {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}
-        for lost in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
-            text = lost.user_attrs.get(CANDIDATE_ATTR)
-            if text is not None and text not in done:
-                done.add(text)
-                again.append(Candidate.from_key(text))
-        return again
+            goes_on = TrialDir(path).job.exists() and trial.result_in(path) is None
+            if (goes_on and len(going_on) >= room) or not self.ledger.take_over(left, lease):
+                continue
+            text = left.user_attrs.get(CANDIDATE_ATTR)
+            if text is None:
+                self.ledger.tell(left, TrialState.FAIL, None, {"reason": ABANDONED}, {})
+                continue
+            candidate, role = Candidate.from_key(text), left.user_attrs.get("role", "search")
+            if goes_on:
+                going_on.append(Claim(asked=Trial(self.study, left._trial_id), candidate=candidate, role=role))
+                continue
+            result = trial.result_in(path)
+            if result is None or result.outcome is Outcome.LOST or result.candidate != candidate.values():
+                result = self._lost(candidate)
+            with undisturbed():
+                self._tell(left, candidate, role, result)
+        return going_on
 
-    def _carried_on(self, left: FrozenTrial, path: Path) -> TrialResult | None:
-        """The end of a trial that went on in its engine while nobody waited for it."""
+    def _lost(self, candidate: Candidate) -> TrialResult:
+        """The end of a trial whose coordinator died, and of which nothing is left."""
         assert self.study is not None
-        if not TrialDir(path).job.exists():
-            return None
-        with store.heartbeat(self.study, left._trial_id):
-            return base.resume(self.executor, path, self.observer.tick)
+        lost = TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
+        for before in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
+            if before.user_attrs.get(CANDIDATE_ATTR) == candidate.key and before.user_attrs.get("reason") == ABANDONED:
+                # Not chance then: this configuration takes whoever watches it along.
+                return replace(lost, outcome=Outcome.CRASHED, reason=f"twice: {ABANDONED}")
+        return lost
 
-    def _queued(self, why: str) -> None:
-        self.observer.say(f"waiting: {why}")
+    def _to_run_again(self) -> Candidate | None:
+        """A candidate whose trial was lost, and which nobody has run or runs since."""
+        assert self.study is not None
+        trials = self.study.get_trials(deepcopy=False)
+        lost = [text for t in trials if t.state is TrialState.FAIL and (text := t.user_attrs.get(CANDIDATE_ATTR)) is not None]
+        if not lost:
+            return None
+        known = self._known()
+        return next((Candidate.from_key(text) for text in lost if text not in known), None)
+
+    def _known(self) -> set[str]:
+        """The candidates that were told or are under way, by key."""
+        assert self.study is not None
+        trials = self.study.get_trials(deepcopy=False)
+        return {t.user_attrs[CANDIDATE_ATTR] for t in trials if t.state is not TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs}
 
     def _ask(self, role: str) -> Trial:
         assert self.study is not None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Optuna warns that heartbeats are for `optimize`; `store.heartbeat` sends them
-            asked = self.study.ask()
-        asked.set_user_attr("role", role)
-        return asked
+        return self.ledger.claim(self.study, role)
 
     def _drawn(self, asked: Trial, forced: Candidate | None) -> Candidate | None:
         """The trial's candidate, its knobs noted as Optuna parameters; None if nothing is left to measure."""
         assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
         space, baseline = self.plan.space, self.plan.baseline
-        _ = asked.relative_params  # Optuna draws at the first use; whether anything is left must be known before
-        if forced is not None:
-            for name in encoded(space, forced):
-                next(p for p in space.parameters if p.optuna_name == name).suggest(asked)
-        elif self.study.sampler.exhausted:
+        drawn = asked.relative_params
+        if forced is None and self.study.sampler.exhausted:
             return None
-        candidate = forced or space.candidate(space.suggest(lambda parameter: parameter.suggest(asked), baseline), baseline)
-        asked.set_user_attr(CANDIDATE_ATTR, candidate.key)
+        if forced is not None:
+            candidate, params = forced, encoded(space, forced)
+        else:
+            candidate = space.candidate(space.suggest(lambda p: p.decode(drawn[p.optuna_name]), baseline), baseline)
+            params = {name: drawn[name] for name in encoded(space, candidate)}
+        distributions: dict[str, BaseDistribution] = {p.optuna_name: p.distribution() for p in space.parameters if p.optuna_name in params}
+        self.ledger.describe(asked, params, distributions, {CANDIDATE_ATTR: candidate.key})
         return candidate
 
-    def _trial(self, role: str) -> bool:
-        """Runs the next trial; False if the sampler has nothing left."""
+    def _claim(self) -> Claim | None:
+        """Begins the next trial; None if the sampler has nothing left."""
         assert self.study is not None and isinstance(self.study.sampler, LegalSampler)
         forced, candidate = self.study.sampler.forced, None
+        self.study.sampler.exhausted = False
         with undisturbed():
-            asked = self._ask(role)
+            asked = self._ask("search")
         try:
             candidate = self._drawn(asked, forced)
             if candidate is None:
-                self.study.tell(asked, state=TrialState.FAIL)
-                return False
+                self.ledger.tell(asked, TrialState.FAIL, None, {}, {})
+                return None
             asks = self.spec.memory_filter and self.spec.sampler != "physics" and forced is None  # physics has weighed it already
             unfit = self._advisor.unfit(self.study, candidate) if asks else None
-            if unfit is not None:
-                result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
-            else:
-                with store.heartbeat(self.study, asked._trial_id):
-                    result = self.execute(candidate, self._trial_path(asked.number), role=role)
         except BaseException:
             with undisturbed():
                 if candidate is None:
-                    self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
+                    self.ledger.tell(asked, TrialState.FAIL, None, {}, {})
                 else:
-                    self._tell(asked, candidate, role, TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
+                    self._tell(asked, candidate, "search", TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
             raise
-        with undisturbed():
-            self._tell(asked, candidate, role, self._judged(candidate, result))
-        return True
+        result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values()) if unfit is not None else None
+        return Claim(asked=asked, candidate=candidate, result=result)
 
     def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
         """The result; where 16-bit weights met another type, with what becomes of that, and what can be done about the unseen."""
@@ -493,7 +627,7 @@ class Runner:
         reason = other.illegal(plan.setting)
         if reason is not None:
             return f"the same under {wanted} cannot run here: {reason}"
-        if other.key in {told.user_attrs.get(CANDIDATE_ATTR) for told in self._told()}:
+        if other.key in self._known():
             return f"the same under {wanted} was measured already"
         return other
 
@@ -514,38 +648,37 @@ class Runner:
         self.study.sampler = sampler = self._sampler()
         return sampler
 
-    def _tell(self, asked: Trial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
+    def _tell(self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
         assert self.study is not None
         # A loss curve that was cut off says nothing of the time to the target.
         reference = self.reference if result.outcome is not Outcome.STOPPED_EARLY else None
         score = objective.score(result, self.objectives, self.spec.constraints, reference)
         done = result.outcome is Outcome.COMPLETE and score.values is not None
-        asked.set_user_attr("outcome", str(result.outcome))
-        if result.reason:
-            asked.set_user_attr("reason", result.reason)
-        asked.set_user_attr(
-            store.MEASURED_ATTR, json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate, result)})
-        )
-        asked.set_constraint(COMPLETED, 0.0 if done else 1.0)
-        for name, violation in score.violations.items():
-            asked.set_constraint(name, violation if done else 1.0)
-        if result.outcome is Outcome.LOST:
-            self.study.tell(asked, state=TrialState.FAIL)
-        elif done:
-            assert score.values is not None
-            self.study.tell(asked, list(score.values))
-        else:
-            self.study.tell(asked, state=TrialState.PRUNED)
-        if not quiet:
-            self.progress(asked.number, role, candidate, result, score.metrics)
+        attrs: dict[str, Any] = {"outcome": str(result.outcome)} | ({"reason": result.reason} if result.reason else {})
+        attrs[store.MEASURED_ATTR] = json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate)})
+        constraints = {COMPLETED: 0.0 if done else 1.0}
+        constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}
+        state = TrialState.FAIL if result.outcome is Outcome.LOST else TrialState.COMPLETE if done else TrialState.PRUNED
+        values = list(score.values) if done and score.values is not None else None
+        if not self.ledger.tell(asked, state, values, attrs, constraints):
+            self.observer.say(
+                f"trial {asked.number} was taken for lost, since this process was not heard of for long, and is another one's now:"
+                " what was measured here is not used"
+            )
+        elif not quiet:
+            with store.still(self.study):
+                self.progress(asked.number, role, candidate, result, score.metrics)
 
-    def _foreseen(self, candidate: Candidate, result: TrialResult) -> dict[str, list[float]]:
+    def _foreseen(self, candidate: Candidate) -> dict[str, list[float]]:
         """What the trials before this one led to expect of it, with 90 % intervals, to be read beside what it measured."""
         predictor = self._predictor
+        for told in self._told():
+            data = store.told_data(told)
+            if told.number not in self._learned and data["outcome"] == Outcome.COMPLETE:
+                self._learned.add(told.number)
+                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
+                predictor.learn(store.told_candidate(told), **metrics)
         said = {"peak_memory_bytes": predictor.memory(candidate).total, "step_time_s": predictor.step_time(candidate).total}
-        if result.outcome is Outcome.COMPLETE:
-            time_s = result.steps.median_s if result.steps is not None else None
-            predictor.learn(candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=time_s)
         return {name: [total.value, total.low, total.high] for name, total in said.items()}
 
     @functools.cached_property
@@ -554,13 +687,7 @@ class Runner:
         plan, workload = self.plan, self.plan.workload
         profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
         machine = workload.machine or Machine.guess(plan.setting.accelerator, plan.world_size, workload.environment.n_cores)
-        predictor = Predictor(profile, machine, settings_of(plan.base_config))
-        for told in self._told():
-            data = store.told_data(told)
-            if data["outcome"] == Outcome.COMPLETE:
-                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
-                predictor.learn(store.told_candidate(told), **metrics)
-        return predictor
+        return Predictor(profile, machine, settings_of(plan.base_config))
 
     def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
         """One more measurement of a configuration, told to nobody: to be compared with others that are taken in turns with it."""
@@ -579,6 +706,10 @@ class Runner:
             role: `baseline`, `search`, `repeat`, `noise` or `gate`.
             request_fields: Fields of the request that are to differ from what the study's trials have.
         """
+        return self._measure(replace(self._request(candidate, role), **request_fields), candidate, path, role, self.executor)
+
+    def _request(self, candidate: Candidate, role: str) -> TrialRequest:
+        """What the ranks of a trial are asked to do."""
         batch = candidate.global_batch_size(self.plan.data_parallel)
         ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
         self._build_ops(ds_config)
@@ -588,7 +719,7 @@ class Runner:
             "baseline": ENDLESS_SAMPLES if converging else self.spec.min_samples,
             "search": max(self.spec.min_samples, n_baseline) if converging else self.spec.min_samples,
         }.get(role, 0)
-        request = TrialRequest(
+        return TrialRequest(
             target=str(self.spec.target),
             candidate=candidate.values(),
             ds_config=ds_config,
@@ -605,14 +736,33 @@ class Runner:
             learning_rate_factor=self.learning_rate.factor(batch),
             rivals=self._rivals(candidate) if role == "search" else (),
         )
-        request = replace(request, **request_fields)
+
+    def _measure(
+        self,
+        request: TrialRequest,
+        candidate: Candidate,
+        path: Path,
+        role: str,
+        executor: Executor,
+        tick: Callable[[], None] = lambda: None,
+    ) -> TrialResult:
+        """Runs a trial to its end, again where its watcher died; the only part of a run that may be in a thread of its own."""
+
+        def ticked() -> None:
+            tick()
+            self.observer.tick()
+
+        def waiting() -> None:
+            tick()
+            self.observer.waiting()
+
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         # Everything is compared with these, so they are worth another try where something else had the machine.
         n_left, lost = self._n_tries if role in ("baseline", "repeat") else 1, False
         while True:
-            with self.executor.turn(self.observer.waiting):
+            with executor.turn(waiting):
                 self.observer.began(number, candidate, role)
-                result = base.run(self.executor, path, request, self.observer.tick, self._queued)
+                result = base.run(executor, path, request, ticked)
             if result.outcome is Outcome.LOST:
                 if lost:  # not chance then: this configuration takes whoever watches it along
                     return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
@@ -660,7 +810,7 @@ class Runner:
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis sees it."""
-        return store.measured(self.study, self.folder, self._record()) if self.study is not None else []
+        return store.measured(self.study, self.folder, self._record(), self._seen) if self.study is not None else []
 
     def _told(self) -> list[FrozenTrial]:
         return store.told_trials(self.study) if self.study is not None else []
@@ -732,6 +882,18 @@ class Runner:
         )  # fmt: skip
 
 
+def _wall_s(told: Sequence[FrozenTrial]) -> float:
+    """Seconds that trials took; what ran beside something else counts once."""
+    spans = sorted((t.datetime_start, t.datetime_complete) for t in told if t.datetime_start and t.datetime_complete)
+    twice_s, until = 0.0, None
+    for start, end in spans:
+        if until is not None:
+            twice_s += max(0.0, (min(until, end) - start).total_seconds())
+        until = end if until is None else max(until, end)
+    walls = [float(store.told_data(t)["wall_s"]) for t in told]
+    return max(0.0, sum(walls) - twice_s)
+
+
 def _met_mismatch(told: FrozenTrial) -> bool:
     data = store.told_data(told)
     values = store.told_candidate(told).values()
@@ -762,7 +924,7 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts Ctrl-C and SIGTERM off until the block is done, so that no trial is left half told.
+    """Puts Ctrl-C and SIGTERM off until the block is done, so that no trial is left half told; the third one goes through.
 
     Raises:
         KeyboardInterrupt: At the end, if one of them came meanwhile.
@@ -771,7 +933,13 @@ def undisturbed() -> Iterator[None]:
         yield  # only the main thread is interrupted
         return
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def put_off(number: int, _: object) -> None:
+        came.append(number)
+        if len(came) >= IMPATIENT:  # a database that is away is waited for long
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, put_off) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

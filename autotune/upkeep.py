@@ -14,13 +14,14 @@ from typing import Any
 
 from autotune import UserError, fingerprint, schedule, schedule_export, store
 from autotune import retune as retuning
-from autotune.commands import INTERRUPTED, STUDIES, _locate, _terminable, wanted_study
+from autotune.commands import INTERRUPTED, STUDIES, locate, terminable, wanted_study
 from autotune.console import ProgressView
+from autotune.decision import Decision, Verdict
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
 from autotune.journal import Journal
 from autotune.plan import executor_for, plan, profiled, shown
-from autotune.retune import Asked, Retuning, Verdict
+from autotune.retune import Asked, Retuning
 from autotune.schedule import Daemon, Schedule, ScheduleError
 from autotune.spec import StudySpec
 from autotune.store import StudyRecord
@@ -33,13 +34,13 @@ CAUSES = ("if_due", "if_stale", "force")
 
 def changes(study: str, storage: str | None, *, quick: bool, as_json: bool) -> None:
     """`autotune changes`: what of the environment is not as it was when the study found its answer."""
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     kept = _record(study, url)
     if quick:
         found = fingerprint.quick_changes(kept, _target(study, folder, kept, url))
     else:
         wanted = _spec(study, folder)
-        with ProgressView() as view, _terminable():
+        with ProgressView() as view, terminable():
             view.doing(f"loading {shown(wanted.target)}, to see what it is today")
             with executor_for(wanted, folder / "retunes" / "look") as executor:
                 now = Fingerprint.now(plan(wanted, executor, folder / "retunes" / "look"))
@@ -68,7 +69,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     if len(given) > 1:
         raise UserError("retune: give one of --if-due, --if-stale, --force")
     cause = {"if_due": "due", "if_stale": "stale", "force": "forced"}[given[0]] if given else "asked"
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     asked = Asked(cause=cause, min_gain=options["min_gain"], trials=options["trials"], on_change=options["on_change"] or "")
     history = _open(url)
     _record(study, url)  # what is no study is said before anything else
@@ -89,7 +90,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
         if cause == "due" and (due := _due(history, study, folder, url)) is None:
             return STATUS[Verdict.UNCHANGED]
         view = Journal(stack.enter_context(ProgressView()), folder)
-        stack.enter_context(_terminable())
+        stack.enter_context(terminable())
         try:
             schedule.started(history, due or [])
             wanted = _spec(study, folder, overrides)
@@ -109,7 +110,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     return STATUS[decision.verdict]
 
 
-def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> retuning.Decision:
+def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:
@@ -237,7 +238,7 @@ def history(study: str | None, storage: str | None, what: str, limit: int, *, as
 
 def delete(study: str, storage: str | None, *, yes: bool) -> None:
     """`autotune delete`: removes a study, its re-tunings, its schedules and its history; what is worth committing stays."""
-    folder, url = _locate(study, storage)
+    folder, url = locate(study, storage)
     storage_ = store.open_storage(url, create=False)
     if study not in store.study_names(storage_):
         store.load_study(storage_, study)  # says which there are
@@ -293,7 +294,7 @@ def _open(url: str) -> History:
 
 
 def _history(study: str, storage: str | None) -> tuple[History, str]:
-    _, url = _locate(study, storage)
+    _, url = locate(study, storage)
     _record(study, url)
     return _open(url), url
 

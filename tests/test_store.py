@@ -246,19 +246,6 @@ def test_a_re_measurement_that_failed_or_is_of_another_candidate_does_not_count(
     assert seen.repeats == {}
 
 
-def test_a_running_trial_sends_heartbeats_and_stops_when_it_ends(url, monkeypatch):
-    monkeypatch.setattr(store, "HEARTBEAT_S", 0.02)
-    study = begin(url)
-    asked, beats = study.ask(), []
-    monkeypatch.setattr(study._storage, "record_heartbeat", beats.append)
-    with store.heartbeat(study, asked._trial_id):
-        threading.Event().wait(0.3)
-    n = len(beats)
-    threading.Event().wait(0.1)
-    assert n > 2
-    assert len(beats) == n
-
-
 def test_a_folder_beside_the_named_database_is_found(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     (there / "s").mkdir(parents=True)

@@ -187,13 +187,13 @@ class LocalJob:
 
 
 @contextlib.contextmanager
-def machine_turn(on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock under which studies of one user take turns on this machine."""
+def machine_turn(on_wait: Callable[[], None], how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Holds the lock under which studies of one user take turns on this machine, alone or with others that share it (`LOCK_SH`)."""
     path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
     with open(path, "w") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, how | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 on_wait()

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from autotune import UserError
 from autotune.candidate import Candidate
+from autotune.flights import BESIDE
 from autotune.invocation import Invocation
 from autotune.objective import METRICS
 
@@ -148,6 +149,8 @@ class StudyReport:
         for trial in self.trials:
             if trial["trial"] in shown:
                 found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]
+        if n := sum(any(BESIDE in text for text in trial.get("caveats") or ()) for trial in self.trials):
+            found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others (--overlap): their times are not those of a trial alone")
         for trial in self.trials:
             if trial.get("role") == "baseline" and self.baseline is None:
                 found.insert(0, f"the baseline did not complete ({_end(trial)}), so no speed-up can be stated")

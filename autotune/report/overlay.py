@@ -20,19 +20,21 @@ from typing import Any, BinaryIO, NoReturn
 
 import optuna
 from optuna.artifacts.exceptions import ArtifactNotFound
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune import UserError, store
 from autotune.candidate import CANDIDATE_ATTR
+from autotune.claims import TOLD_BY_ATTR
+from autotune.database import Storage
 from autotune.objective import METRICS
 from autotune.report import Data, StudyReport, figures, measured, readme, speedup, summary, units, words
 from autotune.report.export import deepspeed_config
 
 # How our studies and trials are kept; for programs.
-OWN_ATTRS = frozenset({store.RECORD_ATTR, store.MEASURED_ATTR, CANDIDATE_ATTR, "reason", "outcome"})
+OWN_ATTRS = frozenset({store.RECORD_ATTR, store.MEASURED_ATTR, CANDIDATE_ATTR, TOLD_BY_ATTR, "reason", "outcome"})
 # A study is read again after this long, or after many times what reading it took, so that a large one does not keep the server busy.
 REFRESH_S, REFRESH_SHARE = 10.0, 20.0
 # Where optuna-dashboard looks for the files of a study or a trial (optuna.artifacts).
@@ -118,7 +120,7 @@ class Overlay(BaseStorage):
         folder_of: Where a study's folder is.
     """
 
-    def __init__(self, storage: RDBStorage, folder_of: Callable[[str], Path]) -> None:
+    def __init__(self, storage: Storage, folder_of: Callable[[str], Path]) -> None:
         self._base, self._folder_of = storage, folder_of
         self._shown: dict[tuple[int, str], Shown] = {}
         self._owners: dict[int, int] = {}  # the study of each trial that was listed

@@ -143,7 +143,7 @@ class PhysicsSampler(LegalSampler):
         if not self._whole:
             self._refine(told)
         busy = [Candidate.from_key(key) for key in known if key]
-        proposed = guide.suggest(told, busy)
+        proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
         if proposed is None:
             self.exhausted, self.why_exhausted = True, advice.nothing_left(guide.left(told, busy), guide.limit)
             return {}
@@ -158,6 +158,21 @@ class PhysicsSampler(LegalSampler):
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         found = [self._as_told(t) for t in study.get_trials(deepcopy=False, states=states)]
         return [t for t in found if t is not None]
+
+    def _imagined(self, study: Study, told: Sequence[Told]) -> list[Told]:
+        """What is under way, as if it had measured what is expected of it: the next candidate is then not sought beside it."""
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        candidates = [self._candidate_of(t) for t in running if CANDIDATE_ATTR in t.user_attrs]
+        if not candidates:
+            return []
+        believed = self.guide.beliefs(told, candidates)
+        times, sizes = np.exp(believed.log_step_time[0]), np.exp(believed.log_memory[0])
+        found = []
+        for candidate, step_time_s, size in zip(candidates, times, sizes, strict=True):
+            rate = candidate.global_batch_size(self._setting.world_size) / step_time_s
+            metrics = {"step_time_s": float(step_time_s), "samples_per_s": float(rate), "peak_memory_bytes": float(size)}
+            found.append(Told(candidate=candidate, metrics=metrics))
+        return found
 
     def unfit(self, study: Study, candidate: Candidate) -> str | None:
         """Why a candidate would surely run out of memory; None where it may fit."""

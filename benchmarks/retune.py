@@ -210,6 +210,8 @@ def moved(n: int) -> dict[str, Any]:
     counts = {"unchanged_replaced": 0, "unchanged_searched": 0, "regression_found": 0, "regression_left": 0, "regression_replaced": 0}
     rounds = []
     for seed in range(n):
+        if seed and seed % 10 == 0:
+            print(seed, counts, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             runner = runner_of(folder, Noisy(seed), sampler="grid", seed=seed, **STUDY)

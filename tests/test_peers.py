@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import peers  # noqa: E402
+with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would be found by whoever imports after us
+    patch.syspath_prepend(str(BENCHMARKS))
+    import peers
 
 
 @pytest.fixture

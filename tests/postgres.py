@@ -57,6 +57,7 @@ class Postgres:
         """Starts the server and waits until it answers."""
         options = ["-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder), "-h", "127.0.0.1"]
         # Without it a commit survives a kill of the server all the same, but not the loss of power.
+        options += ["-c", "dynamic_shared_memory_type=mmap"]  # in its own folder: what is killed leaves nothing in /dev/shm
         options += ["-c", f"fsync={'on' if self._durable else 'off'}", "-c", "max_connections=200"]
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen([str(self._programs / "postgres"), *options], stdout=log, stderr=log, **self._as_user())

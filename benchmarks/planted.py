@@ -1,6 +1,6 @@
 """Six causes planted in real trials, each measured several times: is each of them named, with a trace and without?
 
-python benchmarks/bottleneck.py [ROUNDS]
+python benchmarks/planted.py [ROUNDS]
 """
 
 import sys

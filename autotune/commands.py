@@ -59,7 +59,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         stack.enter_context(ledger.leading(view.say))
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
-            with executor_for(wanted, folder) as executor:
+            with executor_for(wanted, folder, view.waits) as executor:
                 note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
                 watched = Journal(view, folder)
@@ -118,14 +118,13 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
         Exit status: 0 the baseline runs, 1 it does not.
     """
     wanted, notes = wanted_study(target, overrides)
-    shared = wanted.executor != "local" or wanted.hostfile is not None
-    if shared:  # other machines see a study's folder, but not this one's temporary files
-        studies_folder(Path(target)).mkdir(parents=True, exist_ok=True)
-    # Kept if something fails: its logs tell why.
-    folder = Path(tempfile.mkdtemp(prefix=".check-" if shared else "autotune-check-", dir=studies_folder(Path(target)) if shared else None))
+    around = studies_folder(Path(target)) if wanted.runs_elsewhere else None  # other machines see no temporary files of this one
+    if around is not None:
+        around.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))  # kept if something fails: logs tell why
     with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
-        with executor_for(wanted, folder) as executor:
+        with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             found.notes[:0] = notes
             view.doing("running two steps of the baseline")
@@ -472,7 +471,7 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
-        with executor_for(wanted, folder) as executor:
+        with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
             if environment.accelerator != "cpu" and environment.n_devices < max(counts):

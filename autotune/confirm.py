@@ -77,12 +77,26 @@ class Confirmation:
             found = self._finalists()  # others have moved up
         if found:
             self._measure_again(found)
+        while (left := self._contenders()) and (self._gate(left) or self._branch(left)):
+            pass  # measured again, another one leads, and has to stand the same checks
         while self._gate(self._shown()):
             pass
 
     def _finalists(self) -> list[Measured]:
         measured = self.host.measured()
         return recommend.finalists(measured, baseline_of(measured), self.host.objectives, self.spec.finalists, self.plan.data_parallel)
+
+    def _contenders(self) -> list[Measured]:
+        """Who of those measured again reads better than the baseline, the best first, down to the first that nothing speaks against."""
+        measured, found = self.host.measured(), list[Measured]()
+        for m in recommend.rank(measured, baseline_of(measured), self.host.objectives):
+            if m.trial == 0:
+                break
+            if m.repeats and not m.barred:
+                found.append(m)
+                if not m.doubt:
+                    break
+        return found
 
     def _shown(self) -> list[Measured]:
         """What the answer will show: the picks, then the front."""

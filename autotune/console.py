@@ -28,12 +28,14 @@ class ProgressView:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
-        self._live = Live(console=self.console, refresh_per_second=8, transient=True) if self.console.is_terminal else None
         self._doing = ""
         self._since = time.monotonic()
         self._under_way: dict[int, str] = {}
         self._standing = ""
         self.is_waiting = False
+        # It draws itself again and again, so that seconds are seen to pass also where nobody calls `tick`.
+        drawn = Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True)
+        self._live = drawn if self.console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -67,11 +69,20 @@ class ProgressView:
             self.is_waiting = True
             self.say("something else is measured on this machine; taking turns, trial by trial")
 
+    def waits(self, why: str) -> None:
+        """The engine has no machine for a trial yet."""
+        self.say(f"waiting: {why}")
+
     def tick(self) -> None:
         """Redraws the line about the trial under way."""
-        if self._live is not None:
-            line = Text(f"  {self._doing}  {time.monotonic() - self._since:.0f} s", style="bold")
-            self._live.update(Text("\n").join([line, Text(f"  {self._standing}", style="dim")]) if self._standing else line)
+        if self._live is not None and self._live.is_started:
+            self._live.refresh()
+
+    def _line(self) -> Text:
+        if not self._doing:
+            return Text()
+        line = Text(f"  {self._doing}  {time.monotonic() - self._since:.0f} s", style="bold")
+        return Text("\n").join([line, Text(f"  {self._standing}", style="dim")]) if self._standing else line
 
     def ended(self, progress: Progress) -> None:
         """A trial was told: its line stays."""

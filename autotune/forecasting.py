@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ import yaml
 
 from autotune import UserError, profiles
 from autotune.candidate import Candidate, DsConfig, Scalar, Setting
+from autotune.console import ProgressView
 from autotune.executors.host import n_devices
 from autotune.plan import executor_for, grounds, inspect_workload
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
@@ -298,13 +298,14 @@ def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
         found = profiles.known(workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload))
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
-    print(f"{'running' if script else 'profiling'} {target.path.name}, once", file=sys.stderr)
     folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept if something fails: its logs tell why
-    with executor_for(spec, folder) as executor:
-        ranks = min(spec.ranks or 1, n_devices()) if script else 1
-        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", ranks)
-        base_config = _base_config(spec, target, workload)
-        found, notes = profiles.find_out(workload, target.path, base_config, _ranks_here(spec, workload), executor, folder / "trials")
+    with ProgressView() as view:
+        view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
+        with executor_for(spec, folder) as executor:
+            ranks = min(spec.ranks or 1, n_devices()) if script else 1
+            workload = inspect_workload(spec, executor, folder / "trials" / "inspect", ranks)
+            base_config, trials = _base_config(spec, target, workload), folder / "trials"
+            found, notes = profiles.find_out(workload, target.path, base_config, _ranks_here(spec, workload), executor, trials)
     if script:
         profiles.keep(replace(found, machine=None), key)
     shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,8 @@ class Verdict:
     Attributes:
         passed: Whether it trains as well as the reference; None where that could not be found out.
         reason: Why not, in words.
-        excess: Mean loss over the later half of the steps, over the reference's.
-        limit: What it may be at most.
+        excess: Mean loss over the later half of the steps, over the reference's; over the earlier half where that was outside.
+        limit: What it may be at most, either way.
         n_steps: Steps that were compared.
         losses: The reference's curve.
         replicates: The curves of its replicates.
@@ -99,13 +99,14 @@ def judge(
 ) -> Verdict:
     """Compares a loss curve with a reference's: equal weights, data and global batch, step by step.
 
-    The statistic is the mean difference over the later half of the steps both have. It counts as worse if it is beyond each of
+    The statistic is the mean difference over the earlier and over the later half of the steps both have. It is outside if, either
+    way, it is beyond each of
 
     * the band: what two replicates of the reference (other roundings, other dropout) differ by, with Student's factor for so few of them;
     * three standard errors of the difference itself, over blocks of steps, where the curves cannot be paired step by step;
     * a lag of one step, or of 2 % of the steps, in the reference's own slope: a shortened first step is no worse numerics.
 
-    A lower loss is never worse.
+    A loss that is far lower is outside too: other numerics do not train better, but a wrong learning rate may, for a while.
 
     Args:
         losses: The candidate's, one a step.
@@ -119,19 +120,29 @@ def judge(
     if n < LEAST_STEPS:
         return Verdict(passed=None, reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s", **kept)
     own, base, *others = (curve[:n] for curve in curves)
-    half = n // 2
-    difference = (own - base)[half:]
-    excess = float(difference.mean())
-    slope = _slope(base)
-    lag = max(LAG_STEPS, LAG_SHARE * n)
-    limit = max(lag * slope, _band([base, *others], half), 3 * _standard_error(difference))
-    if not math.isfinite(excess):
+    if not np.isfinite(own).all():
         return Verdict(passed=False, reason="its loss is not finite where the reference's is", **kept)
-    if excess > limit:
-        steps = f", {excess / slope:.1f} steps behind after {n}" if slope > 0 else ""
-        reason = f"trains worse: its loss is {excess:.3g} above the reference's{steps}; within {limit:.3g} it could be chance"
-        return Verdict(passed=False, reason=reason, excess=excess, limit=limit, **kept)
-    return Verdict(passed=True, excess=excess, limit=limit, **kept)
+    found = Verdict(passed=True, **kept)
+    for part in (slice(n // 8, n // 2), slice(n // 2, n)):
+        difference = (own - base)[part]
+        excess, slope = float(difference.mean()), _slope(base, part)
+        limit = max(max(LAG_STEPS, LAG_SHARE * n) * slope, _band([base, *others], part), 3 * _standard_error(difference))
+        found = replace(found, excess=excess, limit=limit)
+        if abs(excess) > limit:
+            return replace(found, passed=False, reason=_outside(excess, limit, slope, part))
+    return found
+
+
+def _outside(excess: float, limit: float, slope: float, part: slice) -> str:
+    """What is wrong with a curve, in words."""
+    where = f"over steps {part.start + 1} to {part.stop}"
+    if excess < 0:
+        return (
+            f"trains otherwise: {where} its loss is {-excess:.3g} below the reference's, and numerics alone do not do that; is its learning"
+            f" rate what it should be? within {limit:.3g} it could be chance"
+        )
+    behind = f", {excess / slope:.1f} steps behind" if slope > 0 else ""
+    return f"trains worse: {where} its loss is {excess:.3g} above the reference's{behind}; within {limit:.3g} it could be chance"
 
 
 def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None, config: Mapping[str, Any]) -> str:
@@ -164,26 +175,29 @@ def _numbers(curve: Sequence[float | None]) -> Floats:
     return np.array([math.nan if loss is None else loss for loss in curve], dtype=float)
 
 
-def _slope(base: Floats) -> float:
-    """Loss that a step gains in the middle of the later half.
+def _slope(base: Floats, part: slice) -> float:
+    """Loss that a step gains in the middle of a part of the curve.
 
-    From the fit of a + b log(step) to all but the first steps; at least a tenth of the mean fall a step: a noisy end has no slope.
+    From the fit of a + b log(step) to all but the first steps, or from the mean fall up to the part's end where that is steeper;
+    at least a tenth of the mean fall a step over all: a noisy end has no slope.
     """
     n = len(base)
     first = n // 8
     logs = np.log(np.arange(first, n) + 1.0)
     centred = logs - logs.mean()
-    fall = max(0.0, float(base[: max(1, n // 8)].mean() - base[-max(1, n // 4) :].mean()))
-    fitted = -float(base[first:] @ centred / (centred @ centred)) / (0.75 * n)
-    return max(fitted, fall / n / 10)
+    middle = (part.start + part.stop) / 2
+    fitted = -float(base[first:] @ centred / (centred @ centred)) / middle
+    start, end = float(base[: max(1, first)].mean()), float(base[-max(1, n // 4) :].mean())
+    early = (start - float(base[n // 2 :].mean())) / (0.7 * n) if part.stop <= n // 2 else 0.0
+    return max(fitted, early, (start - end) / n / 10, 0.0)
 
 
-def _band(curves: Sequence[Floats], half: int) -> float:
+def _band(curves: Sequence[Floats], part: slice) -> float:
     """What the mean differences between curves of one configuration stay within."""
     n = len(curves)
     if n < 2:
         return 0.0
-    means = np.array([curve[half:].mean() for curve in curves])
+    means = np.array([curve[part].mean() for curve in curves])
     # The difference of two has twice the variance of one.
     return float(special.stdtrit(n - 1, 1 - CHANCE) * means.std(ddof=1) * math.sqrt(2))
 

@@ -193,7 +193,7 @@ def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]
     if chosen.world_size > chosen.local_world_size:
         raise InvocationError(
             f"{shown} starts {chosen.local_world_size} of {chosen.world_size} ranks here and the others on other machines,"
-            " and trials run on this one; launch it for one machine"
+            " which a trial's ranks do not take from a launcher; launch it for one machine, and say --nodes with --executor or --hostfile"
         )
     if not chosen.script:
         raise InvocationError(f"{shown}: there is no module {chosen.module!r} that {chosen.working_dir} could start")

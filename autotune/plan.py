@@ -165,9 +165,9 @@ def studies_folder(spec_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def executor_for(spec: StudySpec, folder: Path) -> Iterator[Executor]:
-    """The engine of a study, started and ended whatever happens."""
-    executor = choice.executor_of(spec, folder)
+def executor_for(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Iterator[Executor]:
+    """The engine of a study, started and ended whatever happens; arguments and errors as for `executor_of`."""
+    executor = choice.executor_of(spec, folder, on_queue)
     try:
         executor.start()
         yield executor
@@ -251,15 +251,11 @@ def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[]
     """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
     spec = found.spec
     trials = folder / "trials"
-    elsewhere = spec.executor != "local" or spec.hostfile is not None
-    where = (
-        (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), found.workload.environment.device_name)
-        if elsewhere
-        else ()
-    )
+    engine = (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), found.workload.environment.device_name)
+    where = engine if spec.runs_elsewhere else ()
     place = profiles.Place(spec.nodes_for(found.world_size), where)
     workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait, place)
-    if workload.script is not None:  # so that `predict` need not run it once more
+    if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it once more
         profiles.keep(replace(workload, machine=None), profiles.script_key(spec.how(), spec.script_set, spec.ranks))
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 

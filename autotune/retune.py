@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from optuna.study import Study
 
 from autotune import UserError, duel, experience, fingerprint, objective, store, trial
 from autotune.candidate import Candidate
+from autotune.decision import Decision, Verdict, differences, explain
 from autotune.duel import Duel, Standing
 from autotune.executors.base import Executor
 from autotune.experience import Experience, Recorder
@@ -38,14 +38,6 @@ MIN_GAIN = 0.03
 # So many times a re-tuning is begun again after it was killed, before it counts as failed.
 MOST_ATTEMPTS = 3
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
-
-
-class Verdict(StrEnum):
-    """How a re-tuning ended."""
-
-    UNCHANGED = "unchanged"
-    IMPROVED = "improved"
-    FAILED = "failed"
 
 
 class AttemptsError(UserError):
@@ -72,63 +64,6 @@ class Asked:
     def forced(self) -> bool:
         """Whether to search although nothing moved."""
         return self.cause == "forced"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a re-tuning came to.
-
-    Attributes:
-        verdict: How it ended.
-        reason: Why, in a sentence.
-        changes: What is not as it was when the configuration was found.
-        standing: What the first measurements said; None where they were not needed.
-        duel: New against old configuration; None where there was none to compare.
-        differences: Knobs that differ: name, before, after.
-        explained: What of the environment each of them follows from, in words.
-        n_trials: Trials of the search.
-        notes: What else it found.
-        generation: Number of the re-tuning.
-        folder: Where its files lie.
-    """
-
-    verdict: Verdict
-    reason: str
-    generation: int
-    folder: Path
-    changes: Sequence[Change] = ()
-    standing: Standing | None = None
-    duel: Duel | None = None
-    differences: Sequence[tuple[str, Any, Any]] = ()
-    explained: Sequence[str] = ()
-    n_trials: int = 0
-    notes: Sequence[str] = ()
-
-    def to_data(self) -> dict[str, Any]:
-        """The decision with its evidence, for programs and for the history."""
-        return {
-            "verdict": str(self.verdict), "reason": self.reason, "generation": self.generation,
-            "changes": [change.to_data() for change in self.changes],
-            "check": self.standing.to_data() if self.standing else None,
-            "duel": self.duel.to_data() if self.duel else None,
-            "differences": [{"knob": name, "before": before, "after": after} for name, before, after in self.differences],
-            "explained": list(self.explained), "n_trials": self.n_trials, "notes": list(self.notes),
-        }  # fmt: skip
-
-    def lines(self) -> list[str]:
-        """The decision for people: a diff, not a dump."""
-        found = [f"{self.verdict}: {self.reason}"]
-        if self.standing:
-            found += [f"  {line}" for line in self.standing.lines()]
-        if self.changes:
-            found += ["changed since it was found:", *(f"  {line}" for line in fingerprint.lines(self.changes))]
-        if self.differences:
-            found += ["old against new configuration:"]
-            width = max(len(name) for name, _, _ in self.differences)
-            found += [f"  {name:<{width}}  {_said(before)} -> {_said(after)}" for name, before, after in self.differences]
-        if self.duel:
-            found += [f"  {line}" for line in self.duel.lines()]
-        return [*found, *self.explained, *self.notes]
 
 
 @dataclass
@@ -266,11 +201,11 @@ class Retuning:
         if challenger == self.incumbent:
             return Decision(verdict=Verdict.UNCHANGED, reason="what is in use is still the best that was found", **made)
         outcome = self._duel(runner, challenger) if standing.runs else Duel.walkover(standing.reason)
-        differences = _differences(self.incumbent, challenger)
-        made |= {"duel": outcome, "differences": differences}
+        changed = differences(self.incumbent, challenger)
+        made |= {"duel": outcome, "differences": changed}
         if not outcome.decides(self.asked.min_gain):
             return Decision(verdict=Verdict.UNCHANGED, reason=outcome.why_not(self.asked.min_gain), **made)
-        explained = explain(differences, made["changes"])
+        explained = explain(changed, made["changes"])
         reason = f"{challenger.describe()} replaces {self.incumbent.describe()}: {outcome.words}"
         decision = Decision(verdict=Verdict.IMPROVED, reason=reason, explained=explained, **made)
         self._note(replacing={**decision.to_data(), "challenger": challenger.values(), "incumbent": self.incumbent.values()})
@@ -301,10 +236,10 @@ class Retuning:
         data = self.evidence["replacing"]
         challenger = Candidate.of(data["challenger"])
         self.incumbent = Candidate.of(data["incumbent"])
-        differences = _differences(self.incumbent, challenger)
+        changed = differences(self.incumbent, challenger)
         decision = Decision(
             verdict=Verdict.IMPROVED, reason=data["reason"], generation=self.generation, folder=self.path, changes=changes,
-            standing=Standing.of_data(data["check"]), duel=Duel.of_data(data["duel"]), differences=differences,
+            standing=Standing.of_data(data["check"]), duel=Duel.of_data(data["duel"]), differences=changed,
             explained=data["explained"], n_trials=data["n_trials"], notes=data["notes"],
         )  # fmt: skip
         runner.open()
@@ -425,20 +360,6 @@ def last_looked_at(history: History, study: str, kept: StudyRecord) -> Fingerpri
     return Fingerprint(values=values) if values else Fingerprint.of(kept)
 
 
-def explain(differences: Sequence[tuple[str, Any, Any]], changes: Sequence[Change]) -> list[str]:
-    """What of the environment the knobs that differ follow from, in words."""
-    found = []
-    for change in changes:
-        touches = fingerprint.PARTS[change.part].touches
-        moved = [name for name, _, _ in differences if touches and name.startswith(touches)]
-        if moved:
-            found.append(f"{', '.join(moved)}: {change.words}")
-    rest = [name for name, _, _ in differences if not any(name.startswith(fingerprint.PARTS[c.part].touches or ("\0",)) for c in changes)]
-    if rest:
-        found.append(f"{', '.join(rest)}: nothing that is known of the environment explains it")
-    return found
-
-
 def spec_file(folder: Path, name: str) -> Path:
     """The study as the user stated it.
 
@@ -471,12 +392,3 @@ def _by_worth(candidates: Sequence[Candidate], known: Experience | None) -> list
     believed = known.guide.beliefs(known.told, unique)
     worth = [float(mean) - math.log(c.global_batch_size(1)) for c, mean in zip(unique, believed.log_step_time[0], strict=True)]
     return [c for _, c in sorted(zip(worth, unique, strict=True), key=lambda pair: pair[0])]
-
-
-def _differences(before: Candidate, after: Candidate) -> list[tuple[str, Any, Any]]:
-    old, new = before.values(), after.values()
-    return [(name, old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-
-
-def _said(value: Any) -> str:
-    return "default" if value is None else str(value)

@@ -37,7 +37,7 @@ FLAGS = {
     "device_memory_bytes": "--device-memory",
 }
 # Keys that are written only where they say something.
-OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "from_checkpoint", "nodes", "executor_options", "hostfile")
+OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "nodes", "executor_options", "hostfile", "from_checkpoint")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -270,6 +270,11 @@ class StudySpec(BaseModel):
         return self.nodes or (len(read_hostfile(self.hostfile)) if self.hostfile else 1)
 
     @property
+    def runs_elsewhere(self) -> bool:
+        """Whether trials run on other machines than this one."""
+        return self.executor != "local" or self.hostfile is not None
+
+    @property
     def stated_ranks(self) -> int | None:
         """Ranks of a trial, as `ranks` says, else as many on each host as the hostfile gives slots to each; None if neither does."""
         slots = list(read_hostfile(self.hostfile).values())[: self.n_nodes] if self.hostfile else [None]
@@ -307,10 +312,10 @@ class StudySpec(BaseModel):
             data["ranks"] = None
         if self.working_dir is not None:
             data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
-        if self.from_checkpoint is not None:
-            data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
         if self.hostfile is not None:
             data["hostfile"] = os.path.relpath(self.hostfile, folder) if folder is not None else str(self.hostfile)
+        if self.from_checkpoint is not None:
+            data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
         data |= {
             "storage": self.storage and urls.masked(self.storage),
             "target": target,
@@ -591,9 +596,9 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "script_set": _read_script_set,
     "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
-    "from_checkpoint": _read_checkpoint,
     "hostfile": _read_folder,
     "executor_options": _read_options,
+    "from_checkpoint": _read_checkpoint,
 }
 
 

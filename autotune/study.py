@@ -552,9 +552,6 @@ class Runner:
         trials = self.study.get_trials(deepcopy=False)
         return {t.user_attrs[CANDIDATE_ATTR] for t in trials if t.state is not TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs}
 
-    def _queued(self, why: str) -> None:
-        self.observer.say(f"waiting: {why}")
-
     def _ask(self, role: str) -> Trial:
         assert self.study is not None
         return self.ledger.claim(self.study, role)
@@ -765,7 +762,7 @@ class Runner:
         while True:
             with executor.turn(waiting):
                 self.observer.began(number, candidate, role)
-                result = base.run(executor, path, request, ticked, self._queued)
+                result = base.run(executor, path, request, ticked)
             if result.outcome is Outcome.LOST:
                 if lost:  # not chance then: this configuration takes whoever watches it along
                     return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from autotune import UserError, store, trial
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
@@ -20,6 +22,18 @@ BUDGET_S = 5.0
 def path_in(folder: Path, number: int) -> Path:
     """Where the traced run of a trial lies."""
     return store.trial_path(folder, number) / "profile"
+
+
+def _elsewhere(folder: Path) -> str:
+    """Where the trials of a study ran, in words; empty for this machine alone."""
+    try:
+        stated = yaml.safe_load((folder / "study.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return ""
+    stated = stated if isinstance(stated, dict) else {}
+    if stated.get("executor", "local") != "local":
+        return f"on {stated['executor']}"
+    return f"on the machines of {stated['hostfile']}" if stated.get("hostfile") else ""
 
 
 def run(folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]) -> None:
@@ -43,6 +57,8 @@ def run(folder: Path, number: int, environment: Mapping[str, str], on_wait: Call
             f"diagnose: {source.request} is gone or of another version, and it says how trial {number} was run; without --profile"
             " it is diagnosed from what was kept"
         ) from None
+    if elsewhere := _elsewhere(folder):
+        raise UserError(f"diagnose: the trials of this study ran {elsewhere}, and only what ran on this machine alone can be traced here")
     target = Path(request.target)
     if not target.is_file():
         raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")

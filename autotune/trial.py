@@ -295,8 +295,7 @@ class TrialRequest:
         mode: `measure` runs a trial; `inspect` only loads the target and writes a `Workload`; `probe` runs a script untouched
             for a few steps and does the same; `profile` follows a pass of a `model.py` and writes a `Profile`, `rates` measures
             the machine and writes a `Machine` (both in `predict.profile`), `machine` does so at length and writes a `Probe`
-            (`predict.links`); a target then only stands for its data; `build`
-            compiles `ops`.
+            (`predict.links`), where a target only stands for its data; `build` compiles `ops`.
         candidate: The configuration under trial (none for `inspect`).
         ds_config: What `deepspeed.initialize` is given.
         world_size: Ranks.

@@ -16,11 +16,12 @@ from autotune import UserError, fingerprint, schedule, schedule_export, store
 from autotune import retune as retuning
 from autotune.commands import INTERRUPTED, STUDIES, locate, terminable, wanted_study
 from autotune.console import ProgressView
+from autotune.decision import Decision, Verdict
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
 from autotune.journal import Journal
 from autotune.plan import executor_for, plan, profiled, shown
-from autotune.retune import Asked, Retuning, Verdict
+from autotune.retune import Asked, Retuning
 from autotune.schedule import Daemon, Schedule, ScheduleError
 from autotune.spec import StudySpec
 from autotune.store import StudyRecord
@@ -109,7 +110,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     return STATUS[decision.verdict]
 
 
-def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> retuning.Decision:
+def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:

@@ -83,6 +83,7 @@ def main() -> None:
                             result = base.run(executor, path, replace(request, traced_steps=steps))
                         assert result.outcome is Outcome.COMPLETE, f"{case.name}: {result.reason}"
                         said = diagnosis.of_result(result, path, workloads[case.name])
+                        print(f"round {n + 1}: {case.name}{' traced' if steps else ''}: {said.bound_by}", file=sys.stderr, flush=True)
                         row["traced_verdicts" if steps else "verdicts"].append(said.bound_by)
                         row["shares"].append({part.name: round(part.share, 3) for part in said.parts if part.share is not None})
         finally:

@@ -29,10 +29,11 @@ from search_simulated import METRICS, NOISE, ZERO, Table, World, micro_steps
 
 from autotune import experience, store
 from autotune.candidate import Candidate
+from autotune.decision import Verdict
 from autotune.fingerprint import PARTS, narrowed
 from autotune.predict.profile import Profile
 from autotune.report import summary
-from autotune.retune import Asked, Retuning, Verdict
+from autotune.retune import Asked, Retuning
 from autotune.search.guide import Guide
 from autotune.search.learned import Told
 from autotune.search.physics import AnalyticPrior

@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -30,13 +31,14 @@ ROUNDS = 5
 
 
 def grown(folder: Path, n_trials: int) -> str:
-    """A study of that many trials: some that ran, and copies of them with other figures."""
+    """A study of that many trials with their files: some that ran, and copies of them with other figures."""
     runner_of(folder, Instant(), trials=6).run()
     url, rng = store.default_url(folder), random.Random(0)
     study = store.load_study(store.open_storage(url), "s")
-    ran = store.told_trials(study)
-    for _ in range(n_trials - len(ran)):
+    ran, first = store.told_trials(study), len(study.get_trials(deepcopy=False))
+    for n in range(n_trials - len(ran)):
         drawn, factor = copy.deepcopy(rng.choice(ran[1:])), rng.uniform(0.5, 2.0)
+        shutil.copytree(store.trial_path(folder / "s", drawn.number), store.trial_path(folder / "s", first + n))
         data = store.told_data(drawn)
         data["metrics"] = {name: value * factor for name, value in data["metrics"].items()}
         data["ci95"] = {name: [end * factor for end in ends] for name, ends in data["ci95"].items()}

@@ -146,6 +146,13 @@ def test_one_disturbed_step_among_three_decides_nothing():
     assert diagnose(evidence(ranks=[disturbed, quiet, quiet]), []).bound_by == "compute"
 
 
+def test_steps_that_were_taken_apart_are_held_against_the_run_that_they_are_of():
+    """Run again on a busy machine all steps are slow; that says nothing of the shares."""
+    rough = "read the shares as rough"
+    assert any(rough in note for note in diagnose(evidence(step_s=0.2), []).notes)
+    assert not any(rough in note for note in diagnose(evidence(step_s=0.2, beside_s=0.34), []).notes)
+
+
 def test_with_one_rank_nothing_is_lost_to_others():
     found = diagnose(evidence({"backward": 0.6}), [])
     assert share(found, "communication") == 0 and share(found, "stragglers") == 0
@@ -259,6 +266,14 @@ def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(tmp_path
     shutil.rmtree(tmp_path / "studies" / "s" / "trials" / "0000")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="without --profile"):
+        commands.diagnose("s", 0, None, profile=True, as_json=False)
+
+
+def test_a_trial_that_ran_elsewhere_is_not_traced_here(tmp_path, monkeypatch):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    (tmp_path / "studies" / "s" / "study.yaml").write_text("target: model.py\nexecutor: slurm\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="ran on slurm"):
         commands.diagnose("s", 0, None, profile=True, as_json=False)
 
 

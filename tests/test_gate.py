@@ -43,7 +43,7 @@ def test_hundred_clean_pairs_pass() -> None:
 def test_what_is_several_steps_behind_is_refused_with_the_lag_in_words(lag: float) -> None:
     found = judge(curve(lag=lag, seed=1), curve(seed=2), replicates(), batch=16)
     assert found.passed is False and found.excess > found.limit
-    assert "steps behind after 60" in found.reason and found.batch == 16
+    assert "trains worse: over steps" in found.reason and "steps behind" in found.reason and found.batch == 16
     assert found.losses == curve(seed=2) and len(found.replicates) == 2
 
 
@@ -52,8 +52,10 @@ def test_a_shortened_first_step_is_no_worse_numerics() -> None:
     assert judge(curve(lag=0.3, seed=1), curve(seed=2), replicates()).passed
 
 
-def test_a_lower_loss_is_never_worse() -> None:
-    assert judge(list(np.array(curve(seed=1)) - 0.3), curve(seed=2), replicates()).passed
+def test_a_loss_that_is_far_lower_is_no_numerics_either_and_the_learning_rate_is_asked_for() -> None:
+    found = judge(list(np.array(curve(seed=1)) - 0.3), curve(seed=2), replicates())
+    assert not found.passed and "is its learning rate what it should be?" in found.reason
+    assert judge(list(np.array(curve(seed=1)) - 1e-3), curve(seed=2), replicates()).passed
 
 
 def test_curves_that_are_not_paired_are_told_apart_by_their_noise() -> None:

@@ -11,11 +11,12 @@ from instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, plan_of, re
 
 from autotune import duel, experience, store
 from autotune.candidate import Candidate
+from autotune.decision import Verdict
 from autotune.duel import Standing, Taken, Then
 from autotune.history import DECISION, MEASUREMENT, RECOMMENDATION, GoneError, History
 from autotune.history import ENVIRONMENT as ENVIRONMENTS
 from autotune.report import summary
-from autotune.retune import Asked, Retuning, Verdict
+from autotune.retune import Asked, Retuning
 from autotune.trial import Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")

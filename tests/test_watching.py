@@ -86,6 +86,14 @@ def test_a_line_that_is_only_half_written_is_shown_when_it_is_whole(tmp_path):
     follower.close()
 
 
+def test_in_a_terminal_seconds_pass_also_while_nobody_says_anything():
+    text = io.StringIO()
+    shown = ProgressView(Console(file=text, force_terminal=True, width=80, highlight=False))
+    with shown:
+        shown.doing("importing torch", ago_s=7.0)
+        assert wait_until(lambda: "importing torch  8 s" in text.getvalue())
+
+
 def test_looking_does_not_keep_a_run_from_starting(tmp_path):
     stop = threading.Event()
     with study_lock(tmp_path):

@@ -82,6 +82,7 @@ class Evidence:
         world_size: Ranks.
         ranks: The step that was taken apart, by rank; one such table for the trial and each time that it was measured again.
         step_s: Median time of the steps that were timed.
+        beside_s: The same of the run in which steps were taken apart, where that was another one.
         peak_memory_bytes: Its peak.
         memory_limit_bytes: What a rank may use; None if nothing says so.
         alloc_retries: How often the CUDA allocator had to free its cache.
@@ -100,6 +101,7 @@ class Evidence:
     world_size: int
     ranks: Sequence[Mapping[int, Mapping[str, float]]]
     step_s: float | None = None
+    beside_s: float | None = None
     peak_memory_bytes: float | None = None
     memory_limit_bytes: float | None = None
     alloc_retries: int | None = None
@@ -188,8 +190,9 @@ def diagnose(evidence: Evidence, others: Sequence[Seen], effects: Effects | None
     notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks)]
     # Ranks meet before each collective of the step that is taken apart; what that costs by itself is no part of other steps.
     spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
-    if evidence.step_s and abs(spent / evidence.step_s - 1) > 0.25:
-        notes.append(f"the step that was taken apart took {spent / evidence.step_s:.2f} times the median step: read the shares as rough")
+    beside = evidence.beside_s or evidence.step_s
+    if beside and abs(spent / beside - 1) > 0.25:
+        notes.append(f"the step that was taken apart took {spent / beside:.2f} times the median step: read the shares as rough")
     if bound in OUTSIDE:
         notes.insert(0, OUTSIDE[bound])
     known = sorted((part for part in parts if part.seconds is not None), key=lambda part: -(part.seconds or 0.0))
@@ -338,12 +341,13 @@ def _overhead(evidence: Evidence, others: Sequence[Seen]) -> tuple[float | None,
 
 
 def _bound(parts: Sequence[Part], evidence: Evidence, memory: Part) -> str:
-    """The part that loses most, if it loses enough; a device that is full is named where its memory stands in the way."""
+    """What loses most beyond what is worth the trouble; a device that is full is named where its memory stands in the way."""
     arithmetic = next((part.share for part in parts if part.name == "compute"), None) or 0.0
     over = [part for part in parts if part.name in BOUND_FROM and part.share is not None and part.share >= BOUND_FROM[part.name]]
     # Every model moves memory too; it is the bottleneck where it takes longer than the arithmetic.
     over = [part for part in over if part.name != "memory bandwidth" or (part.share or 0.0) > arithmetic]
-    worst = max(over, key=lambda part: part.share or 0.0).name if over else "compute"
+    # Measured by what is worth the trouble: recomputing can be left off whole, of memory traffic little can be saved.
+    worst = max(over, key=lambda part: (part.share or 0.0) / BOUND_FROM[part.name]).name if over else "compute"
     full = bool(evidence.alloc_retries) or (memory.share is not None and memory.share >= FULL)
     return "memory capacity" if full and worst in ("recomputation", "launch overhead") else worst
 

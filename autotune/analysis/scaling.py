@@ -28,7 +28,7 @@ class Run:
         samples_per_s: Throughput.
         step_s: Median step time.
         samples_per_step: Samples of an optimizer step over all ranks.
-        communication: Estimated share of the step that was communication; None if not known.
+        communication: Share of the step that collectives took; None if not known.
     """
 
     world_size: int
@@ -53,7 +53,7 @@ class Scale:
         efficiency: Speed-up over the ideal one.
         serial_share: Karp-Flatt metric: the share of the work that would have to be serial to explain the speed-up. Where it grows
             with the ranks, communication is to blame; where it stays, work that is not divided.
-        communication: Estimated share of the step that was communication.
+        communication: Share of the step that collectives took.
         epoch_s: Time to train on every sample once; None without a data set of known size.
         n_rounds: Rounds.
     """

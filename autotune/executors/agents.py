@@ -25,9 +25,13 @@ from autotune.trial import Outcome, TrialDir, TrialRequest
 # How often the folder of a trial is looked into, the engine is asked, and the agents are told that somebody is there.
 LOOK_S, ASK_S, ALIVE_S = 0.05, 1.0, 5.0
 CANCEL_TIMEOUT_S = 15.0
+# A wait that is over so soon is not worth a word.
+PATIENCE_S = 2.0
 BUILD_DEADLINE_S = 1800.0
 # Signals by which an engine ends ranks; a rank that ended so may have been taken away, not have failed.
 TAKEN_AWAY = (-15, -9, 143, 137)
+# For so long the engine may take to own up to that.
+SETTLE_S = 5.0
 # An allocation whose coordinator on another machine has been silent for so long may be taken over.
 SILENT_S = 120.0
 # What the user's variables are called that hold on other machines as well.
@@ -139,12 +143,16 @@ class AgentExecutor:
         root: Folder, shared with the machines, where the spools go.
         settings: What the agents are told.
         nodes: Machines of a trial.
+        on_queue: Told why a trial waits in the engine's queue, whenever that changes.
     """
 
     mark = ""
 
-    def __init__(self, engine: Engine, root: Path, settings: Settings, nodes: int) -> None:
-        self.engine, self.root, self.settings, self.nodes = engine, root, settings, nodes
+    def __init__(
+        self, engine: Engine, root: Path, settings: Settings, nodes: int, on_queue: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
+        self._said = ""
         self._held: list[Allocation] = []
         self._own: list[Allocation] = []
         self._lock = threading.Lock()
@@ -169,7 +177,7 @@ class AgentExecutor:
                 allocation = self._allocation(request.nodes)
             except Refused as refusal:
                 return RefusedJob(f"{self.engine.name}: {refusal}")
-            job = AgentJob(allocation, folder, request.nodes, held=self.engine.hold)
+            job = AgentJob(allocation, folder, request.nodes, self.waits, held=self.engine.hold)
             allocation.at_work = job
         said = {"engine": self.engine.name, "id": allocation.job, "spool": str(allocation.spool.path), "key": key}
         trial.write(folder.job, said)
@@ -192,8 +200,14 @@ class AgentExecutor:
         allocation = held or Allocation(self.engine, spool, said["id"], request.nodes)
         if held is None:
             self._own.append(allocation)
-        allocation.at_work = AgentJob(allocation, folder, request.nodes, held=held is not None)
+        allocation.at_work = AgentJob(allocation, folder, request.nodes, self.waits, held=held is not None)
         return allocation.at_work
+
+    def waits(self, why: str) -> None:
+        """Passes on why a trial waits, once."""
+        if why != self._said:
+            self._said = why
+            self._on_queue(why)
 
     def build_ops(self, names: Sequence[str]) -> str | None:
         """Compiles on all machines of a trial, each under the lock of its own cache."""
@@ -257,10 +271,12 @@ class AgentExecutor:
 class AgentJob:
     """A trial in the hands of agents."""
 
-    def __init__(self, allocation: Allocation, folder: TrialDir, nodes: int, *, held: bool) -> None:
+    def __init__(self, allocation: Allocation, folder: TrialDir, nodes: int, on_queue: Callable[[str], None], *, held: bool) -> None:
         self.reason = ""
-        self._allocation, self._folder, self._nodes, self._held = allocation, folder, nodes, held
-        self._looked, self._status = 0.0, Status.QUEUED
+        self._allocation, self._folder, self._nodes, self._held, self._on_queue = allocation, folder, nodes, held, on_queue
+        self._looked, self._status, self._began = 0.0, Status.QUEUED, time.monotonic()
+        self._cancelled = False
+        self._suspected_at: float | None = None
 
     def poll(self) -> Status:
         """Exited when every machine has said how its ranks ended; lost when the engine took the machines away before that."""
@@ -283,7 +299,9 @@ class AgentJob:
             return Status.REFUSED if standing.status is Status.REFUSED else Status.LOST
         if self._folder.node(0).name in self._folder.names():
             return Status.RUNNING
-        self.reason = standing.reason or "the machines are being prepared"
+        self.reason = standing.reason or f"{self._allocation.engine.name}: the machines are there, and get ready"
+        if time.monotonic() - self._began > PATIENCE_S:
+            self._on_queue(self.reason)
         return Status.QUEUED
 
     def _has_ended(self) -> bool:
@@ -291,19 +309,22 @@ class AgentJob:
         return all(self._folder.node_exit(node, self._nodes).name in names for node in range(self._nodes))
 
     def _end(self) -> Status:
-        """How it ended: where ranks were killed from outside, the engine is asked whether that was its doing."""
-        found = trial.ends(self._folder, self._nodes).values()
-        if any(end.killed in ("cancel", "lost") or set(end.codes.values()) & set(TAKEN_AWAY) - _own_kills(end) for end in found):
-            standing = self._allocation.standing(now=True)
-            if standing.status is Status.LOST:
-                self.reason = standing.reason
-                return Status.LOST
-        return Status.EXITED
+        """How it ended: where ranks were killed from outside, the engine is given a moment to say that this was its doing."""
+        if self._cancelled or not any(map(_may_be_taken_away, trial.ends(self._folder, self._nodes).values())):
+            return Status.EXITED
+        first = self._suspected_at is None
+        self._suspected_at = self._suspected_at or time.monotonic()
+        standing = self._allocation.standing(now=first)
+        if standing.status is Status.LOST:
+            self.reason = standing.reason
+            return Status.LOST
+        return Status.RUNNING if time.monotonic() - self._suspected_at < SETTLE_S else Status.EXITED
 
     def cancel(self) -> None:
         """Asks the agents to stop the ranks; ends their machines if they do not."""
         if self.poll() not in (Status.QUEUED, Status.RUNNING):
             return
+        self._cancelled = True
         if self._status is Status.QUEUED and not self._held:
             self._allocation.engine.end(self._allocation.job)
         self._folder.cancel.touch()
@@ -332,9 +353,10 @@ class RefusedJob:
         """There is nothing to end."""
 
 
-def _own_kills(end: trial.Exit) -> set[int]:
-    """Exit statuses by which the agent itself ended ranks."""
-    return {-9} if end.killed else set()
+def _may_be_taken_away(end: trial.Exit) -> bool:
+    """Whether ranks ended as they do when an engine takes their machine away."""
+    own = {-9} if end.killed else set()
+    return end.killed in ("cancel", "lost") or (not end.kernel_oom and bool(set(end.codes.values()) & set(TAKEN_AWAY) - own))
 
 
 def settings_for(modules: Sequence[str], environment: dict[str, str], idle_s: float) -> Settings:

@@ -17,8 +17,6 @@ from autotune.trial import Exit, Outcome, TrialDir, TrialRequest, TrialResult
 POLL_S = 0.01
 # Beyond its deadline a trial is the agent's to kill; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
-# A wait that is over so soon is not worth a word.
-PATIENCE_S = 2.0
 
 
 class Status(StrEnum):
@@ -84,13 +82,7 @@ class Executor(Protocol):
         """Ends whatever the engine keeps running."""
 
 
-def run(
-    executor: Executor,
-    path: Path,
-    request: TrialRequest,
-    on_tick: Callable[[], None] = lambda: None,
-    on_queue: Callable[[str], None] = lambda _: None,
-) -> TrialResult:
+def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable[[], None] = lambda: None) -> TrialResult:
     """Runs one trial to its end and returns that end as data; `result.json` is written.
 
     Args:
@@ -99,25 +91,24 @@ def run(
             behalf of a coordinator that died, it is carried on.
         request: What to run.
         on_tick: Called some times a second while it runs (heartbeats, progress).
-        on_queue: Told why the trial waits in the engine's queue, whenever that changes.
 
     Raises:
         KeyboardInterrupt: Passed on after the ranks were stopped.
     """
     folder = TrialDir(path)
     if (left := _left(executor, folder)) is not None and left[1] == request:
-        return _watch(left[0], folder, request, on_tick, on_queue)
+        return _watch(left[0], folder, request, on_tick)
     forget(executor, path)
     trial.write(folder.request, request, sync=False)
     trial.write(folder.ds_config, request.ds_config, sync=False)
-    return _watch(executor.submit(folder), folder, request, on_tick, on_queue)
+    return _watch(executor.submit(folder), folder, request, on_tick)
 
 
 def resume(executor: Executor, path: Path, on_tick: Callable[[], None] = lambda: None) -> TrialResult | None:
     """Carries on a trial whose coordinator died; None if the engine knows nothing of it or lost it."""
     folder = TrialDir(path)
     left = _left(executor, folder)
-    return _watch(left[0], folder, left[1], on_tick, lambda _: None) if left is not None else None
+    return _watch(left[0], folder, left[1], on_tick) if left is not None else None
 
 
 def forget(executor: Executor, path: Path) -> None:
@@ -139,17 +130,13 @@ def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | No
     return (job, request) if job is not None and job.poll() not in (Status.LOST, Status.REFUSED) else None
 
 
-def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None], on_queue: Callable[[str], None]) -> TrialResult:
-    status, started, ticked, said, over = Status.RUNNING, None, 0.0, "", False
-    began = time.monotonic()
+def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None]) -> TrialResult:
+    status, started, ticked, over = Status.RUNNING, None, 0.0, False
     try:
         while (status := job.poll()) in (Status.QUEUED, Status.RUNNING):
             now = time.monotonic()
             if status is Status.RUNNING:
                 started = started or now  # neither starting an engine nor waiting in its queue is the trial's time
-            elif job.reason != said and now - began > PATIENCE_S:
-                said = job.reason
-                on_queue(said)
             if now - ticked > 0.2:
                 ticked = now
                 on_tick()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autotune import UserError
@@ -14,12 +14,13 @@ from autotune.executors.local import LocalExecutor
 from autotune.spec import StudySpec, read_hostfile
 
 
-def executor_of(spec: StudySpec, folder: Path) -> Executor:
+def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Executor:
     """The engine of a study, not yet started.
 
     Args:
         spec: The study.
         folder: The study's folder; other machines must see it under the same path.
+        on_queue: Told why a trial waits for machines.
 
     Raises:
         UserError: The study asks for something that the engine does not know.
@@ -52,7 +53,7 @@ def executor_of(spec: StudySpec, folder: Path) -> Executor:
                 raise UserError("--nodes: several machines take --executor slurm or ray, or --hostfile")
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     idle_s = agents.seconds(options, "idle", 600.0)
-    return AgentExecutor(engine, folder / "trials" / "agents", agents.settings_for(target.imports, environment, idle_s), nodes)
+    return AgentExecutor(engine, folder / "trials" / "agents", agents.settings_for(target.imports, environment, idle_s), nodes, on_queue)
 
 
 def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:

@@ -38,8 +38,7 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 # A job that waits for one of these waits for ever.
 NEVER = re.compile(
-    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed|(QOS|Assoc)(Max|Min).*PerJob.*"
-    r"|PartitionConfig"
+    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed|(QOS|Assoc)(Max|Min).*PerJob.*"
 )
 WORDS = {
     "TIMEOUT": "its time limit was reached",
@@ -49,6 +48,10 @@ WORDS = {
     "DEADLINE": "its deadline was reached",
     "OUT_OF_MEMORY": "it went over the job's memory",
     "BOOT_FAIL": "a node did not start",
+    "PartitionConfig": "the partition has fewer nodes, or other ones",
+    "PartitionNodeLimit": "the partition gives a job fewer nodes",
+    "PartitionTimeLimit": "the partition gives a job less time",
+    "BadConstraints": "no node has what was asked for",
 }
 COMMAND_TIMEOUT_S = 60.0
 
@@ -167,14 +170,18 @@ def _standing(job: str, state: str, reason: str, code: str) -> Standing:
     why = "" if reason in ("None", "") else f": {reason}"
     if state in WAITING:
         if NEVER.fullmatch(reason):
-            return Standing(Status.REFUSED, f"slurm: job {job} can never start{why}")
+            return Standing(Status.REFUSED, f"slurm: job {job} can never start{why}{_words(reason)}")
         return Standing(Status.QUEUED, f"slurm: job {job} is {state.lower()}{why}")
     if state in ALIVE:
         return Standing(Status.RUNNING)
     if state == "COMPLETED":
         return Standing(Status.EXITED, f"slurm: job {job} ended before the trial did")
-    words = f" ({WORDS[state]})" if state in WORDS else f", exit status {code}" if state == "FAILED" else ""
+    words = _words(state) or (f", exit status {code}" if state == "FAILED" else "")
     return Standing(Status.LOST, f"slurm: job {job} ended as {state}{words}{why if state not in WORDS else ''}")
+
+
+def _words(name: str) -> str:
+    return f" ({WORDS[name]})" if name in WORDS else ""
 
 
 def _call(*command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -34,11 +34,10 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}
     path = store.trial_path(folder, number)
     result, again = trial.result_in(path), trial.result_in(tracing.path_in(folder, number))
+    paths, beside_s = [path, *store.repeat_paths(folder, number).values()], None
     if again is not None and again.outcome is Outcome.COMPLETE and again.candidate == rows[number]["candidate"]:
         # Several steps, taken apart without the memory counters, which cost time.
-        paths = [tracing.path_in(folder, number)]
-    else:
-        paths = [path, *store.repeat_paths(folder, number).values()]
+        paths, beside_s = [tracing.path_in(folder, number)], again.steps.median_s if again.steps else None
     ranks = [found for path in paths if (found := phases(path, report.world_size))]
     if not ranks and seen[number].phases_s:  # the folder is gone; the database keeps the slowest rank's
         ranks = [{0: seen[number].phases_s}]
@@ -47,6 +46,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         world_size=report.world_size,
         ranks=ranks,
         step_s=measured(points[number]).get("step_time_s"),
+        beside_s=beside_s,
         peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
         memory_limit_bytes=_limit(report, path),
         alloc_retries=result.alloc_retries if result else None,

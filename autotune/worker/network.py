@@ -20,12 +20,13 @@ def listen(address: str) -> socket.socket:
 def environment(host: str, port: int, nodes: int) -> dict[str, str]:
     """The variables that tell a rank where the ranks meet.
 
-    On several machines gloo is given the interface that leads to the meeting point, unless the user has named one: by itself it takes
-    whatever this machine's own name stands for, which is often its loopback.
+    On several machines gloo and NCCL are given the interface that leads to the meeting point, unless the user has named one: by itself
+    gloo takes whatever this machine's own name stands for, which is often its loopback.
     """
     variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    if nodes > 1 and os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo" and (name := interface_to(host, port)):
-        variables["GLOO_SOCKET_IFNAME"] = name
+    unsaid = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(name, "lo") == "lo"]
+    if nodes > 1 and unsaid and (interface := interface_to(host, port)):
+        variables |= dict.fromkeys(unsaid, interface)
     return variables
 
 

@@ -332,7 +332,8 @@ def prepare_device(request: TrialRequest) -> observe.Memory:
     if get_accelerator().device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # On CUDA too: an offloaded optimizer steps on the host, and each rank would take all cores for it.
-    torch.set_num_threads(trial.threads_per_rank(len(os.sched_getaffinity(0)), request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
+    n_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(trial.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on CPU leaks 66 MiB of /dev/shm per rank for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return observe.Memory(get_accelerator().device_name())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +36,11 @@ class Trials:
 
     def __init__(self, cluster: SlurmCluster, root: Path) -> None:
         self.cluster, self.root, self.executors = cluster, root, list[AgentExecutor]()
-        self.folder = TrialDir(root / "0000")
+        self.folder, self.said = TrialDir(root / "0000"), list[str]()
 
     def executor(self, nodes: int = 2, **options: str) -> AgentExecutor:
         engine = Slurm({"python": str(STAND_IN), **options}, 1, "autotune-tests")
-        self.executors.append(AgentExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes))
+        self.executors.append(AgentExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes, self.said.append))
         return self.executors[-1]
 
     def submit(self, **options: str) -> base.Job:
@@ -75,6 +76,7 @@ def test_a_wait_in_the_queue_is_told_and_is_not_the_trials_time(trials: Trials) 
     until(lambda: bool(trials.cluster.jobs()), 10)
     job = trials.submit()
     until(lambda: job.poll() is Status.QUEUED and "pending: Resources" in job.reason, 20)
+    until(lambda: job.poll() is Status.QUEUED and trials.said[-1:] == [job.reason], 10)
     trials.cluster.call("scancel", "--state=RUNNING", "--user=root")
     until(lambda: job.poll() is Status.RUNNING, 30)
 
@@ -120,14 +122,16 @@ def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
 def test_a_job_that_no_node_can_take_is_refused_in_slurms_words(trials: Trials) -> None:
     result = base.run(trials.executor(partition="single"), trials.folder.path, REQUEST)
     assert result.outcome is Outcome.CRASHED
-    assert "PartitionNodeLimit" in result.reason or "node count" in result.reason.lower(), result.reason
+    assert re.search(r"can never start: Partition(NodeLimit|Config) \(the partition", result.reason), result.reason
 
 
 def test_more_nodes_than_there_are_are_refused_in_slurms_words(trials: Trials) -> None:
     request = TrialRequest(target=REQUEST.target, world_size=5, nodes=5)
     result = base.run(trials.executor(nodes=5), trials.folder.path, request)
     assert result.outcome is Outcome.CRASHED
-    assert result.reason.startswith("slurm: ") and "node" in result.reason.lower(), result.reason
+    assert re.search(r"^slurm: (.*can never start: PartitionConfig \(the partition has fewer nodes|.*[Nn]ode)", result.reason), (
+        result.reason
+    )
 
 
 def test_an_unknown_partition_is_refused_before_anything_runs(trials: Trials) -> None:

@@ -14,7 +14,7 @@ EXACT = {"data_types.grad_accum_dtype": "fp32"}
 def first(zoo: Zoo, steps: int, precision: str, stage: int, **knobs) -> TrialResult:
     result = zoo.run(
         "ok", micro=2, gradient_accumulation_steps=steps, precision=precision, zero_stage=stage, check_gradient=True, max_steps=3,
-        min_samples=10**9, **knobs,
+        min_samples=10**9, budget_s=60.0, **knobs,
     )  # fmt: skip
     assert result.outcome is Outcome.COMPLETE, result.reason
     return result
@@ -39,13 +39,15 @@ def test_what_bf16_loses_over_64_micro_steps_is_caught(zoo: Zoo, stage: int) -> 
 
 def test_looking_changes_nothing(zoo: Zoo) -> None:
     looked, plain = (
-        zoo.run("ok", zero_stage=2, gradient_accumulation_steps=2, check_gradient=check, max_steps=8, min_samples=10**9)
+        zoo.run("ok", zero_stage=2, gradient_accumulation_steps=2, check_gradient=check, max_steps=8, min_samples=10**9, budget_s=60.0)
         for check in (True, False)
     )
     assert looked.losses == plain.losses and plain.gradient is None
 
 
 def test_a_replicate_differs_by_rounding_and_trains_alike(zoo: Zoo) -> None:
-    base, same, one, two = (zoo.run("ok", replicate=replicate, max_steps=8, min_samples=10**9).losses for replicate in (0, 0, 1, 2))
+    base, same, one, two = (
+        zoo.run("ok", replicate=replicate, max_steps=8, min_samples=10**9, budget_s=60.0).losses for replicate in (0, 0, 1, 2)
+    )
     assert base == same and one != base != two and one != two
     assert one == pytest.approx(base, rel=5e-3) and two == pytest.approx(base, rel=5e-3)

@@ -99,6 +99,17 @@ def test_a_rank_finds_the_variables_that_torchrun_sets() -> None:
     }  # fmt: skip
 
 
+def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # as the server has it for trials on one machine
+    found = network.environment("127.0.0.1", 29500, 2)
+    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == network.interface_to("127.0.0.1", 29500)
+    assert network.environment("127.0.0.1", 29500, 1).keys() == {"MASTER_ADDR", "MASTER_PORT"}
+    assert network.interface_to("no.such.host.invalid", 29500) is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert "GLOO_SOCKET_IFNAME" not in network.environment("127.0.0.1", 29500, 2)  # the user's own
+
+
 def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
     def fails() -> None:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess\nand more")
@@ -106,14 +117,6 @@ def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
     assert server.tried_in_a_fork(lambda: None) is None
     assert server.tried_in_a_fork(fails) == "RuntimeError: Cannot re-initialize CUDA in forked subprocess"
     assert server.tried_in_a_fork(lambda: os.kill(os.getpid(), 9)) == "exit status -9"
-
-
-def test_gloo_takes_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the server has it for trials on one machine
-    assert network.environment("127.0.0.1", 29500, 2)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert network.interface_to("no.such.host.invalid", 29500) is None
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert "GLOO_SOCKET_IFNAME" not in network.environment("127.0.0.1", 29500, 2)  # the user's own
 
 
 def test_an_unknown_role_is_refused() -> None:

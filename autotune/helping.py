@@ -107,7 +107,7 @@ def _planned(
         )
     wanted, notes = commands.wanted_study(str(file), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
-    with executor_for(wanted, scratch) as executor:
+    with executor_for(wanted, scratch, view.waits) as executor:
         found = plan(wanted, executor, scratch)
         _check_machine(found, kept)
         for note in (*notes, *found.notes):

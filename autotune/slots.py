@@ -34,7 +34,7 @@ def opened(found: Plan, executor: Executor, folder: Path, say: Callable[[str], N
     elif found.spec.executor != "local":
         # Each asks the engine for machines of its own; where there are none, it waits in the engine's queue.
         with contextlib.ExitStack() as stack:
-            others = [choice.executor_of(found.spec, folder / "trials" / f"slot-{n}") for n in range(1, wanted)]
+            others = [choice.executor_of(found.spec, folder / "trials" / f"slot-{n}", say) for n in range(1, wanted)]
             for other in others:
                 stack.callback(other.close)
                 other.start()

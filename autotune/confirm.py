@@ -118,6 +118,8 @@ class Confirmation:
             n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
             if n_done >= self.spec.repeats and not (n_done < 2 * self.spec.repeats and self._unsettled()):
                 return
+            if n_done and self.spec.time_budget_s is not None and self.host.spent_s() >= self.spec.time_budget_s:
+                return
             if n_done == 0:
                 self.host.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
             for m in turn:

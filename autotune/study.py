@@ -52,7 +52,8 @@ COMPLETED = "completed"
 # So many trials from the start that all crash for one reason (twice as many for several): the target is broken.
 HOPELESS_TRIALS = 4
 BUSY_TRIES = 3
-# What checking the finalists takes of a time budget: so many trials, at most this share.
+# What the end of a study may keep back of a time budget; of that, checking the finalists takes so many trials, at most this share.
+MOST_RESERVED = 0.4
 CHECK_TRIALS, CHECK_SHARE = 6, 0.25
 # Micro-gradients of a step that the noise probe takes at least.
 NOISE_MICROS = 4
@@ -842,6 +843,8 @@ class Runner:
         reserve = (self.spec.finalists + 1) * self.spec.repeats * usual_s / 2
         if self.spec.finalists:
             reserve += min(CHECK_TRIALS * usual_s, CHECK_SHARE * self.spec.time_budget_s)
+        # A short budget is for the search first: there is nothing to confirm of what was not found.
+        reserve = min(reserve, MOST_RESERVED * self.spec.time_budget_s)
         return self.spent_s() + reserve >= self.spec.time_budget_s
 
     def spent_s(self) -> float:

@@ -175,7 +175,7 @@ def test_status_and_ls_know_the_study(finished):
     assert re.search("no study runs now.*: small", one_sentence(autotune("status", cwd=folder)))
     assert "no study lies in" in one_sentence(autotune("status", cwd=folder / "studies"))
     lines = (folder / "studies" / "small" / "trials" / "journal.jsonl").read_text().splitlines()
-    assert sum("ended" in json.loads(line) for line in lines) >= 4
+    assert json.loads(lines[0])["run"] > 0  # of whichever run was the last
     assert autotune("ls", "studies", cwd=folder).stdout.split() == ["small"]
 
 

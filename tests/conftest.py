@@ -1,6 +1,7 @@
 """What all tests share: the zoo of models, and one warm server that runs trials of them for the whole session."""
 
 import os
+import signal
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from autotune.executors.local import LocalExecutor
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # DeepSpeed's compiled ops and the like; git-ignored.
 os.environ.setdefault("AUTOTUNE_CACHE", str(Path(__file__).parent.parent / ".cache" / "autotune"))
+
+# A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -201,7 +201,7 @@ class Overlay(BaseStorage):
         return self._trial(self._base.get_trial(trial_id), None if study_id is None else self.shown(study_id))
 
     def _trial(self, found: FrozenTrial, shown: Shown | None) -> FrozenTrial:
-        if CANDIDATE_ATTR not in found.user_attrs:
+        if not {CANDIDATE_ATTR, TOLD_BY_ATTR} & found.user_attrs.keys():  # one of another program's
             return found
         trial = copy.copy(found)
         extra = shown.trial_attrs.get(found.number, {}) if shown else {}

@@ -169,7 +169,7 @@ class Ledger:
         owner: Whose claims these are; by default this process's.
 
     Attributes:
-        alone: Whether nobody else can be at work: SQLite, which is for one run at a time (`study.study_lock`).
+        alone: Whether nobody else can be at work: SQLite, which is for one run at a time (`lock.study_lock`).
     """
 
     def __init__(self, storage: Storage, study_name: str, owner: Owner | None = None) -> None:

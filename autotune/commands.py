@@ -24,13 +24,14 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.invocation import check_templates
 from autotune.journal import Journal
+from autotune.lock import note_agent, run_under_way, study_lock
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.projection import Cluster, Question
 from autotune.report import StudyReport, summary
 from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
 from autotune.spec import StudySpec
-from autotune.study import Runner, note_agent, run_under_way, study_lock
+from autotune.study import Runner
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")

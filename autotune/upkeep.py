@@ -20,12 +20,12 @@ from autotune.decision import Decision, Verdict
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
 from autotune.journal import Journal
+from autotune.lock import note_agent, study_lock
 from autotune.plan import executor_for, plan, profiled, shown
 from autotune.retune import Asked, Retuning
 from autotune.schedule import Daemon, Schedule, ScheduleError
 from autotune.spec import StudySpec
 from autotune.store import StudyRecord
-from autotune.study import note_agent, study_lock
 
 # What scripts look at; documented in the README.
 STATUS = {Verdict.UNCHANGED: 0, Verdict.FAILED: 1, Verdict.IMPROVED: 3}

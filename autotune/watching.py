@@ -10,7 +10,7 @@ from typing import Any
 from autotune import UserError
 from autotune.console import ProgressView, duration
 from autotune.journal import Follower, replay
-from autotune.study import run_under_way
+from autotune.lock import run_under_way
 
 LOOK_S = 0.2
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from autotune.cli import commands_of
+from autotune.lock import study_lock
 from autotune.spec import StudySpec
-from autotune.study import study_lock
 
 STUDY = """
 target: ok.py

@@ -35,7 +35,7 @@ RUN = """
     from pathlib import Path
     from autotune import UserError, schedule, store
     from autotune.history import History
-    from autotune.study import study_lock
+    from autotune.lock import study_lock
     studies = Path("studies")
     try:
         with study_lock(studies / sys.argv[1]):

@@ -19,9 +19,10 @@ from autotune import UserError, store, trial
 from autotune.analysis import recommend
 from autotune.candidate import CANDIDATE_ATTR, Candidate
 from autotune.gate import GradientCheck
+from autotune.lock import note_agent, study_lock, undisturbed
 from autotune.objective import Constraint
 from autotune.plan import remedy
-from autotune.study import Runner, note_agent, study_lock, undisturbed
+from autotune.study import Runner
 from autotune.trial import Outcome, TrialDir
 
 

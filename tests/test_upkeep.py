@@ -12,8 +12,8 @@ from instant import Instant, runner_of
 from autotune import UserError, experience, fingerprint, store, upkeep
 from autotune.cli import app, schedule
 from autotune.history import MIGRATIONS, History, Measurement
+from autotune.lock import study_lock
 from autotune.report import summary
-from autotune.study import study_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 NOTHING = {"if_due": False, "if_stale": False, "force": False, "min_gain": 0.03, "trials": None, "on_change": None}

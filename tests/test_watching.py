@@ -14,7 +14,7 @@ from zoo import wait_until
 
 from autotune import UserError, commands, journal, watching
 from autotune.console import ProgressView
-from autotune.study import note_agent, run_under_way, study_lock
+from autotune.lock import note_agent, run_under_way, study_lock
 from autotune.trial import Outcome
 
 

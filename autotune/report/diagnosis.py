@@ -18,7 +18,7 @@ from autotune.predict.profile import Knobs
 from autotune.predict.step_time import step_time_terms
 from autotune.report import Data, StudyReport, measured, units, words
 from autotune.report.plots import said
-from autotune.trial import Outcome, Traced, TrialDir, TrialRequest, TrialResult, Workload
+from autotune.trial import Environment, Outcome, Traced, TrialDir, TrialRequest, TrialResult, Workload
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
@@ -136,8 +136,9 @@ def _limit(report: StudyReport, path: Path) -> float | None:
         stated = None
     if stated:
         return float(stated)
-    memory = report.environment.get("device_memory_bytes")
-    return float(memory) / (1 if report.environment.get("accelerator") != "cpu" else report.world_size) if memory else None
+    if not report.environment.get("device_memory_bytes"):
+        return None
+    return TypeAdapter(Environment).validate_python(dict(report.environment)).share_bytes(report.world_size)
 
 
 def communication(result: TrialResult, path: Path, n_blocks: int) -> float | None:

@@ -101,11 +101,6 @@ class Catalogue:
         self.batch = np.zeros(0)
         self.present = np.zeros((0, len(self._level_columns)))
 
-    @property
-    def level_names(self) -> list[tuple[str, str]]:
-        """Knob and value behind each column of `present`."""
-        return self._level_columns
-
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Adds those that are not there yet."""
         new = [c for c in dict.fromkeys(candidates) if c not in self.row]

@@ -36,7 +36,6 @@ MEASURED_ATTR = "measured"
 # Spaces up to this size are enumerated; of larger ones so many candidates are drawn, and the neighbours of the best join them.
 MOST_CANDIDATES = 100_000
 DRAWN = 30_000
-ATTEMPTS = 4
 NEIGHBOURS_OF = 4
 # Where the workload was guessed from its size, each term may be far off, and so may the whole.
 GUESSED_SPREAD = 1.0

@@ -111,10 +111,6 @@ def _product(device: torch.device, name: str, n: int = 0) -> float:
     return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
 
 
-def _usual_products(device: torch.device) -> dict[str, tuple[int, float]]:
-    return {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
-
-
 def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, float]]:
     """The best rate of each type and the size at which it was reached; tf32 is what fp32 may be on a GPU."""
     found: dict[str, tuple[int, float]] = {}

@@ -465,7 +465,7 @@ def _remove_stale_locks() -> list[str]:
 def _bound_logs(running: _Running, limit: int) -> None:
     """Cuts the middle out of a log that has grown too large; the rank goes on writing behind the end.
 
-    What a living rank writes in the moment of the cut is lost with the middle.
+    What a living rank writes in the moment of the cut is lost with the middle, or stands before the mark.
     """
     for rank in running.ranks:
         path = running.folder.log(rank)

@@ -116,9 +116,15 @@ class Cached(_CachedStorage):
             super()._read_trials_from_remote_storage(study_id)
 
     @contextlib.contextmanager
-    def still(self, study_id: int) -> Iterator[None]:
-        """Asks once, and shows the same trials for as long as the block takes."""
-        self._read_trials_from_remote_storage(study_id)
+    def still(self, study_id: int, *, news: bool = True) -> Iterator[None]:
+        """Asks once, and shows the same trials for as long as the block takes.
+
+        Args:
+            study_id: The study.
+            news: False shows the trials as they were last seen.
+        """
+        if news:
+            self._read_trials_from_remote_storage(study_id)
         before, self._holds = self._holds, True
         try:
             yield

@@ -95,10 +95,15 @@ def settings(study: Study) -> dict[str, Any]:
     return {name: value for name, value in study.user_attrs.get(SETTINGS_ATTR, {}).items() if name in SETTINGS}
 
 
-def still(study: Study) -> contextlib.AbstractContextManager[None]:
-    """Lets a block that looks at the trials many times see the same ones every time, for the price of one look."""
+def still(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Lets a block that looks at the trials many times see the same ones every time, for the price of one look.
+
+    Args:
+        study: The study.
+        news: False shows the trials as they were last seen, for no look at all.
+    """
     storage = study._storage
-    return storage.still(study._study_id) if isinstance(storage, Cached) else contextlib.nullcontext()
+    return storage.still(study._study_id, news=news) if isinstance(storage, Cached) else contextlib.nullcontext()
 
 
 def running(study: Study) -> list[FrozenTrial]:

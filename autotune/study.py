@@ -26,7 +26,7 @@ from autotune import UserError, objective, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured
 from autotune.candidate import AUTOCAST, CANDIDATE_ATTR, Candidate, DsConfig
-from autotune.claims import Ledger, TurnLost
+from autotune.claims import Lease, Ledger, TurnLost
 from autotune.confirm import ENDLESS_SAMPLES, Confirmation, baseline_of
 from autotune.convergence import NOISE_RULES
 from autotune.executors import base
@@ -242,18 +242,18 @@ class Runner:
         self._land(flights, 0.0 if flights.n_free else None)
         try:
             with self.ledger.turn():
-                going_on = self._recover(flights.n_free)
-                if not going_on:
-                    with store.still(self.study):
-                        found = self._next()
+                with store.still(self.study):
+                    left = self.ledger.abandoned(store.running(self.study))
+                    found = None if left else self._next()
+                going_on = self._recover(left, flights.n_free)
         except TurnLost:
             return None
-        if going_on:
+        if left:
             for claim in going_on:
                 flights.start(claim, functools.partial(self._carry_on, claim))
             return None
         if isinstance(found, Claim):
-            with store.still(self.study):
+            with store.still(self.study, news=False):
                 request = self._request(found.candidate, found.role) if found.result is None else None
             flights.start(found, functools.partial(self._fly, found, request))
         elif found is None:  # something is under way, here or elsewhere
@@ -489,10 +489,11 @@ class Runner:
         first = self.warm.first if self.warm is not None else ()
         return [c for c in first if c.key not in known and c.illegal(self.plan.setting) is None]
 
-    def _recover(self, room: int) -> list[Claim]:
+    def _recover(self, abandoned: Sequence[tuple[FrozenTrial, Lease | None]], room: int) -> list[Claim]:
         """Trials that a dead coordinator left behind: told if their result is there, else marked lost, to be run again once.
 
         Args:
+            abandoned: These trials, with the dead one's claims on them.
             room: How many can be carried on.
 
         Returns:
@@ -500,7 +501,7 @@ class Runner:
         """
         assert self.study is not None
         going_on: list[Claim] = []
-        for left, lease in self.ledger.abandoned(store.running(self.study)):
+        for left, lease in abandoned:
             path = self._trial_path(left.number)
             goes_on = TrialDir(path).job.exists() and trial.result_in(path) is None
             if (goes_on and len(going_on) >= room) or not self.ledger.take_over(left, lease):
@@ -649,7 +650,8 @@ class Runner:
         score = objective.score(result, self.objectives, self.spec.constraints, reference)
         done = result.outcome is Outcome.COMPLETE and score.values is not None
         attrs: dict[str, Any] = {"outcome": str(result.outcome)} | ({"reason": result.reason} if result.reason else {})
-        attrs[store.MEASURED_ATTR] = json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate)})
+        with store.still(self.study, news=False):
+            attrs[store.MEASURED_ATTR] = json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate)})
         constraints = {COMPLETED: 0.0 if done else 1.0}
         constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}
         state = TrialState.FAIL if result.outcome is Outcome.LOST else TrialState.COMPLETE if done else TrialState.PRUNED
@@ -892,8 +894,10 @@ def _wall_s(told: Sequence[FrozenTrial]) -> float:
 
 def _met_mismatch(told: FrozenTrial) -> bool:
     data = store.told_data(told)
+    if data["outcome"] != Outcome.CRASHED:  # nearly all, and every trial is asked at every step
+        return False
     values = store.told_candidate(told).values()
-    return trial.is_dtype_mismatch(TrialResult(outcome=Outcome(data["outcome"]), reason=data["reason"], candidate=values))
+    return trial.is_dtype_mismatch(TrialResult(outcome=Outcome.CRASHED, reason=data["reason"], candidate=values))
 
 
 def ops_needed(ds_config: DsConfig) -> list[str]:

@@ -183,6 +183,8 @@ class Predictor:
         self.profile, self.machine, self.base = profile, machine, dict(base or {})
         self._measured: dict[tuple[Candidate, Machine], tuple[float | None, float | None]] = {}
         self._fitted: tuple[Calibration, Calibration] | None = None
+        # The terms of what was measured, which many fits ask for; by column of `_measured`.
+        self._rows: tuple[dict[tuple[Candidate, Machine], Floats], ...] = ({}, {})
 
     def learn(
         self, candidate: Candidate, *, peak_memory_bytes: float | None, step_time_s: float | None, machine: Machine | None = None
@@ -238,28 +240,26 @@ class Predictor:
 
     def _calibrations(self) -> tuple[Calibration, Calibration]:
         if self._fitted is None:
-            guessed, known = self.profile.guessed, self.machine.measured
+            guessed, probed = self.profile.guessed, self.machine.measured
             sizes = Calibration(
                 list(memory.spreads(self.profile).values()), GUESSED_MEMORY_SCALE if guessed else MEMORY_SCALE, MEMORY_NOISE
             )
-            times = Calibration(list(step_time.SPREADS.values()), TIME_SCALE if known and not guessed else GUESSED_TIME_SCALE, TIME_NOISE)
+            times = Calibration(list(step_time.SPREADS.values()), TIME_SCALE if probed and not guessed else GUESSED_TIME_SCALE, TIME_NOISE)
             for column, calibration, formula, names in (
                 (0, sizes, memory.memory_terms, memory.SPREADS),
                 (1, times, step_time.step_time_terms, step_time.SPREADS),
             ):
                 rows = {key: found[column] for key, found in self._measured.items() if found[column]}
                 if rows:
-                    terms = np.vstack(
-                        [self._terms(formula, names, [c for c, m in rows if m == machine], machine) for machine in _machines(rows)]
-                    )
-                    ordered = [value for machine in _machines(rows) for (_, m), value in rows.items() if m == machine]
-                    calibration.fit(terms, np.array(ordered, dtype=float))
+                    known = self._rows[column]
+                    for machine in dict.fromkeys(m for _, m in rows):
+                        new = [c for c, m in rows if m == machine and (c, m) not in known]
+                        if new:
+                            terms = self._terms(formula, names, new, machine)
+                            known |= {(c, machine): row for c, row in zip(new, terms, strict=True)}
+                    calibration.fit(np.vstack([known[key] for key in rows]), np.array(list(rows.values()), dtype=float))
             self._fitted = sizes, times
         return self._fitted
-
-
-def _machines(rows: Iterable[tuple[Candidate, Machine]]) -> list[Machine]:
-    return list(dict.fromkeys(machine for _, machine in rows))
 
 
 def probability_below(forecast: Forecast, limit: float) -> float:

@@ -16,7 +16,7 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo bench-peers test lint format types imports check clean
+.PHONY: help install engines demo bench bench-peers test lint format types imports check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
@@ -47,6 +47,9 @@ bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune 
 	@$(RUN) -m pip install --quiet --no-input --progress-bar off tabulate </dev/null # DeepSpeed's autotuner does not ask for it
 	@for tuner in deepspeed tpe random autotune autotune-all; do PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS); done
 	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge $(PEERS)
+
+bench: engines ## every figure of the README, measured anew, and the table there (hours on an idle machine; NAMES="ask gate": only these)
+	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAMES)
 
 test: $(STAMP) ## run the tests
 	@$(RUN) -m pytest $(PYTEST_ARGS)

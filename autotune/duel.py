@@ -238,16 +238,15 @@ def check(then: Then | None, rounds: Rounds) -> Standing:
     machine = math.log(statistics.median(base_s) / then.step_time_s) if then.step_time_s else None
     grown = math.log(statistics.median(peaks) / then.peak_memory_bytes) if then.peak_memory_bytes and min(peaks) > 0 else 0.0
     common = {"n_rounds": len(logs), "machine": machine}
-    if not then.logs:  # the baseline is what is in use
-        shift, se = 0.0, 0.0
-    else:
-        shift = statistics.fmean(logs) - statistics.fmean(then.logs)
-        before = ASSUMED_SPREAD * math.sqrt(2) if then.across else _spread(logs, then.logs) / math.sqrt(len(then.logs))
-        se = math.hypot(_se(logs, then.logs), before)
+    if abs(grown) > MEMORY_MOVED:
+        return Standing(moved=True, reason=f"what is in use needs {math.expm1(grown):+.0%} memory", **common)
+    if not then.logs:
+        return Standing(moved=False, reason="what is in use is the baseline itself, and it still runs", **common)
+    shift = statistics.fmean(logs) - statistics.fmean(then.logs)
+    before = ASSUMED_SPREAD * math.sqrt(2) if then.across else _spread(logs, then.logs) / math.sqrt(len(then.logs))
+    se = math.hypot(_se(logs, then.logs), before)
     interval = (shift - 1.96 * se, shift + 1.96 * se)
     values: dict[str, Any] = {"shift": shift, "shift_ci95": interval, **common}
-    if abs(grown) > MEMORY_MOVED:
-        return Standing(moved=True, reason=f"what is in use needs {math.expm1(grown):+.0%} memory", **values)
     if abs(shift) + UNMOVED_Z * se < math.log1p(MARGIN):
         return Standing(moved=False, reason="what is in use stands to the baseline as it did, within the noise", **values)
     if abs(shift) > 1.96 * se:

@@ -255,6 +255,12 @@ def test_more_memory_has_moved():
     assert "memory" in duel.check(then, turns(lambda n: 0.5, lambda n: 1.0)).reason
 
 
+def test_a_baseline_in_use_is_compared_with_nothing():
+    standing = duel.check(replace(THEN, logs=()), turns(lambda n: 1.0, lambda n: 1.0))
+    assert not standing.moved and standing.n_rounds == 1 and "baseline itself" in standing.reason
+    assert standing.lines() == []
+
+
 def test_a_standing_reads_back_as_it_was_written():
     standing = duel.check(THEN, turns(lambda n: 0.6, lambda n: 1.0))
     assert Standing.of_data(json.loads(json.dumps(standing.to_data()))) == standing

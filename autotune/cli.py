@@ -51,7 +51,9 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
-        print(f"autotune: {error}", file=sys.stderr)
+        from autotune.masking import masked
+
+        print(f"autotune: {masked(str(error))}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()
@@ -478,7 +480,7 @@ def retune(
 def history(
     study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.")] = None,
     what: Annotated[str, typer.Option("--what", metavar="KIND", help="measurements, recommendations or decisions.")] = "decisions",
-    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="The newest so many.")] = 50,
     storage: StorageOrEnv = None,
     as_json: AsJson = False,
 ) -> None:
@@ -528,7 +530,8 @@ def schedule_list(storage: StorageOrEnv = None, as_json: AsJson = False) -> None
 
 @schedule.command("remove")
 def schedule_remove(
-    number: Annotated[int, typer.Argument(metavar="NUMBER", help="As `autotune schedule list` shows it.")], storage: StorageOrEnv = None
+    number: Annotated[int, typer.Argument(metavar="NUMBER", max=2**31 - 1, help="As `autotune schedule list` shows it.")],
+    storage: StorageOrEnv = None,
 ) -> None:
     """Remove a schedule."""
     from autotune import upkeep

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, claims, experience, fingerprint, launch, slots, spec, store, urls, watching
+from autotune import UserError, claims, experience, fingerprint, launch, masking, slots, spec, store, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import DsConfig, nearest
 from autotune.console import ProgressView
@@ -88,7 +88,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
     _print_answer(report, [shown(path) for path in written], as_json=as_json)
     if interrupted:
-        again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
+        again = shlex.join(["autotune", *masking.masked([argument for argument in sys.argv[1:] if argument != "--fresh"])])
         print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
         return INTERRUPTED
     if not report.recommended["picks"]:
@@ -144,7 +144,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(data, indent=1))
     else:
-        print_check(data, Console(highlight=False, soft_wrap=True))
+        print_check(data, Console(highlight=False, soft_wrap=True, markup=False))
     return 0 if result.outcome is Outcome.COMPLETE else 1
 
 
@@ -191,10 +191,10 @@ def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
     if not invocation["command"]:
         return
     what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
-    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}", markup=False)
+    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}")
     names = ", ".join(invocation["environment"])
     ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
-    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""), markup=False)
+    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""))
 
 
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
@@ -223,7 +223,7 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         "target": str(shown(found.spec.target)),
         "ranks": found.world_size,
         "workload": asdict(found.workload),
-        "invocation": asdict(found.spec.how()) if found.workload.script else None,
+        "invocation": asdict(found.spec.how().shown) if found.workload.script else None,
         "baseline": {
             "candidate": found.baseline.values(),
             "description": found.baseline.describe(),
@@ -514,6 +514,11 @@ def dashboard(storage: str | None, host: str, port: int) -> None:
     from autotune.report import dashboard as server
 
     token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
+    if token is not None and not server.is_strong(token):
+        raise UserError(
+            f"{TOKEN_VARIABLE}: at least {server.LEAST_TOKEN} letters, digits, '-', '_', '.' or '~' are needed; python -c"
+            " 'import secrets; print(secrets.token_urlsafe(24))' makes one"
+        )
     with server.make_server(storage or store.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
         print(f"dashboard at {server.address(served, host, token)}", flush=True)
         print("Ctrl-C ends it.", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from optuna.storages import RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from autotune import UserError, urls
+from autotune import UserError, masking, urls
 
 BUSY_TIMEOUT_S = 60
 # How long a database that was there may be away in the middle of a study, and the pauses between two tries.
@@ -154,8 +155,10 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
             _tune_sqlite(storage.engine)
     except ImportError:
         raise StoreError(f"storage {urls.masked(url)}: {_missing_driver(url)}") from None
-    except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError, ValueError) as error:
-        raise StoreError(f"storage {urls.masked(url)}: {_reason(error)}. {_hint(url, error)}") from None
+    except UserError:
+        raise
+    except Exception as error:  # drivers raise whatever they like at an option or a host that is none
+        raise StoreError(f"storage {urls.masked(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}") from None
     return storage
 
 
@@ -180,7 +183,7 @@ def _missing_driver(url: str) -> str:
 def _hint(url: str, error: BaseException) -> str:
     said = _reason(error).lower()
     if any(words in said for words in PASSWORD):
-        if urls.HIDDEN in url or urls.unmasked(url) != url:
+        if masking.HIDDEN in url or urls.unmasked(url) != url:
             return f"The file does not keep the password: pass --storage URL, or set {urls.VARIABLE} or PGPASSWORD"
         return f"Check user and password in --storage or {urls.VARIABLE}"
     if "does not exist" in said or "unknown database" in said:
@@ -194,16 +197,20 @@ def _check_file(url: str, *, create: bool) -> None:
     """Makes the folder of an SQLite database, or refuses a database that is not there or would not stay."""
     try:
         name = sqlalchemy.make_url(url).database
-    except sqlalchemy.exc.ArgumentError:
+    except (sqlalchemy.exc.ArgumentError, ValueError):
         return  # said better by who opens it
     if not name or name == ":memory:":
-        raise StoreError(f"storage {url}: it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db")
-    if not create and not Path(name).exists():
+        gone = "it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db"
+        raise StoreError(f"storage {urls.masked(url)}: {gone}")
+    if not create and not os.path.exists(name):
         raise StoreError(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"storage {url}: {error.strerror}: {Path(name).parent}") from None
+        where = f"{error.strerror}: {Path(name).parent}; name a folder that you may write to"
+        raise StoreError(f"storage {urls.masked(url)}: {where}") from None
+    except ValueError:
+        raise StoreError(f"storage {urls.masked(url)}: {name!r} cannot be the name of a file") from None
 
 
 @contextlib.contextmanager
@@ -217,8 +224,9 @@ def failing_in_words(url: str) -> Iterator[None]:
         yield
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
+        said = urls.without_password(_reason(error), url)
         raise StoreError(
-            f"storage {urls.masked(url)}: {_reason(error)}{away}; what was told before is kept. Run the same command again to go on"
+            f"storage {urls.masked(url)}: {said}{away}; what was told before is kept. Run the same command again to go on"
         ) from None
 
 

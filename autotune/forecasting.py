@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from autotune import UserError, profiles
-from autotune.candidate import Candidate, DsConfig, Scalar, Setting
+from autotune.candidate import Candidate, DsConfig, Scalar, Setting, check_plain
+from autotune.documents import read_value
+from autotune.ds_json import check_setting
 from autotune.executors.host import n_devices
 from autotune.plan import executor_for, grounds, inspect_workload
 from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
@@ -259,15 +260,11 @@ def read_settings(settings: Sequence[str]) -> dict[str, Scalar]:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise UserError(f"--set {text}: KEY=VALUE is needed, as in --set zero_stage=3")
-        try:
-            read = yaml.safe_load(value)
-        except yaml.YAMLError:
-            read = value
-        # YAML 1.1 takes 5e8 for a text.
-        if isinstance(read, str) and read.replace("e", "", 1).isdigit():
-            read = int(float(read))
+        read = read_value(value)
         if not isinstance(read, str | int | float | bool | None):
-            raise UserError(f"--set {text}: a plain value is needed, not {value!r}")
+            raise UserError(f"--set {text}: a plain value is needed, not {value!r}, as in --set zero_stage=3")
+        check_plain(read, f"--set {name}")
+        check_setting(name.strip(), read, f"--set {name}")
         found[name.strip()] = read
     return found
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import sqlalchemy as sql
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from autotune import UserError
+from autotune import UserError, masking
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -247,7 +247,7 @@ class History:
             GoneError: It was deleted, with its study.
         """
         with self.engine.begin() as connection:
-            if not connection.execute(DECISION.update().where(DECISION.c.id == number).values(**values)).rowcount:
+            if not connection.execute(DECISION.update().where(DECISION.c.id == number).values(**masking.masked(values))).rowcount:
                 raise GoneError(study)
 
     def decisions(self, study: str | None = None) -> list[Row]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune import masking
 from autotune.candidate import Candidate
 from autotune.console import ProgressView
 from autotune.study import Leader, Progress
@@ -69,7 +70,7 @@ class Journal:
 
     def _note(self, **what: Any) -> None:
         """Appends one line, in one piece; that a disk is full must not end a study."""
-        line = json.dumps({"time": time.time(), **what}, default=str) + "\n"
+        line = json.dumps({"time": time.time(), **masking.masked(what)}, default=str) + "\n"
         try:
             os.write(self._file, line.encode())
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,8 +29,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from autotune import UserError, store
 from autotune.history import History, Row
 from autotune.objective import parse_seconds
+from autotune.spec import check_name
 
-SHORTEST_S = 60.0
+SHORTEST_S, LONGEST_S = 60.0, 10 * 366 * 86400.0
+# As long as the database keeps one; nobody writes a longer one by hand.
+LONGEST_CRON = 128
 LEASE = "scheduler"
 # A leader that has not been heard of for so long, by the clock of whoever waits, has died.
 BEAT_S, LEASE_S = 2.0, 10.0
@@ -101,19 +105,25 @@ def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | No
             raise ScheduleError(f"--every: {error}") from None
         if seconds < SHORTEST_S:
             raise ScheduleError(f"--every {every}: at least a minute")
+        if seconds > LONGEST_S:
+            raise ScheduleError(f"--every {every}: at most ten years")
         return seconds, None
     assert cron is not None
     fields = cron.split()
     try:
-        if len(fields) != 5:
+        if len(fields) != 5 or len(cron) > LONGEST_CRON:
             raise ValueError(f"{len(fields)} fields")
-        CronTrigger.from_crontab(_days_by_name(cron))
-    except ValueError as error:
+        trigger = CronTrigger.from_crontab(_days_by_name(cron))
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ScheduleError(f'--cron "{cron}": {error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0"') from None
     if fields[2] != "*" and fields[4] != "*":
         raise ScheduleError(
             f'--cron "{cron}": give a day of the month or a weekday; both together mean different things to different crons'
         )
+    now = datetime.datetime.now().astimezone()
+    trigger.end_date = now + datetime.timedelta(seconds=LONGEST_S)  # or it would look for the 30th of February until the year 9999
+    if trigger.get_next_fire_time(None, now) is None:
+        raise ScheduleError(f'--cron "{cron}": no such day comes within ten years; give another day of the month')
     return None, " ".join(fields)
 
 
@@ -275,6 +285,12 @@ class Daemon:
         if row is None or not self.jobs.leads or self._stop.is_set():
             return
         schedule = Schedule.of(row)
+        try:
+            check_name(schedule.study)  # whoever writes to the database may not say what is run here
+        except ValueError as error:
+            self.jobs.held[number] = math.inf
+            self.say(f"schedule {number} is passed by: {error}")
+            return
         self.say(f"{schedule.study}: re-tuning ({schedule.when})")
         command = [*self.command, schedule.study, "--if-due"]
         environment = {**os.environ, STORAGE_VARIABLE: self.url}  # a password does not belong on a command line

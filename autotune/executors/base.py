@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune import trial
+from autotune import masking, trial
 from autotune.trial import Exit, Outcome, TrialDir, TrialRequest, TrialResult
 
 POLL_S = 0.01
@@ -100,6 +100,8 @@ def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable
         return _watch(left[0], folder, request, on_tick)
     forget(executor, path)
     trial.write(folder.request, request, sync=False)
+    if request.script is not None and masking.masked(request.script.arguments) != request.script.arguments:
+        folder.request.chmod(0o600)  # the ranks need the secret that the user put on the command line; nobody else does
     trial.write(folder.ds_config, request.ds_config, sync=False)
     return _watch(executor.submit(folder), folder, request, on_tick)
 
@@ -175,4 +177,6 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
             end = Exit(codes={}, killed="lost")
     if lost:
         end = replace(end, killed="lost", note=lost)
-    return trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))
+    result = trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))
+    texts = ("reason", "caveats", "side_changes", "unreproducible")
+    return replace(result, **{name: masking.masked(getattr(result, name)) for name in texts})  # an exception may quote a token

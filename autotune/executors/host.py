@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 
 MARK = "AUTOTUNE_AGENT"
+# Ranks may share cores; beyond this they only wait for one another, and take the machine's memory.
+RANKS_PER_CORE, FEWEST_CORES = 8, 4
 
 
 def extensions_dir() -> Path:
@@ -57,3 +59,8 @@ def n_devices() -> int:
     """How many ranks this machine can run at once, as far as that is to be seen without its libraries; on a CPU its cores, at least 2."""
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
     return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
+
+
+def most_ranks() -> int:
+    """More ranks at once than that are a slip of the finger, and would take the machine down."""
+    return RANKS_PER_CORE * max(FEWEST_CORES, len(os.sched_getaffinity(0)))

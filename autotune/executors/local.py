@@ -190,7 +190,8 @@ class LocalJob:
 def machine_turn(on_wait: Callable[[], None], how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Holds the lock under which studies of one user take turns on this machine, alone or with others that share it (`LOCK_SH`)."""
     path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
-    with open(path, "w") as file:
+    # In a folder that everybody writes to: never through somebody's link, and nothing is cut off.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
         while True:
             try:
                 fcntl.flock(file, how | fcntl.LOCK_NB)

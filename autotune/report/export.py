@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import UserError
+from autotune import UserError, masking
 from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, Scalar, nearest, without_auto
 from autotune.convergence import LEARNING_RATE_RULES, LearningRate
 from autotune.invocation import (
@@ -157,6 +157,8 @@ def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int,
         source = f"{started.config_source}, which the script reads" if started.config_source else "the configuration in the script"
         comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
     more, command = pasted(how, arguments, values, world_size, launcher)
+    if masking.holds_mask(command):
+        more = [*more, f"{masking.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the environment."]
     comments += more + [text for text in pick.get("script_side_changes", ()) if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autotune import UserError, trial
+from autotune import UserError, masking, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
@@ -167,6 +167,7 @@ class Recorder:
 
     def fail(self, outcome: Outcome, reason: str) -> None:
         """Writes the report of a failure."""
+        reason = masking.masked(reason)  # an exception may quote a token
         self.report.outcome, self.report.reason, self.report.failed_at = outcome, reason, time.time()
         self.event(outcome=outcome, reason=reason)
         self.write()

@@ -54,6 +54,8 @@ def startup(found: Results) -> Iterator[tuple[str, str]]:
 
 def demo(found: Results) -> Iterator[tuple[str, str]]:
     yield f"the example study, {found['n_trials']} trials, from the command to the answer", f"{found['wall_s']:.0f} s"
+    if "probe_and_checks_share" in found:
+        yield "of it the probe of the noise scale, the quality gate and branches", percent(found["probe_and_checks_share"])
 
 
 def peers(found: Results) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import comparison
+
 ROOT = Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: made by `python benchmarks/figures.py` of benchmarks/results -->", "<!-- end of figures -->"
@@ -302,6 +304,7 @@ def main() -> None:
     if arguments.check:
         sys.exit("README.md does not hold the figures of benchmarks/results: python benchmarks/figures.py" if made != text else 0)
     README.write_text(made)
+    comparison.PAGE.write_text(comparison.rendered(comparison.PAGE.read_text()))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -27,7 +27,7 @@ from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.forecasting import SURE, foresee_workload, measured_in
 from autotune.plan import executor_for, plan
-from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
+from autotune.predictors.forecast import Forecast, Predictor, probability_below, settings_of
 from autotune.spec import StudySpec
 from autotune.trial import TrialRequest
 

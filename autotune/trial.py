@@ -19,7 +19,7 @@ from autotune import stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77

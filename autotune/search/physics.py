@@ -21,8 +21,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.analysis.recommend import Measured
 from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
-from autotune.predict import memory, step_time
-from autotune.predict.profile import Knobs, Machine, Profile
+from autotune.predictors import memory, step_time
+from autotune.predictors.profile import Knobs, Machine, Profile
 from autotune.search import advice
 from autotune.search.catalogue import Prediction, Prior
 from autotune.search.guide import Beliefs, Guide
@@ -43,7 +43,7 @@ COUNTED_SCALE_SD, GUESSED_SCALE_SD = 0.15, 1.0
 
 
 class AnalyticPrior:
-    """Memory and step time by the formulas of `autotune.predict`.
+    """Memory and step time by the formulas of `autotune.predictors`.
 
     Args:
         profile: The workload.

@@ -184,6 +184,8 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, *, s
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here.
     """
+    for name, value in settings.items():
+        check_setting(name, value, name)
     Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
     found = foresee_workload(spec, show=show)
     candidate = Candidate.of({**found.baseline.values(), **settings})
@@ -268,7 +270,6 @@ def read_settings(settings: Sequence[str]) -> dict[str, Scalar]:
         if not isinstance(read, str | int | float | bool | None):
             raise UserError(f"--set {text}: a plain value is needed, not {value!r}, as in --set zero_stage=3")
         check_plain(read, f"--set {name}")
-        check_setting(name.strip(), read, f"--set {name}")
         found[name.strip()] = read
     return found
 

@@ -47,9 +47,15 @@ STUDIES = Path("studies")
 
 
 def main() -> None:
-    """Runs a command; what the user got wrong ends as one sentence and exit status 2."""
+    """Runs a command; what the user got wrong ends as one sentence and exit status 2, Ctrl-C and SIGTERM with one that says so."""
     try:
         app(standalone_mode=True)
+    except SystemExit as error:
+        stop = _stop_behind(error)
+        if stop is None:
+            raise
+        print("autotune: stopped", file=sys.stderr)
+        sys.exit(getattr(stop, "status", 130))
     except UserError as error:
         from autotune.masking import masked
 
@@ -59,10 +65,20 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(0)
     except OSError as error:  # a full disk, a folder that cannot be written
-        if error.filename is None:
+        from autotune import files
+
+        said = files.words(error)
+        if said is None:
             raise
-        print(f"autotune: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"autotune: {said}", file=sys.stderr)
         sys.exit(2)
+
+
+def _stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interrupt that typer made an exit of."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _version(wanted: bool) -> None:

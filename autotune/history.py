@@ -164,6 +164,10 @@ class History:
         for attempt in range(3):
             try:
                 with self._of(row.study) as connection:
+                    # The same one again: it was kept, and the answer of the database was lost.
+                    there = [getattr(MEASUREMENT.c, name) == getattr(row, name) for name in ("study", "generation", "trial", "role", "at")]
+                    if connection.scalar(sql.select(sql.func.count()).select_from(MEASUREMENT).where(*there)):
+                        break
                     values = {**vars(row), "environment": self._environment(connection, row.environment)}
                     connection.execute(MEASUREMENT.insert().values(**values))
                     break

@@ -28,6 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune import UserError, store
 from autotune.history import History, Row
+from autotune.lock import run_under_way
 from autotune.objective import parse_seconds
 from autotune.spec import check_name
 
@@ -254,7 +255,7 @@ class Daemon:
         self._stop = threading.Event()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._seen: tuple[tuple[str, int], float] | None = None
-        self._told = False
+        self._told, self._took_up_at = False, -RETRY_S
 
     def run(self) -> None:
         """Serves until SIGTERM or Ctrl-C; what runs then is told to stop, and goes on another time."""
@@ -327,16 +328,17 @@ class Daemon:
         free = held[0] in ("", self.owner) or now - self._seen[1] > LEASE_S
         leads = free and self.history.beat(LEASE, held, self.owner)
         if leads != self.jobs.leads or not self._told:
-            self._told = True
+            self._told, self._took_up_at = True, -RETRY_S
             self.say("this daemon leads" if leads else "another daemon leads; standing by")
-            if leads:
-                self._take_up()
+        if leads and now - self._took_up_at >= RETRY_S:
+            self._took_up_at = now
+            self._take_up()
         self.jobs.leads = leads
 
     def _take_up(self) -> None:
-        """Makes a run due again that a killed one left half done."""
+        """Makes a run due again that a killed one left half done; one that outlived its daemon goes on by itself."""
         for schedule in map(Schedule.of, self.history.schedules()):
-            if self.history.interrupted(schedule.study) is not None:
+            if self.history.interrupted(schedule.study) is not None and run_under_way(self.studies / schedule.study) is None:
                 self.history.update_schedule(schedule.number, next_run_at=min(schedule.next_run_at, time.time()))
 
     def _give_back(self) -> None:
@@ -355,6 +357,7 @@ EXITS = {
     2: "could not run",
     3: "improved, the configuration is replaced",
     130: "interrupted; goes on next time",
+    143: "interrupted; goes on next time",
 }
 
 

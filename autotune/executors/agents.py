@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
-from autotune import UserError, trial
+from autotune import UserError, liveness, trial
 from autotune.executors import base
 from autotune.executors.agent import Settings, Spool
 from autotune.executors.base import Status
@@ -247,7 +245,7 @@ class AgentExecutor:
         return allocation
 
     def _owner(self) -> dict[str, object]:
-        return {"engine": self.engine.name, "options": self.engine.options, "host": socket.gethostname(), "pid": os.getpid()}
+        return {"engine": self.engine.name, "options": self.engine.options, "host": socket.gethostname(), "process": liveness.mark()}
 
     def _take_over(self, path: Path) -> None:
         """Goes on with machines whose coordinator is dead; forgets them if they are gone."""
@@ -256,8 +254,8 @@ class AgentExecutor:
         except (FileNotFoundError, ValueError):
             return
         spool = Spool(path.parent)
-        here = said.get("host") == socket.gethostname()
-        if said.get("engine") != self.engine.name or (psutil.pid_exists(said["pid"]) if here else spool.quiet_s() < SILENT_S):
+        at_work = liveness.lives(said.get("process", "")) if said.get("host") == socket.gethostname() else spool.quiet_s() < SILENT_S
+        if said.get("engine") != self.engine.name or at_work:
             return
         allocation = Allocation(self.engine, spool, said["id"], said["nodes"])
         if not allocation.is_usable(1):

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune import masking, trial
+from autotune import files, masking, trial
 from autotune.trial import Exit, Outcome, TrialDir, TrialRequest, TrialResult
 
 POLL_S = 0.01
@@ -94,6 +94,7 @@ def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable
 
     Raises:
         KeyboardInterrupt: Passed on after the ranks were stopped.
+        OSError: The disk is full, or refused a file; that is no end of the trial's own.
     """
     folder = TrialDir(path)
     if (left := _left(executor, folder)) is not None and left[1] == request:
@@ -155,6 +156,8 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
     result = conclude(folder, request, job.reason if status in (Status.LOST, Status.REFUSED) else "")
     if status is Status.REFUSED:
         result = replace(result, outcome=Outcome.CRASHED)
+    if result.outcome in (Outcome.CRASHED, Outcome.LOST):
+        files.check_space(folder.path, result.reason)
     trial.write(folder.result, result)
     return result
 

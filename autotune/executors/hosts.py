@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 
-from autotune import UserError, trial
+from autotune import UserError, files, trial
 from autotune.executors.agent import Settings, Spool
 from autotune.executors.agents import Standing
 from autotune.executors.base import Status
@@ -67,7 +67,7 @@ class Hosts:
             python = shlex.quote(self.options.get("python", sys.executable))
             agent = f"{python} -m autotune.executors.agent {shlex.quote(str(spool.path))} --node {node} --address {address} --lifeline"
             variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
-            trial.write_text(script, f"{variables}exec {agent}\n")
+            files.write_text(script, f"{variables}exec {agent}\n")
             script.chmod(0o600)  # the variables may hold tokens
             with open(_log(spool, node), "ab") as log:
                 processes.append(

@@ -5,6 +5,7 @@ PYTHON ?=
 TORCH ?= torch==2.13.0
 STUDY ?= studies/code-gpt/study.yaml
 PYTEST_ARGS ?=
+PIP_ARGS ?=
 PEERS ?= .cache/peers
 
 RUN := .venv/bin/python
@@ -16,7 +17,7 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo bench bench-peers test lint format types imports check clean
+.PHONY: help install engines demo bench bench-peers floors test lint format types imports check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
@@ -50,6 +51,16 @@ bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune 
 
 bench: engines ## every figure of the README, measured anew, and the table there (hours on an idle machine; NAMES="ask gate": only these)
 	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAMES)
+
+# An environment of its own, so that what is tested stays as it is. PIP_ARGS goes to pip, e.g. an index with a torch for CPUs.
+floors: $(STAMP) ## a small study on the oldest releases that pyproject.toml allows, in .cache/floors (downloads gigabytes)
+	@test -x .cache/floors/bin/pip || $(RUN) -m venv --clear .cache/floors
+	@.cache/floors/bin/python .ci/floors.py >.cache/floors.txt
+	@.cache/floors/bin/pip install --quiet --no-input --progress-bar off $(PIP_ARGS) -r .cache/floors.txt </dev/null
+	@.cache/floors/bin/pip install --quiet --no-input --progress-bar off --no-deps --force-reinstall . </dev/null
+	@rm -rf .cache/floors-study && mkdir .cache/floors-study && cd .cache/floors-study && unset PYTHONPATH && export AUTOTUNE_CACHE="$$PWD/cache" \
+	  && autotune=../floors/bin/autotune && $$autotune init first && $$autotune run first/study.yaml --ranks 2 --trials 4 --space batch,zero \
+	  && $$autotune export first -o ds_config.json && $$autotune report first && echo 'make floors: the oldest releases work'
 
 test: $(STAMP) ## run the tests
 	@$(RUN) -m pytest $(PYTEST_ARGS)

@@ -375,7 +375,10 @@ class Ledger:
                 session.execute(insert(_leases).values(study=self.study_name, name=name, owner=self._me, token=token, beat=0))
                 return int(made.trial_id)
 
-        return Trial(study, backend.patiently(begin))
+        trial_id = backend.patiently(begin)
+        # As `study.ask` does: Optuna's samplers remember the trials that they looked at until a new one is asked for.
+        study._thread_local.cached_all_trials = None
+        return Trial(study, trial_id)
 
     def describe(
         self, trial: Trial, params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution], attrs: Mapping[str, Any]

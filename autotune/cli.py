@@ -227,7 +227,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds."""
-    from autotune import forecasting, plan, spec
+    from autotune import forecasting, library, plan
 
     overrides = {
         "script_args": tuple(script_args) if script_args else None,
@@ -236,12 +236,7 @@ def predict(
         "device_memory_bytes": device_memory,
         "base_config": base_config and str(base_config),
     }
-    if spec.stated_command(target, overrides) is None:
-        wanted = spec.StudySpec.of(Path(target), overrides)
-    else:  # the command is run; what it takes to import is little beside that
-        from autotune import commands
-
-        wanted, _ = commands.wanted_study(target, overrides)
+    wanted = library.wanted_study(target, overrides, show=True)
     raise typer.Exit(forecasting.predict(wanted, settings or [], plan.studies_folder(Path(target)), as_json=as_json))
 
 

@@ -10,7 +10,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +20,8 @@ from rich.console import Console
 
 from autotune import UserError, claims, experience, files, fingerprint, launch, slots, spec, store, urls, watching
 from autotune.analysis.scaling import Mode
-from autotune.candidate import DsConfig, nearest
-from autotune.console import ProgressView
+from autotune.candidate import nearest
+from autotune.console import ProgressView, viewer
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.invocation import check_templates
@@ -28,7 +30,6 @@ from autotune.lock import Terminated, run_under_way, status_of, study_lock
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.projection import Cluster, Question
 from autotune.report import StudyReport, summary
-from autotune.report import export as exports
 from autotune.search import SAMPLERS, check_sampler
 from autotune.spec import StudySpec
 from autotune.study import Runner
@@ -38,17 +39,60 @@ STUDIES = Path("studies")
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What a run of a study came to.
+
+    Attributes:
+        report: What the study found so far; None where the user stopped it before a trial ended.
+        written: The files that say so.
+        stopped: How the user stopped it, if so.
+    """
+
+    report: StudyReport | None
+    written: Sequence[Path] = ()
+    stopped: KeyboardInterrupt | None = None
+
+
 def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool, learn: bool = True) -> int:
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it, 143 SIGTERM did.
     """
+    tuned = tune(target, overrides, fresh=fresh, learn=learn)
+    if tuned.report is None:
+        print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
+        assert tuned.stopped is not None
+        return status_of(tuned.stopped)
+    _print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)
+    if tuned.stopped is not None:
+        again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
+        print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
+        return status_of(tuned.stopped)
+    if not tuned.report.recommended["picks"]:
+        print(f"autotune: {tuned.report.why_nothing}, so there is nothing to recommend", file=sys.stderr)
+        return 1
+    return 0
+
+
+def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, show: bool = True) -> Tuned:
+    """Runs a study to the end of its budget, or until the user stops it, and writes what was found.
+
+    Args:
+        target: A `model.py`, a training script, a `study.yaml`, or a launch command.
+        overrides: Fields of `StudySpec` that go before those of the file; None where nothing is said.
+        fresh: Forget the study's earlier trials.
+        learn: Start from what related studies found.
+        show: Tell the terminal how far it is; else nothing is printed.
+
+    Raises:
+        UserError: The study cannot be run, and why.
+    """
     try:
-        wanted, notes = wanted_study(target, overrides)
+        wanted, notes = wanted_study(target, overrides, show=show)
     except KeyboardInterrupt as stop:  # while a launch command ran, of which nothing is left
-        print("autotune: stopped before the first trial; nothing to keep", file=sys.stderr)
-        return status_of(stop)
+        return Tuned(report=None, stopped=stop)
     check_sampler(wanted.sampler)
     studies = studies_folder(Path(target))
     folder = studies / wanted.name
@@ -56,7 +100,7 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     interrupted: KeyboardInterrupt | None = None
     storage = store.open_storage(url)  # what is wrong with it is said before seconds of imports
     storage.keeps = True
-    with ProgressView() as view, terminable(), store.failing_in_words(url), study_lock(folder), contextlib.ExitStack() as stack:
+    with viewer(show) as view, terminable(), store.failing_in_words(url), study_lock(folder), contextlib.ExitStack() as stack:
         ledger = claims.Ledger(storage, wanted.name)
         stack.enter_context(ledger.leading(view.say))
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
@@ -81,25 +125,16 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     with store.failing_in_words(url):
         there = wanted.name in store.study_names(storage)  # asked of what is open: also where the file was removed meanwhile
         if interrupted is not None and not there:
-            print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
-            return status_of(interrupted)
+            return Tuned(report=None, stopped=interrupted)
         report = summary.load(wanted.name, url, folder)
         written = summary.write(report, folder)
         if report.study["stored_as"] == wanted.name:
             experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
-    _print_answer(report, [shown(path) for path in written], as_json=as_json)
-    if interrupted is not None:
-        again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
-        print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
-        return status_of(interrupted)
-    if not report.recommended["picks"]:
-        print(f"autotune: {report.why_nothing}, so there is nothing to recommend", file=sys.stderr)
-        return 1
-    return 0
+    return Tuned(report=report, written=written, stopped=interrupted)
 
 
-def wanted_study(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, list[str]]:
-    """The study that a TARGET means, whether file or launch command, and what to say about it."""
+def wanted_study(target: str, overrides: Mapping[str, Any], *, show: bool = True) -> tuple[StudySpec, list[str]]:
+    """The study that a TARGET means, whether file or launch command, and what to say about it; `show` as for `tune`."""
     stated = spec.stated_command(target, overrides)
     if stated is None:
         return StudySpec.of(Path(target), overrides), []
@@ -107,7 +142,7 @@ def wanted_study(target: str, overrides: Mapping[str, Any]) -> tuple[StudySpec, 
     if overrides.get("script_args"):
         command = f"{command} {shlex.join(overrides['script_args'])}"
     check_templates([command], f"`{command}`")
-    with ProgressView() as view, terminable():
+    with viewer(show) as view, terminable():
         view.doing("running your command up to its training script, once")
         invocation, notes = launch.capture(command, folder, view.tick)
     overrides = {**overrides, "script_args": None, "command": command}
@@ -387,20 +422,13 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
     if pick is not None and number is not None:
         raise UserError("export: give --pick or --trial, not both")
     folder, url = locate(study, storage)
-    report = summary.load(study, url, folder)
-    chosen = summary.pick_or_trial(report, pick, number)
-    base_config: DsConfig = report.study["base_config"]
-    text = exports.export(chosen, base_config, form, report.world_size, summary.started(report))
+    found = summary.export(summary.load(study, url, folder), pick, number, form)
     if output is None:
-        print(text, end="" if text.endswith("\n") else "\n")
+        print(found.text, end="" if found.text.endswith("\n") else "\n")
     else:
-        try:
-            files.write_text(output, text)
-        except OSError as error:
-            raise UserError(f"export: {files.words(error)}") from None
+        found.write(output)
         print(f"wrote {output}", file=sys.stderr)
-    changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
-    for line in [*exports.notes(chosen, base_config, form), *changes]:
+    for line in found.notes:
         print(f"note: {line}", file=sys.stderr)
 
 
@@ -544,16 +572,21 @@ def doctor(*, build: bool, as_json: bool) -> int:
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
-def locate(study: str, storage: str | None) -> tuple[Path, str]:
+def locate(study: str, storage: str | None, studies: Path = STUDIES) -> tuple[Path, str]:
     """The folder of a study and its database: the one named, else what its study.yaml names, else the usual one.
+
+    Args:
+        study: Its name.
+        storage: Its database, where the user names it.
+        studies: Where the studies lie.
 
     Raises:
         UserError: Nothing can have that name.
     """
     with contextlib.suppress(ValueError):
         spec.check_name(study)
-        url = storage or spec.stated_storage(STUDIES / study / "study.yaml") or store.default_url(STUDIES)
-        return store.study_folder(study, STUDIES.absolute(), url), url
+        url = storage or spec.stated_storage(studies / study / "study.yaml") or store.default_url(studies)
+        return store.study_folder(study, studies.absolute(), url), url
     raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
 
 
@@ -587,6 +620,9 @@ def terminable() -> Iterator[None]:
     def interrupt(*_: object) -> NoReturn:
         raise Terminated
 
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a library may be called from anywhere; signals go to the main thread
+        return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from types import TracebackType
 from typing import Self
@@ -104,6 +105,11 @@ class ProgressView:
 
     def _print(self, line: Text) -> None:
         self.console.print(line, soft_wrap=self._live is None)  # in a pipe a line stays one line
+
+
+def viewer(show: bool) -> ProgressView:
+    """A view for the terminal, or one that shows nothing."""
+    return ProgressView() if show else ProgressView(Console(file=io.StringIO(), quiet=True, force_terminal=False))
 
 
 def _figures(metrics: dict[str, float]) -> str:

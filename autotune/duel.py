@@ -237,7 +237,7 @@ def check(then: Then | None, rounds: Rounds) -> Standing:
         return Standing(moved=True, reason="the baseline is another one than in the study", n_rounds=len(logs))
     machine = math.log(statistics.median(base_s) / then.step_time_s) if then.step_time_s else None
     grown = math.log(statistics.median(peaks) / then.peak_memory_bytes) if then.peak_memory_bytes and min(peaks) > 0 else 0.0
-    common = {"n_rounds": len(logs), "machine": machine}
+    common: dict[str, Any] = {"n_rounds": len(logs), "machine": machine}
     if abs(grown) > MEMORY_MOVED:
         return Standing(moved=True, reason=f"what is in use needs {math.expm1(grown):+.0%} memory", **common)
     if not then.logs:

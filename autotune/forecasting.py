@@ -17,8 +17,8 @@ from autotune import UserError, profiles
 from autotune.candidate import Candidate, DsConfig, Scalar, Setting
 from autotune.executors.host import n_devices
 from autotune.plan import executor_for, grounds, inspect_workload
-from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.forecast import Forecast, Predictor, probability_below, settings_of
+from autotune.predictors.profile import Machine, Profile
 from autotune.spec import StudySpec
 from autotune.target import Target
 from autotune.trial import Outcome, TrialDir, Workload
@@ -171,16 +171,20 @@ def predict(spec: StudySpec, settings: Sequence[str], studies: Path, *, as_json:
     return 0
 
 
-def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path) -> Answer:
+def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, *, show: bool = True) -> Answer:
     """The forecast for a configuration of a target.
 
     Args:
         spec: The study that the target means.
         settings: Knobs that differ from the baseline's.
         studies: Where the studies lie, whose trials correct the forecast.
+        show: Tell the terminal that the target is profiled, where it has to be.
+
+    Raises:
+        UserError: A knob or value is wrong, or the configuration cannot run here.
     """
     Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
-    found = foresee_workload(spec)
+    found = foresee_workload(spec, show=show)
     candidate = Candidate.of({**found.baseline.values(), **settings})
     if (reason := candidate.illegal(replace(found.setting, global_batch=None))) is not None:
         raise UserError(f"this cannot run here: {reason}")
@@ -224,14 +228,14 @@ class Foreseen:
     notes: list[str]
 
 
-def foresee_workload(spec: StudySpec) -> Foreseen:
-    """What is known of a target and this machine; found out in the ranks where the cache does not know it.
+def foresee_workload(spec: StudySpec, *, show: bool = True) -> Foreseen:
+    """What is known of a target and this machine; found out in the ranks where the cache does not know it; `show` as for `foresee`.
 
     Raises:
         UserError: The target cannot be profiled, and why.
     """
     target = spec.inspected()
-    workload, notes = _known(spec, target)
+    workload, notes = _known(spec, target, show)
     if workload.script is not None and workload.script.pipeline_stages:
         raise UserError(f"{spec.target}: what the stages of a pipeline need is not predicted; `autotune run` finds it by measuring")
     environment, world_size = workload.environment, _world_size(spec, workload)
@@ -288,7 +292,7 @@ def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, 
     return found
 
 
-def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
+def _known(spec: StudySpec, target: Target, show: bool) -> tuple[Workload, list[str]]:
     """The workload with profile and rates: from the cache, else from the ranks."""
     script = target.kind == "script"
     key = profiles.script_key(spec.how(), spec.script_set, spec.ranks) if script else profiles.workload_key(target.path)
@@ -297,10 +301,10 @@ def _known(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
         found = profiles.known(workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload))
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
-    from autotune.console import ProgressView  # brings Optuna along, which an answer from the cache does without
+    from autotune.console import viewer  # brings Optuna along, which an answer from the cache does without
 
     folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept if something fails: its logs tell why
-    with ProgressView() as view:
+    with viewer(show) as view:
         view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
         with executor_for(spec, folder) as executor:
             ranks = min(spec.ranks or 1, n_devices()) if script else 1

@@ -13,7 +13,7 @@ from autotune.console import ProgressView
 from autotune.executors import base
 from autotune.executors.host import has_cuda_device
 from autotune.executors.local import LocalExecutor
-from autotune.predict.links import Link, LoaderRate, Probe
+from autotune.predictors.links import Link, LoaderRate, Probe
 from autotune.target import inspect_target
 from autotune.trial import Outcome, TrialDir, TrialRequest
 

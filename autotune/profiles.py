@@ -17,8 +17,8 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.executors.host import cache_dir, has_cuda_device
 from autotune.invocation import Invocation
-from autotune.predict.links import Probe
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.links import Probe
+from autotune.predictors.profile import Machine, Profile
 from autotune.target import sources
 from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
 

@@ -15,9 +15,9 @@ from autotune.analysis.scaling import Mode, Run
 from autotune.candidate import Candidate, Scalar
 from autotune.forecasting import SURE, Foreseen, foresee_workload, measured_in
 from autotune.objective import parse_seconds
-from autotune.predict.communication import ALGORITHMS
-from autotune.predict.forecast import Predictor, Term, probability_below, settings_of
-from autotune.predict.profile import Machine
+from autotune.predictors.communication import ALGORITHMS
+from autotune.predictors.forecast import Predictor, Term, probability_below, settings_of
+from autotune.predictors.profile import Machine
 from autotune.report import units
 from autotune.spec import StudySpec
 
@@ -40,7 +40,7 @@ class Cluster:
         inter_bytes_per_s: Bandwidth of a node to the others, each way, shared by its devices.
         intra_latency_s: Latency of a message within a node; None for the one measured here.
         inter_latency_s: The same between nodes; None for a usual one.
-        algorithm: How collectives go; see `predict.communication`.
+        algorithm: How collectives go; see `predictors.communication`.
     """
 
     devices: int

@@ -36,8 +36,8 @@ from autotune.flights import Claim, Flights
 from autotune.lock import undisturbed
 from autotune.objective import GOODPUT, Reference, Score
 from autotune.plan import Plan, remedy, shown
-from autotune.predict.forecast import Predictor, settings_of
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.forecast import Predictor, settings_of
+from autotune.predictors.profile import Machine, Profile
 from autotune.search import check_sampler
 from autotune.search.catalogue import Prior
 from autotune.search.legal import LegalSampler, encoded

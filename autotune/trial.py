@@ -19,7 +19,7 @@ from autotune import files, stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.profile import Machine, Profile
 from autotune.stats import StepStats
 
 OOM_EXIT_CODE = 77
@@ -666,8 +666,6 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
-# Texts are written as data are.
-write_text = files.write_text
 
 
 def result_in(path: Path) -> TrialResult | None:

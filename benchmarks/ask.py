@@ -16,7 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from autotune.candidate import Candidate, Setting
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.profile import Machine, Profile
 from autotune.search.guide import Guide
 from autotune.search.learned import Told
 from autotune.search.physics import AnalyticPrior

@@ -1,4 +1,8 @@
-"""How long the example study takes once everything is installed, and how many trials it tunes: `python benchmarks/demo.py`."""
+"""How long the example study takes once everything is installed, what of it is probe and checks, and how many trials it tunes.
+
+`python benchmarks/demo.py`. Of the trials' seconds, `noise` is the probe of the gradient noise scale, `reference` and `gate` are the
+quality gate's, `branch` the branches', `repeat` the finalists' rounds.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,19 @@ from common import write
 
 STUDY = Path(__file__).parent.parent / "studies" / "code-gpt"
 
+CHECKS = ("noise", "reference", "gate", "branch")
+
+
+def seconds(trials: Path) -> dict[str, float]:
+    """Seconds of the trials of a study, by what they were for."""
+    spent: dict[str, float] = {}
+    for path in trials.rglob("exit.json"):
+        first, *rest = path.parent.relative_to(trials).parts
+        role = (rest[0] if rest else "search") if first.isdigit() else first
+        role = role.partition("-")[0]
+        spent[role] = spent.get(role, 0.0) + float(json.loads(path.read_text())["wall_s"])
+    return spent
+
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -27,12 +44,15 @@ def main() -> None:
         wall = time.perf_counter() - start
         found = json.loads(done.stdout)
         pick = found["picks"]["recommended"]
+        spent = seconds(folder / "trials")
         write(
             "demo",
             {
                 "wall_s": wall,
                 "n_trials": found["study"]["n_trials"],
                 "trials_wall_s": found["study"]["wall_s"],
+                "seconds_by_role": spent,
+                "probe_and_checks_share": sum(spent.get(role, 0.0) for role in CHECKS) / wall,
                 "recommended": pick["candidate"],
                 "speedup": pick["speedup"],
                 "speedup_ci95": pick["speedup_ci95"],

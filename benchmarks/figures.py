@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import comparison
+
 ROOT = Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: made by `python benchmarks/figures.py` of benchmarks/results -->", "<!-- end of figures -->"
@@ -54,6 +56,8 @@ def startup(found: Results) -> Iterator[tuple[str, str]]:
 
 def demo(found: Results) -> Iterator[tuple[str, str]]:
     yield f"the example study, {found['n_trials']} trials, from the command to the answer", f"{found['wall_s']:.0f} s"
+    if "probe_and_checks_share" in found:
+        yield "of it the probe of the noise scale, the quality gate and branches", percent(found["probe_and_checks_share"])
 
 
 def peers(found: Results) -> Iterator[tuple[str, str]]:
@@ -82,7 +86,12 @@ def forecast(found: Results) -> Iterator[tuple[str, str]]:
     if "time_error_median" in rows[0]:
         taus = ", ".join(f"{r['time_kendall_tau']:.2f}" for r in rows)
         errors = ", ".join(percent(r["time_error_median"]) for r in rows)
-        yield "step-time forecast of the same: median error; Kendall's tau of the ranking", f"{errors}; {taus}"
+        again = found.get("one more measurement")
+        what, value = "step-time forecast of the same: median error; Kendall's tau of the ranking", f"{errors}; {taus}"
+        if again:
+            what += ". One real measurement, held against the others of its configuration, on that machine"
+            value += f". {percent(again['time_error_median'])}; {again['time_kendall_tau']:.2f}"
+        yield what, value
 
 
 def search(found: Results) -> Iterator[tuple[str, str]]:
@@ -295,6 +304,7 @@ def main() -> None:
     if arguments.check:
         sys.exit("README.md does not hold the figures of benchmarks/results: python benchmarks/figures.py" if made != text else 0)
     README.write_text(made)
+    comparison.PAGE.write_text(comparison.rendered(comparison.PAGE.read_text()))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -27,7 +27,7 @@ from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.forecasting import SURE, foresee_workload, measured_in
 from autotune.plan import executor_for, plan
-from autotune.predict.forecast import Forecast, Predictor, probability_below, settings_of
+from autotune.predictors.forecast import Forecast, Predictor, probability_below, settings_of
 from autotune.spec import StudySpec
 from autotune.trial import TrialRequest
 
@@ -72,6 +72,8 @@ def score(source: Path, target: Path, ranks: int, *, timed: bool) -> None:
     for n in ANCHORS:
         if n < len(found) / 2:
             figures[f"{n} anchors"] = scored(fresh, found, n, timed=timed)
+    if not source.is_dir() and timed and min(map(len, (rows := repeats(source)).values())) > 1:
+        figures["one more measurement"] = repeated(rows)
     write(f"forecast-{spec.name}", figures)
 
 
@@ -116,6 +118,11 @@ def unsafe(pairs: list[tuple[Forecast, float]]) -> float:
 
 def from_table(path: Path) -> Measured:
     """The medians over the repeats of a table: knobs in columns `knob:NAME` as JSON, then what was measured."""
+    return {c: {name: statistics.median(row[name] for row in some) for name in some[0]} for c, some in repeats(path).items()}
+
+
+def repeats(path: Path) -> dict[Candidate, list[dict[str, float]]]:
+    """What each complete measurement of a configuration yielded, in order."""
     rows: dict[Candidate, list[dict[str, float]]] = {}
     with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else open(path, newline="") as file:
         for cells in csv.DictReader(file):
@@ -124,7 +131,19 @@ def from_table(path: Path) -> Measured:
             knobs = {name.removeprefix("knob:"): json.loads(text) for name, text in cells.items() if name.startswith("knob:") and text}
             values = {name: float(cells[name]) for name in ("peak_memory_bytes", "step_time_s")}
             rows.setdefault(Candidate.of(knobs), []).append(values)
-    return {c: {name: statistics.median(row[name] for row in some) for name in some[0]} for c, some in rows.items()}
+    return rows
+
+
+def repeated(rows: dict[Candidate, list[dict[str, float]]]) -> dict[str, float]:
+    """What a measurement says of the mean of the others of its configuration: no forecast can be seen to be better than these allow."""
+    times = [[row["step_time_s"] for row in some] for some in rows.values()]
+    n = min(map(len, times))
+    errors, taus = [], []
+    for k in range(n):
+        others = [statistics.geometric_mean([*some[:k], *some[k + 1 : n]]) for some in times]
+        errors += [abs(some[k] / other - 1) for some, other in zip(times, others, strict=True)]
+        taus.append(kendalltau([some[k] for some in times], others).statistic)
+    return {"time_error_median": statistics.median(errors), "time_kendall_tau": statistics.median(taus)}
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.plan import Plan, executor_for, plan, profiled
-from autotune.predict.forecast import Forecast, Predictor, settings_of
+from autotune.predictors.forecast import Forecast, Predictor, settings_of
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 

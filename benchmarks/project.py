@@ -36,8 +36,8 @@ from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.forecasting import Foreseen, foresee_workload
-from autotune.predict.forecast import Predictor, settings_of
-from autotune.predict.profile import Machine
+from autotune.predictors.forecast import Predictor, settings_of
+from autotune.predictors.profile import Machine
 from autotune.projection import Cluster, Projector
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialDir, TrialRequest

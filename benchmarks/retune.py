@@ -31,7 +31,7 @@ from autotune import experience, store
 from autotune.candidate import Candidate
 from autotune.decision import Verdict
 from autotune.fingerprint import PARTS, narrowed
-from autotune.predict.profile import Profile
+from autotune.predictors.profile import Profile
 from autotune.report import summary
 from autotune.retune import Asked, Retuning
 from autotune.search.guide import Guide

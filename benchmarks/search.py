@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -24,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import common
 import numpy as np
 import truth
+import yaml
 
 from autotune import store
 from autotune.candidate import Candidate
@@ -46,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tpe, no filter": {"sampler": "tpe", "memory_filter": False, "stop_trials": False},
     "gp": {"sampler": "gp"},
 }
+FORK = multiprocessing.get_context("fork")
 CHECKED = (10, 20, 30, 60)
 POINTS = 20_000
 
@@ -102,10 +106,16 @@ class Silent:
     def ended(self, progress: Progress) -> None: ...
 
 
-def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, limit: int | None) -> dict[str, Any]:
+def objectives(table: Path, without: Sequence[str]) -> list[Any]:
+    """A collected study's objectives as its file states them, but for some."""
+    stated = yaml.safe_load(table.read_text())["objectives"]
+    return [each for each in stated if (each["name"] if isinstance(each, dict) else each) not in without]
+
+
+def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, limit: int | None, stated: list[Any]) -> dict[str, Any]:
     """One study; its curve has a point after each trial that was launched."""
     changes = {"stop_below": 0.0, "finalists": 0, "trials": n_trials, "seed": seed, "device_memory_bytes": limit, **KINDS[kind]}
-    found = truth.planned(table, changes)
+    found = truth.planned(table, {**changes, "objectives": stated})
     executor = ReplayExecutor(rows, seed)
     metrics = [o.metric for o in found.spec.objectives]
     true = Truth(rows, metrics, limit)
@@ -176,6 +186,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--memory", type=float, help="a rank has what this share of the configurations needs")
+    parser.add_argument("--without", nargs="*", default=["memory"], help="objectives that are not counted (default: memory)")
+    parser.add_argument("--jobs", type=int, default=1, help="studies at once, each in a process")
     parser.add_argument("--only", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "gp"])
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
@@ -188,7 +200,10 @@ def main() -> None:
         curves: dict[str, list[dict[str, Any]]] = {}
         for kind in arguments.only:
             n_seeds = 1 if kind == "grid" else arguments.seeds
-            curves[kind] = [run(table, rows, kind, seed, arguments.trials, limit) for seed in range(n_seeds)]
+            stated = objectives(table, arguments.without)
+            one = functools.partial(run, table, rows, kind, n_trials=arguments.trials, limit=limit, stated=stated)
+            with FORK.Pool(arguments.jobs) as pool:
+                curves[kind] = pool.map(one, range(n_seeds), chunksize=1)
             found = summary(curves[kind])
             results.setdefault(table.stem, {})[kind] = found
             checked = [n for n in CHECKED if str(n) in found]
@@ -200,7 +215,8 @@ def main() -> None:
             plot(curves, common.RESULTS / f"search-{table.stem}.html", f"{table.stem}: {arguments.seeds} seeds")
     if not arguments.dry:
         with contextlib.redirect_stdout(io.StringIO()):
-            common.write("search", {"seeds": arguments.seeds, "trials": arguments.trials, "memory": arguments.memory, "tables": results})
+            stated = {"seeds": arguments.seeds, "trials": arguments.trials, "memory": arguments.memory, "without": arguments.without}
+            common.write("search", stated | {"tables": results})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every sampler on simulated machines: hypervolume, regret and out-of-memory trials against the number of trials.
 
-The truth is a simulator whose formulas differ from those of `autotune.predict`: a saturation curve with steps, overlap as a
+The truth is a simulator whose formulas differ from those of `autotune.predictors`: a saturation curve with steps, overlap as a
 power mean, a slow-down near the memory limit, and a random offset of each level. What is shown is how fast a sampler finds
 the front of such a table, not that any machine is like it.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import optuna
 
 from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.profile import Machine, Profile
 from autotune.search.acquisition import dominated
 from autotune.search.catalogue import Prediction, flat
 from autotune.search.legal import LegalSampler

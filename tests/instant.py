@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo import MODELS
 
-from autotune import store, trial
+from autotune import files, store, trial
 from autotune.candidate import Candidate, Setting
 from autotune.confirm import ENDLESS_SAMPLES
 from autotune.convergence import NoiseTerms
@@ -178,3 +178,10 @@ def runner_of(
     """A runner of the study in a folder; a second one resumes what the first began."""
     plan = plan_of(spec_of(**changes), baseline=baseline)
     return Runner(plan, executor, folder / "s", store.default_url(folder), watcher or Watcher())
+
+
+def finished(studies: Path, name: str, **changes: Any) -> None:
+    """Leaves a finished study below a folder of studies, as `autotune run` does."""
+    spec = spec_of(**{"name": name} | changes)
+    Runner(plan_of(spec), Instant(), studies / name, store.default_url(studies), Watcher()).run()
+    files.write_text(studies / name / "study.yaml", spec.to_yaml(studies / name))

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would be found by whoever imports after us
     patch.syspath_prepend(str(ROOT / "benchmarks"))
+    import capacity
     import figures
 
 
@@ -34,7 +35,7 @@ def test_every_benchmark_is_a_script_that_there_is():
 
 def test_results_that_no_row_is_made_of_are_named():
     """Those of simulations and of GPUs stand elsewhere."""
-    known = {each.name for each in figures.BENCHMARKS} | {"search_simulated"}
+    known = {each.name for each in figures.BENCHMARKS} | {"search_simulated", "capacity"}
     left = {path.stem for path in figures.RESULTS.glob("*.json")} - known
     assert {name for name in left if not name.startswith("gpu-")} == set()
 
@@ -42,3 +43,18 @@ def test_results_that_no_row_is_made_of_are_named():
 def test_a_readme_without_marks_is_refused():
     with pytest.raises(ValueError, match="has no lines"):
         figures.with_table("# nothing")
+
+
+def test_the_capacity_page_holds_what_was_measured():
+    file = figures.RESULTS / "capacity.json"
+    text = capacity.PAGE.read_text()
+    assert capacity.with_tables(text, json.loads(file.read_text())) == text, "python benchmarks/capacity.py --only-page writes them"
+
+
+def test_beyond_the_measured_range_is_a_straight_line():
+    growing = {"random": {str(n): {"cpu_s": 0.1 + n / 10_000, "statements": 30.0, "bytes": 4000.0} for n in (100, 500, 1000)}}
+    prints = {str(ranks): {"files": 4 + 3 * ranks, "bytes": 1000 + 500 * ranks} for ranks in (1, 2, 4)}
+    ahead = capacity.extrapolated({"growing": growing, "footprints": prints})
+    assert ahead["random"]["cpu_s_of_the_last_trial"] == pytest.approx(1.1)
+    assert ahead["random"]["cpu_s"] == pytest.approx(6000)  # the mean, 0.6 s, ten thousand times
+    assert ahead["random"]["bytes"] == pytest.approx(4e7) and ahead["trial_files"] == pytest.approx(3004)

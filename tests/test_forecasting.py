@@ -10,10 +10,11 @@ import pytest
 from instant import WORKLOAD
 from zoo import ADAMW, MODELS
 
+import autotune
 from autotune import UserError, forecasting, profiles, trial
 from autotune.candidate import Candidate
 from autotune.invocation import Invocation
-from autotune.predict.profile import Machine, Pass, Profile
+from autotune.predictors.profile import Machine, Pass, Profile
 from autotune.spec import StudySpec
 from autotune.trial import Probed, TrialRequest, TrialResult, Workload
 
@@ -61,6 +62,27 @@ def test_the_answer_adds_up_and_holds_its_intervals(known, capsys):
     assert data["largest_tensor_bytes"] == 16 * 1e6
     assert terms["activations"] == 16 * 8e6 and terms["weights"] == 4 * P and terms["workspace"] == 5e7
     assert data["notes"] == ["something was assumed"]
+
+
+def test_the_library_gives_the_commands_answer_without_a_word(known, capfd):
+    found = autotune.predict(TARGET, set={"micro_batch_size": 16, "zero_stage": 1}, ranks=2, device_memory_bytes="1GiB")
+    assert capfd.readouterr() == ("", "")
+    data = said(capfd, "micro_batch_size=16", "zero_stage=1", ranks=2, device_memory_bytes="1GiB")
+    assert (found.candidate, found.ranks, found.device_memory_bytes) == (data["candidate"], 2, 2**30)
+    for name in ("peak_memory_bytes", "step_time_s", "samples_per_s", "tokens_per_s"):
+        assert getattr(found, name) == tuple(data[name][key] for key in ("value", "low", "high"))
+    assert sum(found.memory_terms_bytes.values()) == pytest.approx(found.peak_memory_bytes.value)
+    assert sum(found.step_time_terms_s.values()) == pytest.approx(found.step_time_s.value)
+    assert found.binds == data["binds"] and list(found.notes) == data["notes"] and found.fits_probability == data["fits_probability"]
+    predict(TARGET, {"ranks": 2, "device_memory_bytes": "1GiB"}, ["micro_batch_size=16", "zero_stage=1"], as_json=False)
+    assert str(found) == capfd.readouterr().out.rstrip("\n")
+
+
+@pytest.mark.parametrize(("settings", "words"), [({"zero_stge": 3}, "Did you mean 'zero_stage'"), ({"zero_stage": [1]}, "a plain value")])
+def test_the_library_says_a_wrong_knob_in_one_sentence(known, settings, words):
+    with pytest.raises(UserError, match=words) as error:
+        autotune.predict(TARGET, set=settings)
+    assert "\n" not in str(error.value)
 
 
 def test_people_get_a_waterfall_a_verdict_and_what_binds(known, capsys):
@@ -181,8 +203,8 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
 
 def test_it_answers_without_torch_and_without_optuna(known):
     code = (
-        "import sys; from pathlib import Path; from autotune import forecasting, spec\n"
-        f"forecasting.predict(spec.StudySpec.of(Path({str(TARGET)!r})), ['zero_stage=1'], Path('studies'), as_json=True)\n"
+        "import sys, json, autotune\n"
+        f"print(json.dumps({{'ranks': autotune.predict({str(TARGET)!r}, set={{'zero_stage': 1}}).ranks}}))\n"
         "assert not {'torch', 'deepspeed', 'optuna', 'sqlalchemy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ import optuna
 import pytest
 
 from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.profile import Machine, Profile
 from autotune.search.catalogue import Prediction, flat, from_logs
 from autotune.search.guide import Guide, Told
 from autotune.search.legal import encoded

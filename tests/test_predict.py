@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from autotune.candidate import Candidate
-from autotune.predict import memory, step_time
-from autotune.predict.forecast import Calibration, Predictor, probability_below, settings_of
-from autotune.predict.profile import Knobs, Machine, Pass, Profile
+from autotune.predictors import memory, step_time
+from autotune.predictors.forecast import Calibration, Predictor, probability_below, settings_of
+from autotune.predictors.profile import Knobs, Machine, Pass, Profile
 
 P, N = 1_000_000, 4
 ZERO = "zero_optimization."

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from autotune import UserError, probing, profiles
-from autotune.predict.links import RINGS, LoaderRate, Probe, fit
-from autotune.predict.profile import Machine
+from autotune.predictors.links import RINGS, LoaderRate, Probe, fit
+from autotune.predictors.profile import Machine
 
 SIZES = [1 << n for n in range(10, 25, 2)]
 

@@ -15,9 +15,9 @@ from test_cli import autotune, one_sentence
 from autotune import UserError, projection
 from autotune.candidate import Candidate, Setting
 from autotune.forecasting import Foreseen
-from autotune.predict.communication import collective_s
-from autotune.predict.forecast import Predictor
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.communication import collective_s
+from autotune.predictors.forecast import Predictor
+from autotune.predictors.profile import Machine, Profile
 from autotune.projection import Cluster, Projector, parse_bandwidth, parse_latency
 
 GB = 1e9

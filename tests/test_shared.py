@@ -308,7 +308,7 @@ def test_a_candidate_that_takes_two_coordinators_along_is_not_given_to_a_third(u
         runner.ledger = ledger_of(url, replace(Owner.here(), pid=2**22 + 1))  # no process has that number
         claimed.append(runner._next().candidate)
         runner.ledger = alive
-        assert runner._recover(1) == []
+        assert runner._recover(alive.abandoned(store.running(runner.study)), 1) == []
     assert claimed[0] == claimed[1]
     states = [(t.state.name, t.user_attrs["outcome"]) for t in runner.study.get_trials()]
     assert states[2:] == [("FAIL", "lost"), ("PRUNED", "crashed")]

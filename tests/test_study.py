@@ -787,6 +787,19 @@ def test_branch_tokens_say_how_long_a_branch_is(tmp_path):
     assert branches and all(r.max_steps * r.candidate["micro_batch_size"] == 1600 for r in branches)
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_a_sampler_of_optunas_sees_what_was_told_since_its_first_trial(tmp_path, sampler):
+    """One that does not draws as `random` does, for ever."""
+    drawn = {}
+    for name in (sampler, "random"):
+        (tmp_path / name).mkdir()
+        executor = Instant()
+        runner_of(tmp_path / name, executor, sampler=name, trials=24, finalists=0, stop_trials=False, seed=3).run()
+        drawn[name] = [candidate.key for candidate in executor.ran]
+    assert drawn[sampler][:8] == drawn["random"][:8]  # nothing is learned yet
+    assert drawn[sampler][8:16] != drawn["random"][8:16]
+
+
 def test_a_target_whose_watcher_was_killed_is_loaded_again_once(tmp_path, monkeypatch):
     lost = TrialResult(outcome=Outcome.LOST, reason="the process that watched the ranks died")
     ends = [lost, TrialResult(outcome=Outcome.COMPLETE), lost, lost]

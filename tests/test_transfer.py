@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autotune.candidate import Candidate
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.profile import Machine, Profile
 from autotune.search.catalogue import flat
 from autotune.search.guide import Guide
 from autotune.search.learned import Told

@@ -13,9 +13,9 @@ from autotune import profiles, store, tracing, trial
 from autotune.analysis.bottleneck import Advice, Diagnosis, Evidence, Seen, diagnose
 from autotune.analysis.effects import effects
 from autotune.candidate import Candidate
-from autotune.predict.links import Probe
-from autotune.predict.profile import Knobs
-from autotune.predict.step_time import step_time_terms
+from autotune.predictors.links import Probe
+from autotune.predictors.profile import Knobs
+from autotune.predictors.step_time import step_time_terms
 from autotune.report import Data, StudyReport, measured, units, words
 from autotune.report.plots import said
 from autotune.trial import Environment, Outcome, Traced, TrialDir, TrialRequest, TrialResult, Workload

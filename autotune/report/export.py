@@ -7,9 +7,10 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from autotune import UserError
+from autotune import UserError, files
 from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, Scalar, nearest, without_auto
 from autotune.convergence import LEARNING_RATE_RULES, LearningRate
 from autotune.invocation import (
@@ -46,6 +47,36 @@ CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing
 
 class ExportError(UserError):
     """A format that is not known, or that the study has nothing for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A pick in the form that another tool takes.
+
+    Attributes:
+        text: What belongs into a file, or into a terminal.
+        notes: What someone who uses it has to know and cannot read in it.
+    """
+
+    text: str
+    notes: Sequence[str]
+
+    def write(self, path: Path) -> None:
+        """Writes the text to a file, whole or not at all.
+
+        Args:
+            path: The file; its folder is made.
+
+        Raises:
+            ExportError: It cannot be written.
+        """
+        try:
+            files.write_text(path, self.text)
+        except OSError as error:
+            raise ExportError(f"export: {files.words(error)}") from None
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, kw_only=True)

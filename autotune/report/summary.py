@@ -14,7 +14,8 @@ from autotune.analysis.recommend import Measured, Recommendation
 from autotune.candidate import Candidate
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
-from autotune.report.export import Started, deepspeed_config, learning_rate_changes, script_side_changes
+from autotune.report import export as exports
+from autotune.report.export import Exported, Started, deepspeed_config, learning_rate_changes, script_side_changes
 from autotune.store import StoreError, StudyRecord
 from autotune.trial import Outcome, TrialResult
 
@@ -182,6 +183,24 @@ def write(report: StudyReport, folder: Path) -> list[Path]:
         trial.write(folder / "ds_config.json", picks["recommended"]["ds_config"])
         written.insert(0, folder / "ds_config.json")
     return written
+
+
+def export(report: StudyReport, pick: str | None, number: int | None, form: str) -> Exported:
+    """A pick, or any trial, in the form that another tool takes.
+
+    Args:
+        report: The study.
+        pick: Name of the pick; None for `recommended`.
+        number: A trial instead of a pick.
+        form: One of those that `report.export` knows.
+
+    Raises:
+        UserError: There is no such pick, trial or format.
+    """
+    chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
+    text = exports.export(chosen, base, form, report.world_size, started(report))
+    changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
+    return Exported(text=text, notes=[*exports.notes(chosen, base, form), *changes])
 
 
 def started(report: StudyReport) -> Started | None:

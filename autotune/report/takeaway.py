@@ -51,13 +51,22 @@ def as_data(report: StudyReport) -> dict[str, Any]:
 
 def as_csv(report: StudyReport) -> str:
     """One line for each trial; `pandas.read_csv` reads numbers as numbers and what is missing as such."""
+    columns, lines = rows(report)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def rows(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
+    """The trials as a table: its columns, and a line for each trial, in which what is missing is None or left out."""
     points, marks, names = report.points(), report.marks(), report.metric_names()
     knobs = list(dict.fromkeys(knob for row in report.trials for knob in row["candidate"]))
     columns = ["trial", "role", "outcome", "reason", "phase", "feasible", "marks", "configuration", "speedup", "wall_s"]
     columns += [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*columns, *(f"candidate.{knob}" for knob in knobs)], lineterminator="\n")
-    writer.writeheader()
+    columns += [f"candidate.{knob}" for knob in knobs]
+    lines = []
     for row in report.trials:
         point = points.get(row["trial"], row)
         line: dict[str, Any] = {column: row.get(column) for column in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")}
@@ -67,8 +76,8 @@ def as_csv(report: StudyReport) -> str:
             if name in names:
                 line[name] = value
                 line[f"{name}_low"], line[f"{name}_high"] = interval(point, name, value)
-        writer.writerow(line | {f"candidate.{knob}": row["candidate"].get(knob) for knob in knobs})
-    return text.getvalue()
+        lines.append(line | {f"candidate.{knob}": row["candidate"].get(knob) for knob in knobs})
+    return columns, lines
 
 
 def draw(page: Path, folder: Path) -> list[Path]:

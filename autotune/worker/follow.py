@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from autotune.predict.profile import Pass
+from autotune.predictors.profile import Pass
 
 aten = torch.ops.aten
 # Micro-batches and bytes of a complete gradient's element among which the highest instants are looked for.

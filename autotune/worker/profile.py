@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from autotune import UserError
-from autotune.predict.profile import Pass, Profile
+from autotune.predictors.profile import Pass, Profile
 from autotune.trial import TrialRequest
 from autotune.worker import contract, follow, observe
 

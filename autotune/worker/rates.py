@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from autotune import trial
-from autotune.predict.links import RINGS, Link, LoaderRate, Probe, fit
-from autotune.predict.profile import Machine
+from autotune.predictors.links import RINGS, Link, LoaderRate, Probe, fit
+from autotune.predictors.profile import Machine
 from autotune.trial import TrialRequest
 from autotune.worker import contract, observe
 from autotune.worker import run as rank_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.predict.profile import ACTIVATION_SCALE, Pass, Profile
+from autotune.predictors.profile import ACTIVATION_SCALE, Pass, Profile
 from autotune.trial import Workload
 from autotune.worker import observe
 from autotune.worker.follow import Follower

@@ -7,8 +7,8 @@ from zoo import ADAMW, MODELS, Zoo
 
 from autotune import trial
 from autotune.executors import base
-from autotune.predict.links import Probe
-from autotune.predict.profile import Machine, Profile
+from autotune.predictors.links import Probe
+from autotune.predictors.profile import Machine, Profile
 from autotune.trial import Outcome, TrialRequest
 
 WIDTH, VOCABULARY, CONTEXT = 32, 61, 16

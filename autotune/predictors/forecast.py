@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from autotune.candidate import Candidate
-from autotune.predict import memory, step_time
-from autotune.predict.profile import Floats, Knobs, Machine, Profile
+from autotune.predictors import memory, step_time
+from autotune.predictors.profile import Floats, Knobs, Machine, Profile
 
 Formula = Callable[[Knobs, Profile, Machine], Mapping[str, Floats]]
 # Standard normal quantile of a two-sided 90 % interval.

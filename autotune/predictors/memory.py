@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.predict.profile import ARITHMETIC, SUB_GROUP, Floats, Knobs, Machine, Profile
+from autotune.predictors.profile import ARITHMETIC, SUB_GROUP, Floats, Knobs, Machine, Profile
 
 Mask = NDArray[np.bool_]
 Terms = dict[str, Floats]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from autotune.predict.profile import Floats, Machine
+from autotune.predictors.profile import Floats, Machine
 
 Algorithm = Literal["auto", "ring", "tree", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = ("auto", "ring", "tree", "hierarchical")

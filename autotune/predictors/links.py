@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import nnls
 
-from autotune.predict.profile import Machine
+from autotune.predictors.profile import Machine
 
 # Messages that follow each other, in units of N - 1, and passes over the data, in units of (N - 1) / N, of each ring.
 RINGS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.predict.communication import collective_s, within_node_s
-from autotune.predict.profile import ARITHMETIC, Floats, Knobs, Machine, Profile
+from autotune.predictors.communication import collective_s, within_node_s
+from autotune.predictors.profile import ARITHMETIC, Floats, Knobs, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
 SPREADS = {

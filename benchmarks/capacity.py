@@ -1,0 +1,259 @@
+"""What studies cost beyond their trials: storage, driver time and messages, measured where that is possible here, then extrapolated.
+
+`python benchmarks/capacity.py [--trials 2000]` measures (1) one study that grows, with trials that take no time: processor seconds
+of the driver, statements to the database and bytes for each trial, by how many were told before; (2) what real trials leave in the
+study's folder, by ranks; (3) studies side by side on one PostgreSQL server (where it is installed). It writes `results/capacity.json` and
+the tables of `docs/capacity.md`; what stands there beyond the measured range is a straight line through it, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import postgres
+import sqlalchemy
+from common import RESULTS, write
+from coordinate import SPACE, Silent
+from instant import Instant, plan_of, spec_of
+
+from autotune import store
+from autotune.candidate import Candidate
+from autotune.claims import Ledger
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.study import Progress, Runner
+from autotune.trial import Outcome, TrialRequest
+
+TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "model.py"
+PAGE = Path(__file__).parent.parent / "docs" / "capacity.md"
+BEGIN, END = "<!-- made by `python benchmarks/capacity.py` -->", "<!-- end -->"
+# Sampler -> the share of the trials that it is measured over: one that learns from all of them takes long.
+SAMPLERS = {"physics": 0.25, "random": 1.0}
+WINDOW = 50
+RANKS = (1, 2, 4)
+SIDE_BY_SIDE, TRIALS_EACH = (1, 4, 16), 40
+# What is extrapolated to.
+TRIALS, DEVICES, STUDIES = 10_000, 1_000, 100
+FORK = multiprocessing.get_context("fork")
+
+
+class Meter(Silent):
+    """Notes after each trial what has been used up so far."""
+
+    def __init__(self, database: Path | None = None) -> None:
+        self.statements, self.database, self.rows = 0, database, list[dict[str, float]]()
+
+    def count(self, *_: object) -> None:
+        self.statements += 1
+
+    def began(self, *_: object) -> None: ...
+
+    def say(self, _: str) -> None: ...
+
+    def ended(self, progress: Progress) -> None:
+        size = sum(f.stat().st_size for f in self.database.parent.glob(f"{self.database.name}*")) if self.database else 0
+        self.rows.append({"told": progress.n_told, "cpu_s": time.process_time(), "statements": self.statements, "bytes": size})
+
+
+@contextmanager
+def counted(storage: Any, meter: Meter) -> Iterator[None]:
+    sqlalchemy.event.listen(storage.engine, "after_cursor_execute", meter.count)
+    try:
+        yield
+    finally:
+        sqlalchemy.event.remove(storage.engine, "after_cursor_execute", meter.count)
+
+
+def study(folder: Path, url: str, name: str, sampler: str, n_trials: int, meter: Meter) -> None:
+    """A study whose trials take no time, until so many are told."""
+    plain = {
+        "memory_filter": False,
+        "stop_trials": False,
+        "stop_below": 0,
+        "finalists": 0,
+        "objectives": ["latency", "throughput", "memory"],
+    }
+    spec = spec_of(name=name, trials=n_trials, sampler=sampler, space=[SPACE], **plain)
+    storage = store.open_storage(url)
+    ledger = Ledger(storage, name)
+    with counted(storage, meter), ledger.leading(lambda _: None):
+        Runner(plan_of(spec), Instant(), folder / name, ledger, meter).run()
+
+
+def growing(sampler: str, n_trials: int) -> dict[str, Any]:
+    """(1): a study in SQLite."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        meter = Meter(folder / "autotune.db")
+        study(folder, store.default_url(folder), "s", sampler, n_trials, meter)
+    marks = [n for n in (100, 200, 500, 1000, 2000, 5000) if n <= len(meter.rows)]
+    found = {}
+    for n in marks:
+        first, last = meter.rows[n - WINDOW], meter.rows[n - 1]
+        found[str(n)] = {key: (last[key] - first[key]) / (WINDOW - 1) for key in ("cpu_s", "statements", "bytes")}
+    return found
+
+
+def footprints() -> dict[str, Any]:
+    """(2): files and bytes of a real trial, by ranks."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        executor = LocalExecutor(["torch"], Path(name) / "server.log")
+        try:
+            for ranks in RANKS:
+                candidate = Candidate(micro_batch_size=2, zero_stage=1)
+                request = TrialRequest(
+                    target=str(TARGET), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=ranks, max_steps=10,
+                    budget_s=60,
+                )  # fmt: skip
+                folder = Path(name) / str(ranks)
+                result = base.run(executor, folder, request)
+                assert result.outcome is Outcome.COMPLETE, result.reason
+                files = [path for path in folder.rglob("*") if path.is_file()]
+                found[str(ranks)] = {"files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+        finally:
+            executor.close()
+    return found
+
+
+def together(n_studies: int) -> dict[str, float]:
+    """(3): so many studies at once on one server, each in a process of its own."""
+    programs = postgres.binaries()
+    assert programs is not None
+    with tempfile.TemporaryDirectory() as name, postgres.running(programs, durable=True) as server:
+        store.open_storage(server.url)  # makes the tables
+
+        def main(n: int) -> None:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            study(Path(name), server.url, f"s{n}", "random", TRIALS_EACH, Meter())
+
+        start = time.perf_counter()
+        processes = [FORK.Process(target=main, args=(n,)) for n in range(n_studies)]
+        most = 0
+        for process in processes:
+            process.start()
+        engine = sqlalchemy.create_engine(store.open_storage(server.url).engine.url)
+        with engine.connect() as connection:
+            while any(process.is_alive() for process in processes):
+                count = connection.execute(sqlalchemy.text("select count(*) from pg_stat_activity where backend_type = 'client backend'"))
+                most = max(most, int(count.scalar_one()) - 1)
+                connection.rollback()
+                time.sleep(0.2)
+        engine.dispose()
+        wall = time.perf_counter() - start
+        failed = [process.exitcode for process in processes if process.exitcode]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {n_studies} studies failed")
+        return {"trials_per_s": n_studies * TRIALS_EACH / wall, "connections": most, "connections_per_study": most / n_studies}
+
+
+def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Offset and slope of the straight line through points."""
+    slope, offset = np.polyfit(np.array(x, dtype=float), np.array(y, dtype=float), 1)
+    return float(offset), float(slope)
+
+
+def extrapolated(found: dict[str, Any]) -> dict[str, Any]:
+    """What the measured range leads to expect of many trials, devices and studies."""
+    ahead: dict[str, Any] = {}
+    for sampler, by in found["growing"].items():
+        n = [float(key) for key in by]
+        offset, slope = line(n, [row["cpu_s"] for row in by.values()])
+        offset_b, slope_b = line(n, [row["bytes"] for row in by.values()])
+        last = max(by, key=int)
+        ahead[sampler] = {
+            "cpu_s_of_the_last_trial": offset + slope * TRIALS, "cpu_s": TRIALS * offset + slope * TRIALS**2 / 2,
+            "statements": TRIALS * by[last]["statements"], "bytes": TRIALS * offset_b + max(0.0, slope_b) * TRIALS**2 / 2,
+        }  # fmt: skip
+    prints = found["footprints"]
+    for key in ("files", "bytes"):
+        offset, slope = line([float(n) for n in prints], [row[key] for row in prints.values()])
+        ahead[f"trial_{key}_per_rank"], ahead[f"trial_{key}"] = slope, offset + slope * DEVICES
+    if found.get("together"):
+        best = max(found["together"].values(), key=lambda row: row["trials_per_s"])
+        most = max(found["together"], key=int)
+        ahead["connections"] = STUDIES * found["together"][most]["connections_per_study"]
+        ahead["seconds_between_trials_of_a_study"] = STUDIES / best["trials_per_s"]
+    return ahead
+
+
+def size(n_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.3g} TB"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The page's tables."""
+    where, ahead = found["measured_on"], found["extrapolated"]
+    lines = [f"Measured on {where['cores']} cores of {where['processor']}, {where['date']}.", ""]
+    lines += [
+        "| told before | sampler | driver, processor time a trial | statements a trial | database bytes a trial |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for sampler, by in found["growing"].items():
+        lines += [
+            f"| {int(n):,} | {sampler} | {row['cpu_s']:.2f} s | {row['statements']:.0f} | {size(row['bytes'])} |" for n, row in by.items()
+        ]
+        end = ahead[sampler]
+        lines.append(
+            f"| {TRIALS:,} (extrapolated) | {sampler} | {end['cpu_s_of_the_last_trial']:.2f} s; {end['cpu_s'] / 3600:.1f} h for all |"
+            f" {end['statements'] / TRIALS:.0f} | {size(end['bytes'] / TRIALS)}; {size(end['bytes'])} for all |"
+        )
+    lines += ["", "| ranks of a trial | files | bytes |", "| --- | --- | --- |"]
+    lines += [f"| {ranks} | {row['files']} | {size(row['bytes'])} |" for ranks, row in found["footprints"].items()]
+    lines.append(f"| {DEVICES:,} (extrapolated) | {ahead['trial_files']:.0f} | {size(ahead['trial_bytes'])} |")
+    if found.get("together"):
+        lines += ["", "| studies at once, one PostgreSQL | trials told per second, all together | connections |", "| --- | --- | --- |"]
+        lines += [f"| {n} | {row['trials_per_s']:.1f} | {row['connections']} |" for n, row in found["together"].items()]
+        lines.append(
+            f"| {STUDIES} (extrapolated, with drivers and server on these cores) | a trial of each study every"
+            f" {ahead['seconds_between_trials_of_a_study']:.0f} s | {ahead['connections']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def with_tables(text: str, found: dict[str, Any]) -> str:
+    """The page with the tables between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables(found)}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=2000)
+    parser.add_argument("--only-page", action="store_true", help="measure nothing; write the page of what was measured")
+    arguments = parser.parse_args()
+    if not arguments.only_page:
+        found: dict[str, Any] = {
+            "growing": {sampler: growing(sampler, int(share * arguments.trials)) for sampler, share in SAMPLERS.items()}
+        }
+        found["footprints"] = footprints()
+        if postgres.binaries() is None:
+            print("PostgreSQL is not installed, so studies side by side are left out", file=sys.stderr)
+        else:
+            found["together"] = {str(n): together(n) for n in SIDE_BY_SIDE}
+        write("capacity", found | {"extrapolated": extrapolated(found)})
+    PAGE.write_text(with_tables(PAGE.read_text(), json.loads((RESULTS / "capacity.json").read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo bench bench-peers floors test lint format types imports check clean
+.PHONY: help install engines demo bench bench-peers floors test lint format types imports check audit clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
@@ -80,6 +80,12 @@ imports: $(STAMP) ## imports point down only
 	@$(RUN) -c 'from importlinter.cli import lint_imports_command as main; main(prog_name="lint-imports")' --no-logo --cache-dir .cache/imports
 
 check: lint types imports test ## all of these
+
+# Not part of check: it asks the Python Packaging Advisory Database over the network, and what it says changes from day to day.
+audit: $(STAMP) ## known vulnerabilities of what is installed in .venv
+	@test -x .cache/audit/bin/pip-audit || { $(RUN) -m venv .cache/audit && \
+	  .cache/audit/bin/python -m pip install --quiet --no-input --progress-bar off pip-audit </dev/null; }
+	@.cache/audit/bin/pip-audit --progress-spinner off --skip-editable --path "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean: ## remove environment, caches and what builds leave
 	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build *.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -96,6 +97,10 @@ SIDE_EFFECT_KEYS = frozenset(
     memory_breakdown dump_state autotuning
     """.split()
 )
+# Databases, torch and DeepSpeed hold no larger whole number; sys.maxsize is a value of DeepSpeed's own.
+LARGEST = 2**63 - 1
+LARGEST_BATCH = 2**31 - 1
+DEEPEST = 50
 STAGE_3_PREFIXES = ("stage3_", "zero_hpz", "zero_quantized", "offload_param", "cpu_offload_param", "leaf_module", "mics_", "zeropp_")
 
 
@@ -273,7 +278,7 @@ AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`Did you mean ...?` for the closest of the known names, or an empty text."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.6)  # comparing takes long where both are
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -297,6 +302,8 @@ def check_knob(name: str) -> None:
 def check_path(path: str) -> None:
     """Refuses a DeepSpeed path whose section or key DeepSpeed does not read."""
     section, _, rest = path.partition(".")
+    if "" in path.split("."):
+        raise ConfigError(f"{path!r}: a path is names with one dot between them, as in zero_optimization.overlap_comm")
     if section not in TOP_LEVEL_KEYS:
         raise ConfigError(f"DeepSpeed has no key {section!r} (in {path!r}).{nearest(section, TOP_LEVEL_KEYS)}")
     key = rest.partition(".")[0]
@@ -310,18 +317,29 @@ def check_value(name: str, value: Scalar) -> None:
     Raises:
         ConfigError: It lists the values that the field takes.
     """
+    check_plain(value, name)
     if name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
     elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {AT_LEAST[name]}")
+    elif name in AT_LEAST and isinstance(value, int) and value > LARGEST_BATCH:
+        raise ConfigError(f"{name}: {value!r} is more than {LARGEST_BATCH:,}")
 
 
 def set_path(config: DsConfig, path: str, value: Any) -> None:
-    """Sets a dotted path in a nested configuration, making the sections on the way."""
+    """Sets a dotted path in a nested configuration, making the sections on the way.
+
+    Raises:
+        ConfigError: There is a value where a section has to be.
+    """
     *sections, key = path.split(".")
     for section in sections:
-        config = config.setdefault(section, {})
+        if config.get(section) is None:
+            config[section] = {}
+        config = config[section]
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path}: {section!r} is {config!r} and no section of settings, so that nothing in it can be set")
     config[key] = value
 
 
@@ -349,41 +367,51 @@ def without_auto(config: DsConfig) -> DsConfig:
     return kept
 
 
-def read_config(text: str, where: str) -> DsConfig:
-    """Reads a DeepSpeed JSON and checks its keys.
-
-    Args:
-        text: The JSON.
-        where: What to call it in an error, usually its path.
+def check_plain(value: Any, where: str, depth: int = 0) -> None:
+    """Refuses what JSON or a database cannot hold: infinities, texts that are none, keys that are numbers, numbers and depths without end.
 
     Raises:
-        ConfigError: Not JSON, not an object, or a key that DeepSpeed does not read.
+        ConfigError: It names the key.
     """
+    match value:
+        case None | bool():
+            return
+        case int():
+            if abs(value) > LARGEST:
+                raise ConfigError(f"{where}: a whole number of {value.bit_length()} bits is more than any setting takes")
+        case float():
+            if not math.isfinite(value):
+                raise ConfigError(f"{where}: {value} is no number that can be used; give one, or leave the key out")
+        case str():
+            if not _is_text(value):
+                raise ConfigError(f"{where}: {value[:60]!r} holds a character that is none; write plain text")
+        case dict() | list() | tuple():
+            if depth >= DEEPEST:
+                raise ConfigError(f"{where[:200]}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is")
+            parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else [(None, inner) for inner in value]
+            for key, inner in parts:
+                if key is not None and not (isinstance(key, str) and _is_text(key)):
+                    raise ConfigError(f"{where}: {key!r} is no name of a setting; put a name in quotation marks")
+                check_plain(inner, where if key is None else f"{where}: {key[:60]}", depth + 1)
+        case _:
+            raise ConfigError(f"{where}: {value!r} is no plain value; give a text, a number, true or false")
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be written in UTF-8 and handed to another process."""
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
-    check_config(config, where)
-    return dict(config)
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
 
 
-def check_config(config: Any, where: str) -> None:
-    """Refuses a DeepSpeed configuration with a key that DeepSpeed does not read (it would be ignored silently).
-
-    Raises:
-        ConfigError: It names the key and the nearest one known.
-    """
-    if not isinstance(config, dict):
-        raise ConfigError(f"{where}: a DeepSpeed configuration is a JSON object, not {type(config).__name__}")
-    for section, value in config.items():
-        if section not in TOP_LEVEL_KEYS:
-            raise ConfigError(f"{where}: DeepSpeed has no key {section!r}.{nearest(section, TOP_LEVEL_KEYS)}")
-        if section in (*SECTION_KEYS, "optimizer", "scheduler") and not isinstance(value, dict):
-            raise ConfigError(f"{where}: {section!r} is a section (a JSON object), not {value!r}")
-        if section in SECTION_KEYS:
-            for key in value:
-                if key not in SECTION_KEYS[section]:
-                    raise ConfigError(f"{where}: DeepSpeed's {section!r} has no key {key!r}.{nearest(key, SECTION_KEYS[section])}")
+def at_path(config: Mapping[str, Any], path: str) -> Any:
+    """What a dotted path leads to; None where there is nothing."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "base config") -> Candidate:
@@ -417,8 +445,8 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
 def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int, int]:
     total, micro, steps = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
     for key, value in (("train_batch_size", total), ("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", steps)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of at least 1")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_BATCH):
+            raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})")
     if micro is None and total is None:
         raise ConfigError(f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them")
     if micro is None:
@@ -510,14 +538,7 @@ INHERITED_PATHS = (
 
 def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...]:
     """The settings of a DeepSpeed configuration that legality depends on, as `Setting.base` takes them."""
-    found = []
-    for path in INHERITED_PATHS:
-        value: Any = base
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
-            found.append((path, value))
-    return tuple(found)
+    return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import sqlalchemy
 from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.storages._rdb import models
@@ -34,8 +33,8 @@ from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, del
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from autotune import UserError
-from autotune.database import MADE_MEANWHILE, Storage
+from autotune import UserError, liveness
+from autotune.database import MADE_MEANWHILE, Storage, StoreError
 
 HEARTBEAT_S = 5.0
 STALE_LOOKS = 12
@@ -81,7 +80,7 @@ class Owner:
     @classmethod
     def here(cls) -> Owner:
         """This process."""
-        return cls(platform.node(), _kernel(), os.getpid(), _started(os.getpid()) or "", uuid.uuid4().hex[:8])
+        return cls(platform.node(), _kernel(), os.getpid(), liveness.started(os.getpid()) or "", uuid.uuid4().hex[:8])
 
     @classmethod
     def read(cls, text: str) -> Owner:
@@ -99,7 +98,7 @@ class Owner:
 
     def lives(self) -> bool | None:
         """Whether the process lives; None where only its own host knows."""
-        return None if self.kernel != _kernel() else _started(self.pid) == self.started
+        return None if self.kernel != _kernel() else liveness.started(self.pid) == self.started
 
 
 @functools.cache
@@ -110,14 +109,6 @@ def _kernel() -> str:
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return f"{platform.node()} {' '.join(parts)}"
-
-
-def _started(pid: int) -> str | None:
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
-    except psutil.Error:
-        return None
 
 
 @dataclass(frozen=True)
@@ -194,6 +185,11 @@ class Ledger:
                     raise
                 time.sleep(0.2)
 
+    def is_alone(self) -> bool:
+        """Whether nobody else is at work on the study now."""
+        others = [] if self.alone else _held(self.storage, self.study_name)
+        return all(lease.owner == self.owner or self.lives(lease) is False for lease in others)
+
     # Living and dead.
 
     @contextlib.contextmanager
@@ -206,7 +202,7 @@ class Ledger:
 
         def beat() -> None:
             while not stop.is_set():
-                with contextlib.suppress(SQLAlchemyError):  # the next one will do
+                with contextlib.suppress(SQLAlchemyError, StoreError):  # the next one will do, or whoever tells says what is wrong
                     self.look()
                 stop.wait(HEARTBEAT_S)
 

@@ -47,20 +47,38 @@ STUDIES = Path("studies")
 
 
 def main() -> None:
-    """Runs a command; what the user got wrong ends as one sentence and exit status 2."""
+    """Runs a command; what the user got wrong ends as one sentence and exit status 2, Ctrl-C and SIGTERM with one that says so."""
     try:
         app(standalone_mode=True)
+    except SystemExit as error:
+        stop = _stop_behind(error)
+        if stop is None:
+            raise
+        print("autotune: stopped", file=sys.stderr)
+        sys.exit(getattr(stop, "status", 130))
     except UserError as error:
-        print(f"autotune: {error}", file=sys.stderr)
+        from autotune.masking import masked
+
+        print(f"autotune: {masked(str(error))}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
     except OSError as error:  # a full disk, a folder that cannot be written
-        if error.filename is None:
+        from autotune import files
+
+        said = files.words(error)
+        if said is None:
             raise
-        print(f"autotune: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"autotune: {said}", file=sys.stderr)
         sys.exit(2)
+
+
+def _stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interrupt that typer made an exit of."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _version(wanted: bool) -> None:
@@ -473,7 +491,7 @@ def retune(
 def history(
     study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.")] = None,
     what: Annotated[str, typer.Option("--what", metavar="KIND", help="measurements, recommendations or decisions.")] = "decisions",
-    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="The newest so many.")] = 50,
     storage: StorageOrEnv = None,
     as_json: AsJson = False,
 ) -> None:
@@ -523,7 +541,8 @@ def schedule_list(storage: StorageOrEnv = None, as_json: AsJson = False) -> None
 
 @schedule.command("remove")
 def schedule_remove(
-    number: Annotated[int, typer.Argument(metavar="NUMBER", help="As `autotune schedule list` shows it.")], storage: StorageOrEnv = None
+    number: Annotated[int, typer.Argument(metavar="NUMBER", max=2**31 - 1, help="As `autotune schedule list` shows it.")],
+    storage: StorageOrEnv = None,
 ) -> None:
     """Remove a schedule."""
     from autotune import upkeep

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from autotune import UserError, claims, experience, fingerprint, launch, slots, spec, store, urls, watching
+from autotune import UserError, claims, experience, files, fingerprint, launch, masking, slots, spec, store, watching
 from autotune.analysis.scaling import Mode
 from autotune.candidate import nearest
 from autotune.console import ProgressView, viewer
@@ -26,7 +26,7 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.invocation import check_templates
 from autotune.journal import Journal
-from autotune.lock import note_agent, run_under_way, study_lock
+from autotune.lock import Terminated, run_under_way, status_of, study_lock
 from autotune.plan import Plan, executor_for, plan, profiled, shown, studies_folder
 from autotune.projection import Cluster, Question
 from autotune.report import StudyReport, summary
@@ -36,7 +36,6 @@ from autotune.study import Runner
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")
-INTERRUPTED = 130
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
@@ -59,17 +58,18 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
     """`autotune run`: tunes the target and writes what was found.
 
     Returns:
-        Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it.
+        Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it, 143 SIGTERM did.
     """
     tuned = tune(target, overrides, fresh=fresh, learn=learn)
     if tuned.report is None:
         print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
-        return INTERRUPTED
+        assert tuned.stopped is not None
+        return status_of(tuned.stopped)
     _print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)
     if tuned.stopped is not None:
-        again = shlex.join(["autotune", *(urls.masked(argument) for argument in sys.argv[1:] if argument != "--fresh")])
+        again = shlex.join(["autotune", *masking.masked([argument for argument in sys.argv[1:] if argument != "--fresh"])])
         print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
-        return INTERRUPTED
+        return status_of(tuned.stopped)
     if not tuned.report.recommended["picks"]:
         print(f"autotune: {tuned.report.why_nothing}, so there is nothing to recommend", file=sys.stderr)
         return 1
@@ -99,13 +99,13 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     url = wanted.storage or store.default_url(studies)
     interrupted: KeyboardInterrupt | None = None
     storage = store.open_storage(url)  # what is wrong with it is said before seconds of imports
-    with viewer(show) as view, terminable(), study_lock(folder) as lock, store.failing_in_words(url), contextlib.ExitStack() as stack:
+    storage.keeps = True
+    with viewer(show) as view, terminable(), store.failing_in_words(url), study_lock(folder), contextlib.ExitStack() as stack:
         ledger = claims.Ledger(storage, wanted.name)
         stack.enter_context(ledger.leading(view.say))
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
         try:
             with executor_for(wanted, folder, view.waits) as executor:
-                note_agent(lock, executor.mark)
                 found = plan(wanted, executor, folder)
                 watched = Journal(view, folder)
                 watched.doing("profiling the model and the machine, once")
@@ -122,12 +122,14 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
                 runner.run()
         except KeyboardInterrupt as stop:
             interrupted = stop
-    if interrupted is not None and wanted.name not in store.study_names(store.open_storage(url)):
-        return Tuned(report=None, stopped=interrupted)
-    report = summary.load(wanted.name, url, folder)
-    written = summary.write(report, folder)
-    if report.study["stored_as"] == wanted.name:
-        experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
+    with store.failing_in_words(url):
+        there = wanted.name in store.study_names(storage)  # asked of what is open: also where the file was removed meanwhile
+        if interrupted is not None and not there:
+            return Tuned(report=None, stopped=interrupted)
+        report = summary.load(wanted.name, url, folder)
+        written = summary.write(report, folder)
+        if report.study["stored_as"] == wanted.name:
+            experience.keep_recommendation(store.open_storage(url), wanted.name, 0, report.recommended)
     return Tuned(report=report, written=written, stopped=interrupted)
 
 
@@ -178,7 +180,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(data, indent=1))
     else:
-        print_check(data, Console(highlight=False, soft_wrap=True))
+        print_check(data, Console(highlight=False, soft_wrap=True, markup=False))
     return 0 if result.outcome is Outcome.COMPLETE else 1
 
 
@@ -225,10 +227,10 @@ def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
     if not invocation["command"]:
         return
     what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
-    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}", markup=False)
+    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}")
     names = ", ".join(invocation["environment"])
     ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
-    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""), markup=False)
+    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""))
 
 
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
@@ -257,7 +259,7 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         "target": str(shown(found.spec.target)),
         "ranks": found.world_size,
         "workload": asdict(found.workload),
-        "invocation": asdict(found.spec.how()) if found.workload.script else None,
+        "invocation": asdict(found.spec.how().shown) if found.workload.script else None,
         "baseline": {
             "candidate": found.baseline.values(),
             "description": found.baseline.describe(),
@@ -295,7 +297,7 @@ def init(folder: Path) -> None:
             raise UserError(f"{folder / name} exists; name another folder: autotune init FOLDER")
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        shutil.copyfile(templates / name, folder / name)
+        files.write_text(folder / name, (templates / name).read_text())
         print(f"wrote {folder / name}")
     print(f"Next: autotune check {folder / 'study.yaml'}, then autotune run {folder / 'study.yaml'}")
 
@@ -343,9 +345,9 @@ def cp(preset: str, file: Path) -> None:
     if file.exists():
         raise UserError(f"cp: {file} exists")
     try:
-        shutil.copyfile(every[preset], file)
+        files.write_text(file, every[preset].read_text())
     except OSError as error:
-        raise UserError(f"cp: {file}: {error.strerror}") from None
+        raise UserError(f"cp: {files.words(error)}") from None
     flag = "--space" if preset in spec.presets("search_spaces") else "--objective"
     print(f"wrote {file}; use it with {flag} {file}")
 
@@ -354,7 +356,7 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
     """`autotune status`: how far a study is and what it has found; follows it while it runs.
 
     Returns:
-        Exit status: 0, or 130 where the user stopped watching.
+        Exit status: 0, or 130 where the user stopped watching (143 by SIGTERM).
     """
     folder, url = locate(study or watching.only_running(STUDIES), storage)
     name, pid = folder.name, run_under_way(folder)
@@ -363,9 +365,9 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
             view.say(f"study {name}, run by process {pid}; Ctrl-C ends the watching, not the study")
             try:
                 watching.follow(folder, pid, view)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
                 view.say("the study goes on")
-                return INTERRUPTED
+                return status_of(stop)
         pid = None
     try:
         report = summary.load(name, url, folder)
@@ -540,6 +542,11 @@ def dashboard(storage: str | None, host: str, port: int) -> None:
     from autotune.report import dashboard as server
 
     token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
+    if token is not None and not server.is_strong(token):
+        raise UserError(
+            f"{TOKEN_VARIABLE}: at least {server.LEAST_TOKEN} letters, digits, '-', '_', '.' or '~' are needed; python -c"
+            " 'import secrets; print(secrets.token_urlsafe(24))' makes one"
+        )
     with server.make_server(storage or store.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
         print(f"dashboard at {server.address(served, host, token)}", flush=True)
         print("Ctrl-C ends it.", file=sys.stderr)
@@ -606,11 +613,9 @@ def _forget(name: str, url: str, folder: Path, executor: Executor) -> None:
 
 def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:
     """Writes the study as it was understood, unless the user's own file lies there."""
-    from autotune import trial
-
     file = folder / "study.yaml"
     if target.absolute() != file.absolute():
-        trial.write_text(file, wanted.to_yaml(folder))
+        files.write_text(file, wanted.to_yaml(folder))
 
 
 @contextlib.contextmanager
@@ -618,7 +623,7 @@ def terminable() -> Iterator[None]:
     """SIGTERM ends a study as Ctrl-C does: ranks stopped, what was told kept, the best so far printed."""
 
     def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield  # a library may be called from anywhere; signals go to the main thread

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from autotune import masking
 from autotune.candidate import Candidate
 from autotune.study import Progress
 from autotune.trial import Outcome
@@ -49,7 +50,7 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """Something worth a line."""
-        self._print(Text(f"- {text}"))
+        self._print(Text(f"- {masking.masked(text)}"))
 
     def doing(self, text: str, *, ago_s: float = 0.0) -> None:
         """What goes on now, or since so many seconds, shown until something else does."""

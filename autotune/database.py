@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sqlite3
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ from optuna.storages import RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from autotune import UserError, urls
+from autotune import UserError, files, masking, urls
 
 BUSY_TIMEOUT_S = 60
 # How long a database that was there may be away in the middle of a study, and the pauses between two tries.
@@ -46,10 +49,12 @@ class Storage(RDBStorage):
 
     Attributes:
         patience_s: For how long; 0 for a command that only reads.
+        keeps: Write an SQLite file that was removed anew: whoever runs a study loses nothing of it.
         on_wait: Told once when a wait gets long.
     """
 
     patience_s = 0.0
+    keeps = False
 
     def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
         self.on_wait: Callable[[str], None] = lambda _: None
@@ -152,10 +157,13 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
             storage = _made(full, connect)
         if urls.is_sqlite(url):
             _tune_sqlite(storage.engine)
+            _File(storage)
     except ImportError:
         raise StoreError(f"storage {urls.masked(url)}: {_missing_driver(url)}") from None
-    except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError, ValueError) as error:
-        raise StoreError(f"storage {urls.masked(url)}: {_reason(error)}. {_hint(url, error)}") from None
+    except UserError:
+        raise
+    except Exception as error:  # drivers raise whatever they like at an option or a host that is none
+        raise StoreError(f"storage {urls.masked(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}") from None
     return storage
 
 
@@ -180,7 +188,7 @@ def _missing_driver(url: str) -> str:
 def _hint(url: str, error: BaseException) -> str:
     said = _reason(error).lower()
     if any(words in said for words in PASSWORD):
-        if urls.HIDDEN in url or urls.unmasked(url) != url:
+        if masking.HIDDEN in url or urls.unmasked(url) != url:
             return f"The file does not keep the password: pass --storage URL, or set {urls.VARIABLE} or PGPASSWORD"
         return f"Check user and password in --storage or {urls.VARIABLE}"
     if "does not exist" in said or "unknown database" in said:
@@ -194,32 +202,120 @@ def _check_file(url: str, *, create: bool) -> None:
     """Makes the folder of an SQLite database, or refuses a database that is not there or would not stay."""
     try:
         name = sqlalchemy.make_url(url).database
-    except sqlalchemy.exc.ArgumentError:
+    except (sqlalchemy.exc.ArgumentError, ValueError):
         return  # said better by who opens it
     if not name or name == ":memory:":
-        raise StoreError(f"storage {url}: it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db")
-    if not create and not Path(name).exists():
+        gone = "it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db"
+        raise StoreError(f"storage {urls.masked(url)}: {gone}")
+    if not create and not os.path.exists(name):
         raise StoreError(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"storage {url}: {error.strerror}: {Path(name).parent}") from None
+        where = f"{error.strerror}: {Path(name).parent}; name a folder that you may write to"
+        raise StoreError(f"storage {urls.masked(url)}: {where}") from None
+    except ValueError:
+        raise StoreError(f"storage {urls.masked(url)}: {name!r} cannot be the name of a file") from None
+
+
+UNKNOWN = (-1, -1)
+# Files that this process has put in the place of removed ones.
+_written_anew: set[tuple[int, int] | None] = set()
+
+
+class _File:
+    """Sees whether an SQLite database is still the file that was opened: a removed one goes on being written to, and nobody would know.
+
+    Args:
+        storage: The database.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._lock = storage, threading.Lock()
+        self._path = Path(str(sqlalchemy.make_url(str(storage.url)).database)).absolute()
+        self._first = _identity(self._path)
+        if self._first is None:
+            return  # a name that only SQLite understands
+        self._own: set[tuple[int, int] | None] = {self._first}
+        for name, listener in (("do_connect", self._before), ("connect", self._connected), ("checkout", self._checked_out)):
+            sqlalchemy.event.listen(storage.engine, name, listener)
+
+    def _before(self, *_: object) -> None:
+        if _identity(self._path) is None:  # SQLite would make an empty one
+            raise StoreError(f"storage {self._storage.shown}: the file is gone. Put it back, and run the same command again")
+
+    def _connected(self, _: object, record: Any) -> None:
+        record.info["file"] = _identity(self._path)
+
+    def _checked_out(self, connection: sqlite3.Connection, record: Any, _: object) -> None:
+        if (now := _identity(self._path)) == record.info.setdefault("file", self._first) or now == UNKNOWN:
+            return
+        with self._lock:  # several threads may find out at once
+            now = _identity(self._path)
+            if now is None and self._storage.keeps:
+                now = self._write_anew(connection)
+            elif now is not None and not self._storage.keeps:
+                self._own.add(now)  # who only reads, reads what is there
+            if now not in self._own and now not in _written_anew:
+                how = "removed" if now is None else "replaced by another one"
+                said = f"the file was {how} while it was in use. Put the old one back, and run the same command again"
+                raise StoreError(f"storage {self._storage.shown}: {said}")
+        raise sqlalchemy.exc.DisconnectionError("the file was written anew")
+
+    def _write_anew(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
+        """Copies what a connection still holds of the removed file to its place."""
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            draft.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(draft)) as copy:
+                connection.backup(copy)
+            for ending in ("-wal", "-shm"):  # of the removed file; SQLite would take them for the new one's
+                self._path.with_name(self._path.name + ending).unlink(missing_ok=True)
+            os.replace(draft, self._path)
+        except (OSError, sqlite3.Error) as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise StoreError(
+                f"storage {self._storage.shown}: the file was removed while the study ran, and cannot be written anew: {error}"
+            ) from None
+        found = _identity(self._path)
+        _written_anew.add(found)
+        self._storage.on_wait(f"the database {self._storage.shown} was removed; it was written anew, and nothing of it is lost")
+        return found
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one of its name; None where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    except OSError:  # a file system that does not answer has not lost the file
+        return UNKNOWN
+    return found.st_dev, found.st_ino
 
 
 @contextlib.contextmanager
 def failing_in_words(url: str) -> Iterator[None]:
-    """A database that fails in the middle of a run (full disk, lost server) ends it with a sentence.
+    """A database or a disk that fails in the middle of a run (full, taken away) ends it with a sentence.
 
     Raises:
-        StoreError: In place of whatever SQLAlchemy or Optuna raised.
+        StoreError: In place of whatever SQLAlchemy, Optuna or the disk raised.
     """
     try:
         yield
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
+        full = ". Free some space" if "disk is full" in _reason(error) else ""
+        said = urls.without_password(_reason(error), url)
         raise StoreError(
-            f"storage {urls.masked(url)}: {_reason(error)}{away}; what was told before is kept. Run the same command again to go on"
+            f"storage {urls.masked(url)}: {said}{away}{full}; what was told before is kept. Run the same command again to go on"
         ) from None
+    except OSError as error:
+        said = files.words(error)
+        if said is None:
+            raise
+        raise StoreError(f"{said}; what was told before is kept. Run the same command again to go on") from None
 
 
 def passes(error: BaseException) -> bool:

@@ -178,6 +178,8 @@ def attach(runner: Runner, *, learn: bool = True) -> None:
     history.drop_orphans()
     runner.observer = recorder = Recorder(runner.observer, history, plan.spec.name, 0, plan.workload, plan.world_size)
     recorder.patiently = runner.storage.patiently
+    if runner.study is not None and runner.leads and runner.ledger.is_alone():
+        _make_up(recorder, history, runner)
     # Whoever asks for another sampler asks for what it does by itself.
     known = related(runner.storage, history, plan) if learn and plan.spec.sampler == "physics" else None
     if known is None:
@@ -187,6 +189,16 @@ def attach(runner: Runner, *, learn: bool = True) -> None:
     if runner.study is None:
         n = len(known.told)
         runner.observer.say(f"starting from {n} trials of study {known.name} ({known.relation}); --no-history leaves them out")
+
+
+def _make_up(recorder: Recorder, history: History, runner: Runner) -> None:
+    """Keeps what a run told and was killed before it could keep it."""
+    assert runner.study is not None
+    kept = {row["trial"] for row in history.measurements(runner.plan.spec.name) if not row["generation"] and row["role"] != "repeat"}
+    for told in store.told_trials(runner.study):
+        if told.number not in kept:
+            data, role = store.told_data(told), str(told.user_attrs.get(store.ROLE_ATTR, "search"))
+            recorder.keep(told.number, role, store.told_candidate(told), data["outcome"], data["metrics"], data["wall_s"])
 
 
 def keep_recommendation(storage: Storage, study: str, generation: int, recommended: Mapping[str, Any]) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from autotune import UserError, profiles
-from autotune.candidate import Candidate, DsConfig, Scalar, Setting
+from autotune.candidate import Candidate, DsConfig, Scalar, Setting, check_plain
+from autotune.documents import read_value
+from autotune.ds_json import check_setting
 from autotune.executors.host import n_devices
 from autotune.plan import executor_for, grounds, inspect_workload
 from autotune.predictors.forecast import Forecast, Predictor, probability_below, settings_of
@@ -183,6 +184,8 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, *, s
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here.
     """
+    for name, value in settings.items():
+        check_setting(name, value, name)
     Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
     found = foresee_workload(spec, show=show)
     candidate = Candidate.of({**found.baseline.values(), **settings})
@@ -263,15 +266,10 @@ def read_settings(settings: Sequence[str]) -> dict[str, Scalar]:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise UserError(f"--set {text}: KEY=VALUE is needed, as in --set zero_stage=3")
-        try:
-            read = yaml.safe_load(value)
-        except yaml.YAMLError:
-            read = value
-        # YAML 1.1 takes 5e8 for a text.
-        if isinstance(read, str) and read.replace("e", "", 1).isdigit():
-            read = int(float(read))
+        read = read_value(value)
         if not isinstance(read, str | int | float | bool | None):
-            raise UserError(f"--set {text}: a plain value is needed, not {value!r}")
+            raise UserError(f"--set {text}: a plain value is needed, not {value!r}, as in --set zero_stage=3")
+        check_plain(read, f"--set {name}")
         found[name.strip()] = read
     return found
 

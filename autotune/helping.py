@@ -18,6 +18,7 @@ from autotune import UserError, claims, commands, experience, slots, store
 from autotune.console import ProgressView
 from autotune.database import Storage
 from autotune.executors.base import Executor
+from autotune.lock import status_of
 from autotune.plan import Plan, executor_for, plan, shown
 from autotune.store import StudyRecord
 from autotune.study import NEWS_S, Runner
@@ -30,7 +31,7 @@ def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) ->
     """`autotune worker`: runs trials of a study until none is left to start.
 
     Returns:
-        Exit status: 0 none is left, 130 the user stopped it.
+        Exit status: 0 none is left, 130 the user stopped it, 143 SIGTERM did.
 
     Raises:
         UserError: This machine cannot help, and why.
@@ -58,9 +59,9 @@ def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) ->
             if GONE not in str(error):
                 raise
             raise UserError(f"study {study!r} was deleted, or begun anew, meanwhile; to help the new one, start the worker again") from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
-            return commands.INTERRUPTED
+            return status_of(stop)
     shutil.rmtree(scratch, ignore_errors=True)
     if ledger.leader() is None:
         print(f"autotune: nobody leads {study} now; `autotune run` measures the finalists again and writes the answer", file=sys.stderr)

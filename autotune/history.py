@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import sqlalchemy as sql
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from autotune import UserError
+from autotune import UserError, masking
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -164,6 +164,10 @@ class History:
         for attempt in range(3):
             try:
                 with self._of(row.study) as connection:
+                    # The same one again: it was kept, and the answer of the database was lost.
+                    there = [getattr(MEASUREMENT.c, name) == getattr(row, name) for name in ("study", "generation", "trial", "role", "at")]
+                    if connection.scalar(sql.select(sql.func.count()).select_from(MEASUREMENT).where(*there)):
+                        break
                     values = {**vars(row), "environment": self._environment(connection, row.environment)}
                     connection.execute(MEASUREMENT.insert().values(**values))
                     break
@@ -247,7 +251,7 @@ class History:
             GoneError: It was deleted, with its study.
         """
         with self.engine.begin() as connection:
-            if not connection.execute(DECISION.update().where(DECISION.c.id == number).values(**values)).rowcount:
+            if not connection.execute(DECISION.update().where(DECISION.c.id == number).values(**masking.masked(values))).rowcount:
                 raise GoneError(study)
 
     def decisions(self, study: str | None = None) -> list[Row]:

@@ -7,10 +7,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autotune import UserError
+from autotune import UserError, masking
 from autotune.candidate import FIELDS, OWNED_PATHS, Scalar, nearest
 
 # DeepSpeed's own name, for those who know it.
@@ -54,8 +54,19 @@ class Invocation:
 
     @property
     def fixed_environment(self) -> dict[str, str]:
-        """The variables that are the same in every trial."""
-        return {name: value for name, value in self.environment.items() if not templates_in([value])}
+        """The variables that are the same in every trial; not those that were not kept, which the user's own environment may have."""
+        kept = ((name, value) for name, value in self.environment.items() if not masking.holds_mask(value))
+        return {name: value for name, value in kept if not templates_in([value])}
+
+    @property
+    def shown(self) -> Invocation:
+        """The same without its secrets, as it may be printed and kept."""
+        return replace(
+            self,
+            arguments=masking.masked(self.arguments),
+            environment=masking.masked(self.environment),
+            command=masking.masked(self.command),
+        )
 
 
 def templates_in(texts: Iterable[str]) -> tuple[str, ...]:

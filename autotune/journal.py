@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune import masking
 from autotune.candidate import Candidate
 from autotune.console import ProgressView
 from autotune.study import Leader, Progress
@@ -34,6 +36,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # whoever reads the old one keeps it
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = False
         self._note(run=os.getpid())
 
     def say(self, text: str) -> None:
@@ -69,9 +72,10 @@ class Journal:
 
     def _note(self, **what: Any) -> None:
         """Appends one line, in one piece; that a disk is full must not end a study."""
-        line = json.dumps({"time": time.time(), **what}, default=str) + "\n"
+        line = json.dumps({"time": time.time(), **masking.masked(what)}, default=str).encode() + b"\n"
+        line = b"\n" + line if self._torn else line
         try:
-            os.write(self._file, line.encode())
+            self._torn = os.write(self._file, line) < len(line)
         except OSError:
             return
 
@@ -96,7 +100,9 @@ class Follower:
         assert self._descriptor is not None
         while piece := os.read(self._descriptor, 1 << 16):
             *whole, self._rest = (self._rest + piece).split(b"\n")
-            yield from (json.loads(line) for line in whole)
+            for line in whole:
+                with contextlib.suppress(ValueError):  # a full disk may have cut one short
+                    yield json.loads(line)
 
     def _open(self) -> bool:
         try:

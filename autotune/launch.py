@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import liveness
 from autotune.executors.host import MARK, sweep
 from autotune.invocation import ALIASES, Invocation, InvocationError, masked, start_of, templates_in, unmasked
 from autotune.target import SpecError, inspect_target
@@ -29,7 +30,7 @@ CAPTURE = "AUTOTUNE_CAPTURE"
 OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK"
-    rf"|(TORCHELASTIC|OMPI|PMIX?|BASH_FUNC)_.*|{CAPTURE}"
+    rf"|(TORCHELASTIC|OMPI|PMIX?|BASH_FUNC)_.*|{CAPTURE}(_BY)?"
 )
 
 
@@ -112,6 +113,7 @@ class _Running:
         self.given = own | {
             "PYTHONPATH": os.pathsep.join(paths),
             CAPTURE: str(self.folder),
+            f"{CAPTURE}_BY": liveness.mark(),
             MARK: self.mark,
             "TMPDIR": str(scratch / "tmp"),
             # `python` and `torchrun` are those that trials run with, also where this environment is not activated.

@@ -13,13 +13,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from autotune import UserError
-from autotune.executors.host import sweep
+from autotune import UserError, files, segments
+from autotune.executors.host import run_mark, sweep
 
 # So many signals come through whatever is being told.
 IMPATIENT = 3
 # How often the lock of a study is asked for.
 LOCK_TRIES = 5
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: everything ends as after Ctrl-C, but for the exit status.
+
+    Attributes:
+        status: The exit status, as a shell has it.
+    """
+
+    status = 128 + signal.SIGTERM
+
+
+def status_of(stop: KeyboardInterrupt) -> int:
+    """The exit status of a command that was stopped."""
+    return stop.status if isinstance(stop, Terminated) else 128 + signal.SIGINT
 
 
 @contextlib.contextmanager
@@ -34,10 +49,13 @@ def undisturbed() -> Iterator[None]:
         return
     came: list[int] = []
 
+    def stop() -> KeyboardInterrupt:
+        return Terminated() if signal.SIGTERM in came else KeyboardInterrupt()
+
     def put_off(number: int, _: object) -> None:
         came.append(number)
         if len(came) >= IMPATIENT:  # a database that is away is waited for long
-            raise KeyboardInterrupt
+            raise stop()
 
     before = {number: signal.signal(number, put_off) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -46,15 +64,16 @@ def undisturbed() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
     if came:
-        raise KeyboardInterrupt
+        raise stop()
 
 
 @contextlib.contextmanager
 def study_lock(folder: Path) -> Iterator[IO[str]]:
-    """One run at a time for each study; what a killed run left running is ended.
+    """One run at a time for each study; what a killed run left is ended and removed.
 
     Raises:
         UserError: Another process runs this study.
+        OSError: The folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
@@ -68,17 +87,40 @@ def study_lock(folder: Path) -> Iterator[IO[str]]:
                     time.sleep(0.01)  # whoever only looks whether it runs has the lock for a moment
                     continue
                 file.seek(0)
-                pid = (json.loads(file.read() or "{}")).get("pid", "?")
+                pid = _owner(file)
                 raise UserError(
                     f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
                 ) from None
-        file.seek(0)
-        with contextlib.suppress(json.JSONDecodeError):
-            left = json.loads(file.read() or "{}")
-            if left.get("agent"):
-                sweep(left["agent"])
-        note_agent(file, "")
-        yield file
+        _clear_away(folder, file)
+        with files.naming(path):
+            note_agent(file, run_mark())
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):  # the lock counts, not what stands in it
+                note_agent(file, "")
+
+
+def _clear_away(folder: Path, file: IO[str]) -> None:
+    """Ends and removes what the last run left, if it was killed: it would have taken its mark back."""
+    file.seek(0)
+    try:
+        mark = json.loads(file.read() or "{}").get("agent")
+    except (ValueError, AttributeError):
+        mark = None
+    if mark:
+        sweep(mark)
+        for path in segments.abandoned(since=os.fstat(file.fileno()).st_mtime):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    files.remove_drafts(folder)
+
+
+def _owner(file: IO[str]) -> int | str:
+    try:
+        return int(json.loads(file.read() or "{}").get("pid", "?"))
+    except (ValueError, TypeError, AttributeError):
+        return "?"
 
 
 def run_under_way(folder: Path) -> int | None:
@@ -88,17 +130,15 @@ def run_under_way(folder: Path) -> int | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                with contextlib.suppress(json.JSONDecodeError):
-                    return int(json.loads(file.read() or "{}").get("pid", 0))
-                return 0  # it has not yet written down who it is
+                owner = _owner(file)
+                return owner if isinstance(owner, int) else 0  # it has not yet written down who it is
     except FileNotFoundError:
         pass
     return None
 
 
 def note_agent(file: IO[str], mark: str) -> None:
-    """Writes down whose processes to end, should this run be killed."""
-    file.seek(0)
-    file.truncate()
-    file.write(json.dumps({"pid": os.getpid(), "agent": mark}))
-    file.flush()
+    """Writes down, in one piece, whose processes to end, should this run be killed."""
+    text = json.dumps({"pid": os.getpid(), "agent": mark}).encode()
+    os.ftruncate(file.fileno(), 0)
+    os.write(file.fileno(), text)  # opened to append, so it goes to the beginning

@@ -26,6 +26,9 @@ EXTRAPOLATION_CAP = 10.0
 REPLICATES = 200
 GOODPUT = "goodput_samples_per_s"
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# A part of an amount: a number, and a unit or none.
+AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+LARGEST_AMOUNT = 1e18
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
@@ -342,14 +345,29 @@ def parse_seconds(value: Any) -> float:
 
 def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return _finite(value)
     text = value.strip() if isinstance(value, str) else ""
-    parts = re.findall(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)", text)
     lower = {unit.lower(): factor for unit, factor in units.items()}
-    whole = re.fullmatch(r"(?:\s*[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?\s*[A-Za-z]*)+", text)
-    if not whole or any(unit.lower() not in lower for _, unit in parts if unit or len(parts) > 1):
+    parts, at = list[tuple[str, str]](), 0
+    # Part by part: one expression for all of them would try every way to cut a long row of digits.
+    while found := AMOUNT.match(text, at):
+        parts.append((found[1], found[2].lower()))
+        at = found.end()
+    if not parts or at < len(text) or any(unit not in lower for _, unit in parts if unit or len(parts) > 1):
         raise ValueError(f"{value!r} is not a number or a number with a unit, as in {example!r}; units: {', '.join(units)}")
-    return sum(float(number) * (lower[unit.lower()] if unit else 1.0) for number, unit in parts)
+    return _finite(sum(float(number) * (lower[unit] if unit else 1.0) for number, unit in parts))
+
+
+def _finite(value: int | float) -> float:
+    """The number as one that can be calculated with.
+
+    Raises:
+        ValueError: It is none, or too large.
+    """
+    if not abs(value) <= LARGEST_AMOUNT:  # nor is this what is not a number
+        said = str(value) if isinstance(value, float) else f"a whole number of {value.bit_length()} bits"
+        raise ValueError(f"{said} is not a finite number below {LARGEST_AMOUNT:g}")
+    return float(value)
 
 
 def parse_amount(value: Any, metric: str) -> float:
@@ -366,7 +384,7 @@ def parse_amount(value: Any, metric: str) -> float:
         case unit:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise ValueError(f"{value!r} is not a number of {unit}")
-            return float(value)
+            return _finite(value)
 
 
 class _Bounded(BaseModel):
@@ -407,7 +425,7 @@ class Objective(_Bounded):
     """
 
     name: str = Field(min_length=1)
-    weight: FiniteFloat = Field(default=1.0, gt=0)
+    weight: FiniteFloat = Field(default=1.0, gt=0, le=1e9)
     description: str = ""
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, profiles, trial
+from autotune import UserError, masking, profiles, trial
 from autotune.candidate import (
     SIDE_EFFECT_KEYS,
     Candidate,
@@ -27,7 +27,8 @@ from autotune.candidate import (
 from autotune.convergence import LearningRate, default_rule
 from autotune.executors import base, choice
 from autotune.executors.base import Executor
-from autotune.invocation import DS_CONFIG, MAPPED_KEYS, fill, template_values, templates_in, with_flag
+from autotune.executors.host import most_ranks
+from autotune.invocation import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec
 from autotune.target import Target
@@ -36,6 +37,8 @@ from autotune.trial import Outcome, Probed, Script, TrialDir, TrialRequest, Tria
 DEFAULT_MICRO_BATCH = 8
 DEFAULT_LEARNING_RATE = 1e-3
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
+# How argparse, and most who read a command line, end a script whose arguments are missing or wrong.
+USAGE_STATUS = "exited with status 2"
 # What the user can do where the tuner finds no way.
 REMEDY = {
     name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
@@ -117,25 +120,27 @@ class Plan:
         return script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for two runs to belong to one study."""
+        """What must be the same for two runs to belong to one study, without its secrets, which are none of what is measured."""
         spec = self.spec
-        return {
-            "target": hashlib.sha256(spec.target.read_bytes()).hexdigest()[:16],
-            "space": spec.space.to_data(),
-            "objectives": [o.model_dump() for o in spec.objectives],
-            "constraints": [c.model_dump() for c in spec.constraints],
-            "ranks": self.world_size,
-            **({"nodes": spec.n_nodes} if spec.n_nodes > 1 else {}),
-            **({"executor": spec.executor} if spec.executor != "local" else {}),
-            "base_config": spec.base_config,
-            "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
-            "device_memory_bytes": spec.device_memory_bytes,
-            "seed": spec.seed,
-            "learning_rate_rule": spec.learning_rate_rule,
-            **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),
-            "accelerator": self.workload.environment.accelerator,
-            **({"script": self._script_fingerprint()} if self.workload.script else {}),
-        }
+        return masking.masked(
+            {
+                "target": hashlib.sha256(spec.target.read_bytes()).hexdigest()[:16],
+                "space": spec.space.to_data(),
+                "objectives": [o.model_dump() for o in spec.objectives],
+                "constraints": [c.model_dump() for c in spec.constraints],
+                "ranks": self.world_size,
+                **({"nodes": spec.n_nodes} if spec.n_nodes > 1 else {}),
+                **({"executor": spec.executor} if spec.executor != "local" else {}),
+                "base_config": spec.base_config,
+                "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
+                "device_memory_bytes": spec.device_memory_bytes,
+                "seed": spec.seed,
+                "learning_rate_rule": spec.learning_rate_rule,
+                **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),
+                "accelerator": self.workload.environment.accelerator,
+                **({"script": self._script_fingerprint()} if self.workload.script else {}),
+            }
+        )
 
     def _script_fingerprint(self) -> dict[str, Any]:
         """The command line, and what it made of the configuration, which may lie in other files."""
@@ -182,6 +187,8 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
         UserError: The target, the baseline or the space cannot be used, and why.
     """
     target = spec.inspected()
+    if not spec.runs_elsewhere and (spec.stated_ranks or 1) > (most := most_ranks()):
+        raise UserError(f"--ranks: {spec.stated_ranks} ranks are more than this machine can hold at once ({most}); give fewer")
     workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.stated_ranks or 1)
     environment = workload.environment
     nodes = spec.n_nodes
@@ -276,15 +283,28 @@ def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size
         ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
     result = base.run(executor, path, request)
+    if result.outcome is Outcome.LOST:  # whoever watched it was killed, as may happen once
+        result = base.run(executor, path, request)
     if result.outcome is not Outcome.COMPLETE:
         how = "run as it is" if is_script else "loaded"
-        raise UserError(f"{spec.target} cannot be {how}: {result.reason} (see {shown(TrialDir(path).log(result.failed_rank or 0))})")
+        log = TrialDir(path).log(result.failed_rank or 0)
+        hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
+        raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = trial.read(TrialDir(path).workload, Workload)
     if workload.script is not None:
         for name in SCRIPT_BATCH:
             if getattr(workload.script, name) is None:
                 raise UserError(f"{spec.target}: the {name} varies from step to step, so that no trial could be checked")
     return workload
+
+
+def _usage(log: Path, target: Path) -> str:
+    """What a script that ended as argparse does said last, and how it is given arguments."""
+    with contextlib.suppress(OSError):
+        said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line]
+        last = f" ({said[-1].partition('error: ')[2][:200]})" if said else ""
+        return f"{last}; if it needs arguments: autotune run {target.name} -- ITS ARGUMENTS"
+    return ""
 
 
 def _untouched_config(spec: StudySpec) -> DsConfig:
@@ -316,7 +336,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         arguments=arguments,
         working_dir=how.working_dir,
         module=how.module,
-        environment={name: fill(value, fillers) for name, value in how.environment.items()},
+        environment=_told({name: fill(value, fillers) for name, value in how.environment.items()}, how),
         # A probe leaves a constant that carries the batch as it is, and so learns its value.
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
@@ -326,6 +346,12 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
     )
+
+
+def _told(environment: dict[str, str], how: Invocation) -> dict[str, str]:
+    """The variables as a trial's file names them: secrets are left to the environment of its processes, where the engine has put them."""
+    fixed, shown = how.fixed_environment, masking.masked(environment)
+    return {name: value for name, value in environment.items() if name not in fixed or shown[name] == value}
 
 
 def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from autotune import UserError, profiles, trial
 from autotune.console import ProgressView
 from autotune.executors import base
-from autotune.executors.host import has_cuda_device
+from autotune.executors.host import has_cuda_device, most_ranks
 from autotune.executors.local import LocalExecutor
 from autotune.predictors.links import Link, LoaderRate, Probe
 from autotune.target import inspect_target
@@ -41,6 +41,8 @@ def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool)
     world_size = ranks if ranks is not None else _usual_ranks()
     if world_size < 1:
         raise UserError(f"probe: --ranks takes a number of ranks from 1 on; it was {world_size}")
+    if world_size > (most := most_ranks()):
+        raise UserError(f"probe: --ranks: {world_size} ranks are more than this machine can hold at once ({most}); give fewer")
     if target is not None and inspect_target(target).kind != "model":
         raise UserError(f"probe: {target}: only the data of a model.py can be drawn without its training")
     key = profiles.machine_key(world_size)

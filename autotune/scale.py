@@ -25,7 +25,7 @@ def rank_counts(text: str) -> list[int]:
         UserError: It is no list of at least two.
     """
     try:
-        counts = sorted({int(part) for part in text.split(",")})
+        counts = sorted({int(part) for part in text.split(",")}) if len(text) < 200 else []
     except ValueError:
         counts = []
     if len(counts) < 2 or counts[0] < 1:

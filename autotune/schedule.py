@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,9 +28,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune import UserError, store
 from autotune.history import History, Row
+from autotune.lock import run_under_way
 from autotune.objective import parse_seconds
+from autotune.spec import check_name
 
-SHORTEST_S = 60.0
+SHORTEST_S, LONGEST_S = 60.0, 10 * 366 * 86400.0
+# As long as the database keeps one; nobody writes a longer one by hand.
+LONGEST_CRON = 128
 LEASE = "scheduler"
 # A leader that has not been heard of for so long, by the clock of whoever waits, has died.
 BEAT_S, LEASE_S = 2.0, 10.0
@@ -101,19 +106,25 @@ def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | No
             raise ScheduleError(f"--every: {error}") from None
         if seconds < SHORTEST_S:
             raise ScheduleError(f"--every {every}: at least a minute")
+        if seconds > LONGEST_S:
+            raise ScheduleError(f"--every {every}: at most ten years")
         return seconds, None
     assert cron is not None
     fields = cron.split()
     try:
-        if len(fields) != 5:
+        if len(fields) != 5 or len(cron) > LONGEST_CRON:
             raise ValueError(f"{len(fields)} fields")
-        CronTrigger.from_crontab(_days_by_name(cron))
-    except ValueError as error:
+        trigger = CronTrigger.from_crontab(_days_by_name(cron))
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ScheduleError(f'--cron "{cron}": {error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0"') from None
     if fields[2] != "*" and fields[4] != "*":
         raise ScheduleError(
             f'--cron "{cron}": give a day of the month or a weekday; both together mean different things to different crons'
         )
+    now = datetime.datetime.now().astimezone()
+    trigger.end_date = now + datetime.timedelta(seconds=LONGEST_S)  # or it would look for the 30th of February until the year 9999
+    if trigger.get_next_fire_time(None, now) is None:
+        raise ScheduleError(f'--cron "{cron}": no such day comes within ten years; give another day of the month')
     return None, " ".join(fields)
 
 
@@ -244,7 +255,7 @@ class Daemon:
         self._stop = threading.Event()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._seen: tuple[tuple[str, int], float] | None = None
-        self._told = False
+        self._told, self._took_up_at = False, -RETRY_S
 
     def run(self) -> None:
         """Serves until SIGTERM or Ctrl-C; what runs then is told to stop, and goes on another time."""
@@ -275,6 +286,12 @@ class Daemon:
         if row is None or not self.jobs.leads or self._stop.is_set():
             return
         schedule = Schedule.of(row)
+        try:
+            check_name(schedule.study)  # whoever writes to the database may not say what is run here
+        except ValueError as error:
+            self.jobs.held[number] = math.inf
+            self.say(f"schedule {number} is passed by: {error}")
+            return
         self.say(f"{schedule.study}: re-tuning ({schedule.when})")
         command = [*self.command, schedule.study, "--if-due"]
         environment = {**os.environ, STORAGE_VARIABLE: self.url}  # a password does not belong on a command line
@@ -311,16 +328,17 @@ class Daemon:
         free = held[0] in ("", self.owner) or now - self._seen[1] > LEASE_S
         leads = free and self.history.beat(LEASE, held, self.owner)
         if leads != self.jobs.leads or not self._told:
-            self._told = True
+            self._told, self._took_up_at = True, -RETRY_S
             self.say("this daemon leads" if leads else "another daemon leads; standing by")
-            if leads:
-                self._take_up()
+        if leads and now - self._took_up_at >= RETRY_S:
+            self._took_up_at = now
+            self._take_up()
         self.jobs.leads = leads
 
     def _take_up(self) -> None:
-        """Makes a run due again that a killed one left half done."""
+        """Makes a run due again that a killed one left half done; one that outlived its daemon goes on by itself."""
         for schedule in map(Schedule.of, self.history.schedules()):
-            if self.history.interrupted(schedule.study) is not None:
+            if self.history.interrupted(schedule.study) is not None and run_under_way(self.studies / schedule.study) is None:
                 self.history.update_schedule(schedule.number, next_run_at=min(schedule.next_run_at, time.time()))
 
     def _give_back(self) -> None:
@@ -339,6 +357,7 @@ EXITS = {
     2: "could not run",
     3: "improved, the configuration is replaced",
     130: "interrupted; goes on next time",
+    143: "interrupted; goes on next time",
 }
 
 

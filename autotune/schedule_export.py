@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autotune import UserError
 from autotune.schedule import Schedule
+from autotune.spec import check_name
 
 # How often another scheduler asks, where the rule is an interval: it is due soon after it should be.
 ASK_HOURLY = "17 * * * *"
@@ -30,6 +31,11 @@ def export(form: str, schedules: Sequence[Schedule], folder: Path, storage: str 
     """
     if form not in FORMS:
         raise UserError(f"schedule export: unknown form {form!r}. Known: {', '.join(FORMS)}")
+    for each in schedules:  # which another scheduler runs: whoever writes to the database may not say what
+        try:
+            check_name(each.study)
+        except ValueError as error:
+            raise UserError(f"schedule export: schedule {each.number}: {error}; autotune schedule remove {each.number}") from None
     return FORMS[form](schedules, folder, storage)
 
 

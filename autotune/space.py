@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import UserError
 from autotune.candidate import FIELDS, RULES, SECTION_KEYS, Candidate, Rule, Scalar, Setting, check_knob, check_value, nearest
+from autotune.ds_json import check_setting
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -29,6 +30,9 @@ DRAWS = 10_000
 CONFIRMING = 5_000
 # A range longer than this is not searched value by value for dead ones.
 LONG_RANGE = 512
+# What a person may mean; beyond, candidates could neither be counted nor walked through in the time that a study has.
+MOST_CHOICES, MOST_OF_A_RANGE, MOST_KNOBS = 1_000, 1_000_000, 100
+MOST_STRUCTURES, MOST_CANDIDATES, LARGEST_BOUND = 100_000, 10**100, 2**53
 
 
 class SpaceError(UserError):
@@ -169,6 +173,7 @@ class SearchSpace:
                 origin[parameter.name] = where
                 parameters.append(parameter)
         by_name = {parameter.name: parameter for parameter in parameters}
+        _check_size(parameters, ", ".join(dict.fromkeys(origin.values())))
         for parameter in parameters:
             _check_parents(parameter, by_name, origin[parameter.name])
         return cls(parameters=_ordered(parameters, origin))
@@ -579,6 +584,8 @@ def _parse_choices(name: str, data: Mapping[str, Any], where: str) -> tuple[Scal
     choices = data["choices"]
     if not isinstance(choices, list) or not choices:
         raise SpaceError(f"{where}: choices: a list of at least one value is needed, not {choices!r}")
+    if len(choices) > MOST_CHOICES:
+        raise SpaceError(f"{where}: choices: {len(choices):,} values, and at most {MOST_CHOICES:,} can be listed; give a `range`")
     for index, value in enumerate(choices):
         _check(name, value, f"{where}: choices")
         if value in choices[:index]:
@@ -590,12 +597,19 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
     bounds, step, power = data["range"], data.get("step", 1), data.get("power_of_two", False)
     if not isinstance(bounds, list) or len(bounds) != 2 or not all(_is_int(bound) for bound in bounds) or bounds[0] > bounds[1]:
         raise SpaceError(f"{where}: range: two whole numbers are needed, [low, high], not {bounds!r}")
-    if not _is_int(step) or step < 1:
+    if not _is_int(step) or not 1 <= step <= LARGEST_BOUND:
         raise SpaceError(f"{where}: step: {step!r} is not a whole number of at least 1")
+    if max(map(abs, bounds)) > LARGEST_BOUND:
+        raise SpaceError(f"{where}: range: no setting goes as far as {bounds!r}")
     if not isinstance(power, bool):
         raise SpaceError(f"{where}: power_of_two: true or false, not {power!r}")
     if power and not 0 <= bounds[0] <= bounds[1] <= LARGEST_EXPONENT:
         raise SpaceError(f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT}: [16, 29] means 2^16 to 2^29")
+    if (bounds[1] - bounds[0]) // step >= MOST_OF_A_RANGE:
+        raise SpaceError(
+            f"{where}: range: {bounds!r} are more than {MOST_OF_A_RANGE:,} values; give a larger `step`, or exponents:"
+            " {range: [16, 29], power_of_two: true} means 2^16 to 2^29"
+        )
     # The highest value is one that the steps reach, so that Optuna and we agree on the range.
     high = bounds[0] + (bounds[1] - bounds[0]) // step * step
     parameter = Parameter(name=name, low=bounds[0], high=high, step=step, power_of_two=power, when=when)
@@ -624,6 +638,7 @@ def _check(name: str, value: Any, where: str) -> None:
         raise SpaceError(f"{where}: {value!r} is not a single value")
     try:
         check_value(name, value)
+        check_setting(name, value, name)
     except UserError as error:
         said = str(error).removeprefix(f"{name}: ") if name in where.split(": ") else str(error)
         raise SpaceError(f"{where}: {said}") from None
@@ -631,6 +646,19 @@ def _check(name: str, value: Any, where: str) -> None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_size(parameters: Sequence[Parameter], where: str) -> None:
+    """Refuses more knobs, or conditions of more combinations, than can be walked through."""
+    if len(parameters) > MOST_KNOBS or _product(parameters) > MOST_CANDIDATES:
+        raise SpaceError(f"{where}: {len(parameters)} knobs are more than can be tuned at once (at most {MOST_KNOBS}); leave some out")
+    parents = [parameter for parameter in parameters if any(parameter.name in other.when for other in parameters)]
+    if _product(parents) > MOST_STRUCTURES:
+        names = ", ".join(parameter.name for parameter in parents)
+        raise SpaceError(
+            f"{where}: when: conditions on {names} have more than {MOST_STRUCTURES:,} combinations; give these knobs fewer values,"
+            " or fewer conditions"
+        )
 
 
 def _check_parents(parameter: Parameter, by_name: Mapping[str, Parameter], where: str) -> None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
 
-from autotune import urls
-from autotune.candidate import DsConfig, check_config, nearest, read_config, without_auto
+from autotune import masking, urls
+from autotune.candidate import LARGEST_BATCH, DsConfig, nearest, without_auto
+from autotune.documents import read_yaml, written
+from autotune.ds_json import check_config, read_config
 from autotune.invocation import DS_CONFIG, MAPPED_KEYS, Invocation, check_templates, templates_in
-from autotune.objective import Constraint, Objective, parse_bytes, parse_seconds
+from autotune.objective import Constraint, Objective, bounds, parse_bytes, parse_seconds
 from autotune.space import SearchSpace, parse_parameters
-from autotune.target import YAML, SpecError, Target, inspect_target, is_script, is_yaml, read_text, similar
+from autotune.target import YAML, SpecError, Target, inspect_target, is_script, is_yaml, read_text
 
 M = TypeVar("M", bound=BaseModel)
 Kind = Literal["search_spaces", "objectives"]
@@ -36,21 +38,33 @@ FLAGS = {
     "time_budget_s": "--time-budget",
     "device_memory_bytes": "--device-memory",
 }
+NO_SECRET = (
+    f"{masking.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from a variable of the environment"
+    " (in a launch command: $NAME), or give the whole command again"
+)
 # Keys that are written only where they say something.
 OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "nodes", "executor_options", "hostfile", "from_checkpoint")
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# What a study's folder is called; a file system takes 255 bytes, and re-tunings put their number behind it.
+LONGEST_NAME = 200
+# A name that a re-tuning's study has in the database, or that the database itself has beside the studies' folders.
+RESERVED = re.compile(r".+\.retune-[0-9]+|.+\.db(-wal|-shm|-journal)?", re.IGNORECASE)
+# More samples, trials or bytes than this are a slip of the finger, and no longer exact as JSON's numbers.
+MOST, MOST_RANKS, LARGEST_BYTES = 2**53, 2**16, 2**60
+LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
+LONGEST_S = 1e9
 
 
 def _read_global_batch(given: Any) -> Any:
     value = given
-    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d{1,18})\s*\.\.\s*(\d{1,18})\s*", value)):
         value = (int(found[1]), int(found[2]))
-    elif isinstance(value, str) and value.strip().isdigit():
+    elif isinstance(value, str) and re.fullmatch(r"\s*\d{1,18}\s*", value):
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value, value)
-    whole = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int) for end in value)
-    if value not in ("keep", "free") and not (whole and 1 <= value[0] <= value[1]):
+    whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(end) is int for end in value)
+    if value not in ("keep", "free") and not (whole and 1 <= value[0] <= value[1] <= LARGEST_BATCH):
         raise ValueError(f"{given!r} is not keep, free, or a range of samples such as 8..64")
     return tuple(value) if whole else value
 
@@ -71,18 +85,19 @@ def read_share(text: str, where: str) -> float:
     """
     try:
         share = float(_read_share(text))
-    except ValueError as error:
-        raise SpecError(f"{where}: {error}") from None
+    except ValueError:
+        raise SpecError(f"{where}: {text!r} is not a share such as 0.01 or 1%") from None
     if not 0 <= share < 1:
         raise SpecError(f"{where}: {text} is not between 0 and 100%")
     return share
 
 
-Count = Annotated[int, Field(strict=True, ge=1)]
-Natural = Annotated[int, Field(strict=True, ge=0)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=MOST_RANKS)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=LARGEST_BYTES)]
 Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class StudySpec(BaseModel):
@@ -148,8 +163,8 @@ class StudySpec(BaseModel):
     constraints: tuple[Constraint, ...] = ()
     trials: Count = 30
     time_budget_s: Seconds | None = None
-    ranks: Count | None = None
-    nodes: Count | None = None
+    ranks: Ranks | None = None
+    nodes: Ranks | None = None
     executor: Literal["local", "slurm", "ray"] = "local"
     executor_options: dict[str, str] = Field(default_factory=dict)
     hostfile: Path | None = None
@@ -161,10 +176,10 @@ class StudySpec(BaseModel):
     stop_below: Share = 0.01
     stop_trials: bool = True
     storage: str | None = None
-    parallel: Count = 1
+    parallel: Ranks = 1
     overlap: bool = False
     learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
-    seed: Natural = 0
+    seed: Annotated[int, Field(strict=True, ge=0, le=LARGEST_SEED)] = 0
     trial_budget_s: Seconds = 10.0
     trial_deadline_s: Seconds = 300.0
     min_samples: Natural = 0
@@ -252,6 +267,11 @@ class StudySpec(BaseModel):
         return templates_in([*how.arguments, *how.environment.values(), *self.script_set.values()])
 
     def _check_script(self, target: Target) -> None:
+        for where, texts in (("-- ARGS", self.how().arguments), (flag("script_set"), self.script_set.values())):
+            if any(map(masking.holds_mask, texts)):
+                raise SpecError(f"{where}: {NO_SECRET}")
+        if not Path(self.how().working_dir).is_dir():
+            raise SpecError(f"working_dir: there is no folder {self.how().working_dir}, which {target.path.name} is to run in")
         check_templates([*self.how().arguments, *self.script_set.values(), self.command or ""], str(target.path))
         if self.base_config is not None and DS_CONFIG not in self.templated():
             raise SpecError(
@@ -308,6 +328,7 @@ class StudySpec(BaseModel):
             left_out += ["command"]
         batch = self.global_batch if isinstance(self.global_batch, str) else "{}..{}".format(*self.global_batch)
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
+        data |= {name: masking.masked(data[name]) for name in ("command", "script_args", "script_set", "executor_options", "base_config")}
         if self.invocation is not None and self.ranks == self.invocation.world_size:
             data["ranks"] = None
         if self.working_dir is not None:
@@ -362,6 +383,8 @@ class StudySpec(BaseModel):
     @classmethod
     def _check_name(cls, name: str) -> str:
         check_name(name)
+        if RESERVED.fullmatch(name):
+            raise ValueError(f"{name!r} cannot name a study: databases and re-tunings have such names; choose one with another ending")
         return name
 
     @model_validator(mode="after")
@@ -378,7 +401,20 @@ class StudySpec(BaseModel):
         if self.hostfile is not None and self.executor != "local":
             raise ValueError(f"hostfile: it is for --executor local; {self.executor} chooses the machines itself")
         if self.nodes and self.ranks and self.ranks % self.nodes:
-            raise ValueError(f"ranks: {self.ranks} ranks cannot be spread evenly over {self.nodes} nodes")
+            raise ValueError(f"ranks: {self.ranks} ranks cannot be spread evenly over {self.nodes} nodes; give a multiple")
+        if self.trial_budget_s >= self.trial_deadline_s:
+            raise ValueError(
+                f"trial_deadline_s: {self.trial_deadline_s:g} s would end every trial before its trial_budget_s of"
+                f" {self.trial_budget_s:g} s is over; give a longer deadline, or a smaller budget"
+            )
+        ends: dict[str, dict[str, float]] = {}
+        for metric, end, amount in bounds(self.objectives, self.constraints).values():
+            ends.setdefault(metric, {})[end] = amount
+        for metric, both in ends.items():
+            if both.get("min", -math.inf) > both.get("max", math.inf):
+                raise ValueError(
+                    f"constraints: {metric}: min {both['min']:g} is above max {both['max']:g}, so nothing can hold both; change one of them"
+                )
         return self
 
 
@@ -404,14 +440,16 @@ def check_name(name: str) -> None:
         ValueError: It says what a name may hold.
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot")
+        raise ValueError(f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot or a dash")
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{name[:40]!r}... is too long to name a study: at most {LONGEST_NAME} characters")
 
 
 def _default_name(path: Path) -> str:
     """The file's name, or its folder's where the file is called what such files are always called."""
     path = path.absolute()
     name = path.parent.name if path.stem in ("study", "model") and path.parent.name else path.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".") or "study"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-")[:LONGEST_NAME] or "study"
 
 
 def _message(error: ValidationError, where: str) -> str:
@@ -441,7 +479,12 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
             raise SpecError(f"{path}: command: a command line is needed, not {data['command']!r}")
         if "target" in data or data.get("script_args"):
             raise SpecError(f"{path}: command: it says which script is run and how; leave out target and script_args")
-        return data["command"], _inside(data.get("working_dir") or ".", path.absolute().parent)
+        if masking.holds_mask(data["command"]):
+            raise SpecError(f"{path}: command: {NO_SECRET}")
+        folder = _read_folder(data.get("working_dir"), f"{path}: working_dir", path.absolute().parent) or path.absolute().parent
+        if not folder.is_dir():
+            raise SpecError(f"{path}: working_dir: there is no folder {folder}; the command has to run somewhere")
+        return data["command"], folder
     words = [word for word in target.split() if not re.match(r"\w+=", word)]
     if not words:
         return None
@@ -529,23 +572,41 @@ def _validated(model: type[M], data: Any, where: str) -> M:
 
 
 def _read_base(value: Any, where: str, folder: Path) -> DsConfig | None:
+    if value is None:
+        return None
     if isinstance(value, str | Path):
-        path = _inside(value, folder)
-        return read_config(read_text(path, where), str(path))
-    if value is not None:
-        check_config(value, where)
-    config: DsConfig | None = value
-    return config
+        path = _inside(value, folder, where)
+        return masking.without_secrets(read_config(read_text(path, where), str(path)))
+    check_config(value, where)
+    return masking.without_secrets(value)
 
 
 def _read_target(value: Any, where: str, folder: Path) -> Path:
-    if not isinstance(value, str | Path):
+    if not isinstance(value, str | Path) or not str(value):
         raise SpecError(f"{where}: the path of a model.py is needed, not {value!r}")
-    return _inside(value, folder)
+    return _inside(value, folder, where)
+
+
+def _read_arguments(value: Any, where: str, folder: Path) -> tuple[str, ...]:
+    words = value if value is not None else ()
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str | int | float) for word in words):
+        raise SpecError(f"{where}: a list of words is needed, as in [--lr, '0.1'], not {value!r}")
+    return tuple(map(str, words))
+
+
+def _pairs(value: Any, where: str, example: str) -> Iterable[tuple[Any, Any]]:
+    """What NAME=VALUE texts say, or a mapping."""
+    if value is None:
+        return ()
+    if isinstance(value, dict):
+        return value.items()
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise SpecError(f"{where}: a mapping of names to values is needed, as in {example}, not {value!r}")
+    return [(name, text) for name, _, text in (item.partition("=") for item in value)]
 
 
 def _read_script_set(value: Any, where: str, folder: Path) -> dict[str, str]:
-    pairs = value.items() if isinstance(value, dict) else [str(item).partition("=")[::2] for item in value]
+    pairs = list(_pairs(value, where, "BATCH: '{micro_batch_size}'"))
     for name, text in pairs:
         if not (isinstance(name, str) and name.isidentifier() and str(text)):
             raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in BATCH={{micro_batch_size}}")
@@ -553,15 +614,19 @@ def _read_script_set(value: Any, where: str, folder: Path) -> dict[str, str]:
 
 
 def _read_options(value: Any, where: str, folder: Path) -> dict[str, str]:
-    pairs = value.items() if isinstance(value, dict) else [str(item).partition("=")[::2] for item in value]
+    pairs = list(_pairs(value, where, "partition: gpu"))
     for name, text in pairs:
         if not (isinstance(name, str) and re.fullmatch(r"[a-z_]+", name) and str(text)):
             raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in partition=gpu")
+        if isinstance(text, dict | list) or text is None or not str(text).isprintable():
+            raise SpecError(f"{where}: {name}: a single value is needed, as in partition=gpu, not {text!r}")
     yes_no = {True: "yes", False: "no"}  # which YAML reads as truth values
     return {str(name): yes_no[text] if isinstance(text, bool) else str(text) for name, text in pairs}
 
 
 def _read_mappings(value: Any, where: str, folder: Path) -> dict[str, str]:
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise SpecError(f"{where}: a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`, not {value!r}")
     for key, name in value.items():
@@ -573,26 +638,26 @@ def _read_mappings(value: Any, where: str, folder: Path) -> dict[str, str]:
 
 
 def _read_folder(value: Any, where: str, folder: Path) -> Path | None:
-    return None if value is None else _inside(value, folder)
+    return None if value is None else _inside(value, folder, where)
 
 
-# The keys that take more than pydantic to read: from (value, its place in words, the folder that paths start from).
 def _read_checkpoint(value: Any, where: str, folder: Path) -> Path | None:
     if value is None:
         return None
-    path = _inside(value, folder)
-    if not path.exists():
+    path = _inside(value, folder, where)
+    if not os.path.exists(path):
         raise SpecError(f"{where}: there is no {path}; give the folder of a DeepSpeed checkpoint, or a state dict's file")
     return path
 
 
+# The keys that take more than pydantic to read: from (value, its place in words, the folder that paths start from).
 READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "space": _read_space,
     "objectives": _read_objectives,
     "constraints": _read_constraints,
     "base_config": _read_base,
     "target": _read_target,
-    "script_args": lambda value, where, folder: tuple(map(str, value or ())),
+    "script_args": _read_arguments,
     "script_set": _read_script_set,
     "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
@@ -602,8 +667,24 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
 }
 
 
-def _inside(path: str | Path, folder: Path) -> Path:
-    return Path(os.path.abspath(folder / Path(path).expanduser()))
+def _inside(path: Any, folder: Path, where: str) -> Path:
+    """A path that the user gave, from a folder on.
+
+    Raises:
+        SpecError: It is none.
+    """
+    if not isinstance(path, str | Path):
+        raise SpecError(f"{where}: a path is needed, not {path!r}")
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
+        raise SpecError(f"{where}: {str(path)!r} holds control characters, or is not UTF-8; rename the file")
+    try:
+        return Path(os.path.abspath(folder / Path(path).expanduser()))
+    except RuntimeError:  # ~nobody/
+        raise SpecError(f"{where}: {path}: there is no such user's home folder; write the whole path") from None
+
+
+# A machine's name or address, and a user's before it.
+HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_\[:][\w.:\]%-]*")
 
 
 def read_hostfile(path: Path) -> dict[str, int | None]:
@@ -615,8 +696,8 @@ def read_hostfile(path: Path) -> dict[str, int | None]:
     hosts: dict[str, int | None] = {}
     for number, line in enumerate(read_text(path, "--hostfile").splitlines(), 1):
         text = line.partition("#")[0].strip()
-        found = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d*))?", text)
-        if text and found is None:
+        found = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d{0,4}))?", text)
+        if text and (found is None or not HOST.fullmatch(found[1])):  # ssh would take -oProxyCommand=... for an option
             raise SpecError(f"{path}:{number}: `HOST slots=N` is needed, not {text!r}")
         if found and found[1] in hosts:
             raise SpecError(f"{path}:{number}: {found[1]} is there twice")
@@ -625,53 +706,6 @@ def read_hostfile(path: Path) -> dict[str, int | None]:
     if not hosts:
         raise SpecError(f"{path}: it names no host")
     return hosts
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads 5e8 as a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", key_node.start_mark)
-            seen.add(key if isinstance(key, str) else id(key_node))
-        return super().construct_mapping(node, deep)
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        value: float = super().construct_yaml_float(node)
-        return int(value) if "." not in str(node.value) and value.is_integer() else value
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: quotes a text that looks like 5e8, and repeats a value rather than refer to it."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-# YAML 1.1 wants a point in 5e8; YAML 1.2, and everybody who writes a bucket size, does not.
-_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
-
-
-def read_yaml(path: Path) -> Any:
-    """Reads a YAML file as plain data.
-
-    Raises:
-        SpecError: No such file, or not YAML; it names the file and the line.
-    """
-    try:
-        return yaml.load(read_text(path, str(path)), _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f" line {mark.line + 1}:" if mark else ""
-        raise SpecError(f"{path}:{line} not YAML: {error.problem or error.context}".replace("not YAML: key", "key")) from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
 
 
 def preset_folder(kind: Kind) -> Path:
@@ -704,7 +738,7 @@ def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
         SpecError: There is no such preset.
     """
     if is_yaml(Path(name_or_path)) or "/" in name_or_path or os.sep in name_or_path:
-        return _inside(name_or_path, relative_to)
+        return _inside(name_or_path, relative_to, where)
     known = presets(kind)
     if name_or_path not in known:
         listed = {"search_spaces": "spaces", "objectives": "objectives"}[kind]
@@ -722,10 +756,8 @@ def load_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
         What to call it in an error, and its data.
     """
     path = find_preset(kind, name_or_path, relative_to, where)
-    place = name_or_path if name_or_path in presets(kind) else str(path)
-    if not path.exists():
-        raise SpecError(f"{where}: there is no file {path}.{similar(path)}")
-    return (f"{kind}/{place}.yaml" if place == name_or_path else place), read_yaml(path)
+    place = f"{kind}/{name_or_path}.yaml" if name_or_path in presets(kind) else str(path)
+    return place, read_yaml(path, where)
 
 
 COMMENTS = {
@@ -760,14 +792,10 @@ def _commented(key: str, value: Any) -> str:
         lines = "".join(f"  {name}: {_flow(item)}\n" if name else f"  - {_flow(item)}\n" for name, item in rows)
         return f"{comment}{key}:\n{lines}"
     if isinstance(value, dict):
-        nested = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-        return f"{comment}{nested}"
+        return f"{comment}{written({key: value}, flow=False)}"
     return f"{comment}{key}: {_flow(value)}\n"
 
 
 def _flow(value: Any) -> str:
     """One line of YAML."""
-    if isinstance(value, tuple):
-        value = list(value)
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=10**6)
-    return text.removesuffix("...\n").strip()
+    return written(list(value) if isinstance(value, tuple) else value, flow=True)

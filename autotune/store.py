@@ -17,7 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune import database, history, objective, trial
+from autotune import database, history, masking, objective, trial
 from autotune.analysis.recommend import Measured
 from autotune.branch import Branch
 from autotune.candidate import CANDIDATE_ATTR, Candidate, DsConfig, Setting
@@ -26,7 +26,7 @@ from autotune.database import Cached, Storage
 from autotune.gate import Verdict, numerics
 from autotune.invocation import Invocation
 from autotune.objective import Direction, Objective, Reference
-from autotune.spec import StudySpec
+from autotune.spec import StudySpec, check_name
 from autotune.trial import Outcome, Workload
 
 # Whoever uses the store opens it here, too.
@@ -191,7 +191,8 @@ def record(study: Study) -> StudyRecord | None:
 
 def keep(study: Study, kept: StudyRecord) -> None:
     """Keeps the record with the study."""
-    study.set_user_attr(RECORD_ATTR, TypeAdapter(StudyRecord).dump_json(kept).decode())
+    data = TypeAdapter(StudyRecord).dump_python(kept, mode="json")
+    study.set_user_attr(RECORD_ATTR, json.dumps(masking.masked(data)))
 
 
 def note_end(study: Study, why: str) -> None:
@@ -324,7 +325,15 @@ def repeat_path(folder: Path, number: int, n: int) -> Path:
 
 
 def study_folder(name: str, studies: Path, url: str) -> Path:
-    """The folder of a study: below `studies`, or beside its SQLite database where only that has one."""
+    """The folder of a study: below `studies`, or beside its SQLite database where only that has one.
+
+    Raises:
+        StoreError: Whatever has that name in the database, it is none of our studies; the name may lead anywhere.
+    """
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
     beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
     base, generation = generation_of(name)
     own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)

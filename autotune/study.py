@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -163,7 +164,7 @@ class Runner:
         self.spec = plan.spec
         self.ledger = storage if isinstance(storage, Ledger) else Ledger(store.open_storage(storage), plan.spec.name)
         self.storage = self.ledger.storage
-        self.storage.patience_s, self.storage.on_wait = store.PATIENCE_S, observer.say
+        self.storage.patience_s, self.storage.keeps, self.storage.on_wait = store.PATIENCE_S, True, observer.say
         self.leads = True
         self._slots = list(slots) or [executor]
         self._nothing_since: int | None = None
@@ -882,14 +883,18 @@ class Runner:
 
 def _wall_s(told: Sequence[FrozenTrial]) -> float:
     """Seconds that trials took; what ran beside something else counts once."""
-    spans = sorted((t.datetime_start, t.datetime_complete) for t in told if t.datetime_start and t.datetime_complete)
+    # Where a trial ended follows from what it took: a clock that was set in between would make it years long.
+    spans = sorted((t.datetime_start, t.datetime_start + timedelta(seconds=_took_s(t))) for t in told if t.datetime_start)
     twice_s, until = 0.0, None
     for start, end in spans:
         if until is not None:
             twice_s += max(0.0, (min(until, end) - start).total_seconds())
         until = end if until is None else max(until, end)
-    walls = [float(store.told_data(t)["wall_s"]) for t in told]
-    return max(0.0, sum(walls) - twice_s)
+    return max(0.0, sum(map(_took_s, told)) - twice_s)
+
+
+def _took_s(told: FrozenTrial) -> float:
+    return float(store.told_data(told)["wall_s"])
 
 
 def _met_mismatch(told: FrozenTrial) -> bool:

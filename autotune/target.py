@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,10 @@ TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
 LIGHTNING_MODULES = {"lightning", "pytorch_lightning"}
 # Modules of the user's own that a script is looked at together with.
 MOST_HELPERS = 200
+# Nobody writes more by hand: what is larger is another file than the one that was meant.
+LARGEST_BYTES = 1 << 20
+# What the parser says of a text that is nested without end, or as deep as no interpreter goes.
+UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 class SpecError(UserError):
@@ -65,7 +72,7 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
     Raises:
         SpecError: In one sentence, why it cannot be tuned.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
         raise SpecError(f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it"))
     text = read_text(path, "target")
@@ -74,10 +81,15 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
     if path.suffix != ".py" and not launched:
         raise SpecError(f"{path}: a target is a model.py or a study.yaml, or a training script")
     try:
-        tree = ast.parse(text, filename=str(path))
+        return _inspect(path, ast.parse(text, filename=str(path)), launched=launched)
+    except (RecursionError, MemoryError):
+        raise SpecError(f"{path}: not Python: nested too deeply for the interpreter") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise SpecError(f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}") from None
+
+
+def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     names = dict(_definitions(tree.body))
     source = next((name for name in ("data", "batch") if _callable(names.get(name))), None)
     if launched or not _callable(names.get("model")) or source is None:
@@ -224,7 +236,7 @@ def _helpers(node: ast.AST, importer: Path, roots: Sequence[Path]) -> Iterator[P
 def _parsed(path: Path) -> ast.Module | None:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+    except (OSError, *UNPARSED):
         return None
 
 
@@ -262,7 +274,9 @@ def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
                 found |= dict.fromkeys(alias.name for alias in node.names)
             case ast.ImportFrom(module=str(module), level=0) if module != "__future__":
                 found[f"{module}:{','.join(alias.name for alias in node.names if alias.name != '*')}".rstrip(":")] = None
-    beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
+    beside = set[str]()
+    with contextlib.suppress(OSError):  # a folder that may be entered and not listed
+        beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
     return [name for name in found if re.split("[.:]", name)[0] not in beside]
 
 
@@ -274,23 +288,37 @@ def read_text(path: Path, where: str) -> str:
         where: What named it, for the error.
 
     Raises:
-        SpecError: It is not there, or not text.
+        SpecError: It is not there, not text, or not a file that somebody wrote.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        str(path).encode()  # a study.yaml names it, in UTF-8
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise SpecError(f"{where}: {path} is a folder, not a file")
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may never end
+            raise SpecError(f"{where}: {path} is no regular file but a pipe, a socket or a device; write to a file and name that")
+        if found.st_size > LARGEST_BYTES:
+            size, most = found.st_size / 2**20, LARGEST_BYTES / 2**20
+            raise SpecError(f"{where}: {path} has {size:,.1f} MiB, more than a person writes ({most:.0f} MiB); is it the right file?")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
     except FileNotFoundError:
         raise SpecError(f"{where}: there is no file {path}.{similar(path)}") from None
-    except IsADirectoryError:
-        raise SpecError(f"{where}: {path} is a folder, not a file") from None
     except UnicodeDecodeError:
-        raise SpecError(f"{where}: {path} is not a text file in UTF-8") from None
+        raise SpecError(f"{where}: {path} is not a text file in UTF-8; save it as UTF-8") from None
+    except UnicodeEncodeError:
+        raise SpecError(f"{where}: the name {str(path)!r} is not UTF-8, as a study.yaml that names it has to be; rename it") from None
+    except ValueError:
+        raise SpecError(f"{where}: {str(path)!r} cannot be the name of a file") from None
     except OSError as error:
         raise SpecError(f"{where}: {path} cannot be read: {error.strerror}") from None
 
 
 def similar(path: Path) -> str:
     """A file beside it that may be meant, as a sentence to add."""
-    return nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    try:
+        return nearest(path.name, os.listdir(path.parent))
+    except (OSError, ValueError):  # there is no such folder, or it may not be listed
+        return ""
 
 
 def sources(target: Path) -> Iterator[Path]:
@@ -304,7 +332,7 @@ def sources(target: Path) -> Iterator[Path]:
         yield path
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
+        except UNPARSED:
             continue
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

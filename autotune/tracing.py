@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from autotune import UserError, store, trial
+from autotune.documents import read_yaml
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.target import inspect_target
@@ -27,8 +26,8 @@ def path_in(folder: Path, number: int) -> Path:
 def _elsewhere(folder: Path) -> str:
     """Where the trials of a study ran, in words; empty for this machine alone."""
     try:
-        stated = yaml.safe_load((folder / "study.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+        stated = read_yaml(folder / "study.yaml")
+    except UserError:
         return ""
     stated = stated if isinstance(stated, dict) else {}
     if stated.get("executor", "local") != "local":

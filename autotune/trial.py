@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
-from autotune import stats
+from autotune import files, stats
 from autotune.candidate import AUTOCAST, Candidate, DsConfig, Scalar
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
@@ -29,6 +29,8 @@ CUDA_CONTEXT_BYTES = 600 << 20
 BUSY_CORES = 0.3
 # Families of scripts, in words, that others than the worker look at.
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
+# A report holds some numbers for each step; what is larger is none. Of an event stream the end says how far a rank came.
+LARGEST_REPORT_BYTES, EVENTS_TAIL_BYTES = 64 << 20, 4 << 20
 # What a rank goes through, in order.
 PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
 T = TypeVar("T")
@@ -471,6 +473,9 @@ class RankReport:
         traced: What a trace showed, where one was asked for.
     """
 
+    # A rank writes no such numbers; in whatever else may stand there, they are refused with the rest.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
+
     rank: int
     outcome: Outcome
     phase: str
@@ -504,8 +509,8 @@ class Exit:
         codes: Exit status of each rank, negative for a signal.
         first_failed: The rank that ended badly first.
         failed_at: Unix time of that.
-        killed: Why the agent killed the rest: `deadline`, `cancel`, `peer` (one rank had failed); `lost` where the agent itself
-            came to grief; None if it did not.
+        killed: Why the agent killed the rest: `deadline`, `cancel`, `peer` (one rank had failed), `processes` (there were too
+            many); `lost` where the agent itself came to grief; None if it did not.
         note: What the engine or the agent has to say of it.
         kernel_oom: The kernel's out-of-memory killer struck during the trial.
         wall_s: From the start of the ranks to the last one's end.
@@ -638,27 +643,9 @@ class TrialDir:
 
 
 def write(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Writes a dataclass or plain data as JSON, whole or not at all; see `write_text`."""
+    """Writes a dataclass or plain data as JSON, whole or not at all; see `files.write_bytes`."""
     data = _adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
-
-
-def write_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Writes a file by renaming a draft: a reader sees the old one or the new one, whole.
-
-    Args:
-        path: The file; its folder is made.
-        text: Its content.
-        sync: Wait until the content is on disk, so that it also outlives a crash of the machine.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.write(text)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(draft, path)
+    files.write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
 
 
 def read(path: Path, kind: type[T]) -> T:
@@ -717,7 +704,7 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
         codes={rank: code for end in found.values() for rank, code in end.codes.items()},
         first_failed=first.first_failed if first else None,
         failed_at=first.failed_at if first else None,
-        killed=next((why for why in ("lost", "cancel", "deadline", "peer") if why in whys), None),
+        killed=next((why for why in ("lost", "cancel", "processes", "deadline", "peer") if why in whys), None),
         note=note or next((end.note for end in found.values() if end.note), silent),
         kernel_oom=any(end.kernel_oom for end in found.values()),
         wall_s=max((end.wall_s for end in found.values()), default=0.0),
@@ -726,13 +713,15 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
 
 
 def reports(trial_dir: TrialDir, world_size: int) -> dict[int, RankReport]:
-    """The reports that the ranks managed to write."""
+    """The reports that the ranks managed to write; whatever else may lie in their place is none."""
     found = {}
     for rank in range(world_size):
-        try:
-            found[rank] = read(trial_dir.report(rank), RankReport)
-        except (FileNotFoundError, ValueError):
-            continue
+        with contextlib.suppress(ValueError):
+            report: RankReport = _adapter(RankReport).validate_json(
+                files.tail(trial_dir.report(rank), LARGEST_REPORT_BYTES, whole=True) or b""
+            )
+            if report.rank == rank:
+                found[rank] = report
     return found
 
 
@@ -777,13 +766,13 @@ def phases(trial_dir: TrialDir) -> dict[int, str]:
     last: dict[int, str] = {}
     lines: list[str] = []
     for path in sorted(trial_dir.path.glob("events*.jsonl")):
-        lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines += (files.tail(path, EVENTS_TAIL_BYTES) or b"").decode(errors="replace").splitlines()
     for line in lines:
         try:
             event = json.loads(line)
             if "phase" in event:
                 last[int(event["rank"])] = str(event["phase"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue  # cut short by a kill, or not ours
     return last
 
@@ -843,6 +832,8 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
 def _verdict(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
     if end.killed == "cancel":
         return Outcome.LOST, end.note or "stopped before it ended", phase, None
+    if end.killed == "processes":
+        return Outcome.CRASHED, end.note, phase, None
     failed = [report for report in found.values() if report.outcome not in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)]
     if not failed and len(found) == request.world_size:
         last = found[0]  # the ranks decide together; whatever became of the processes after they had reported

@@ -14,13 +14,13 @@ from typing import Any
 
 from autotune import UserError, fingerprint, schedule, schedule_export, store
 from autotune import retune as retuning
-from autotune.commands import INTERRUPTED, STUDIES, locate, terminable, wanted_study
+from autotune.commands import STUDIES, locate, terminable, wanted_study
 from autotune.console import ProgressView
 from autotune.decision import Decision, Verdict
 from autotune.fingerprint import Fingerprint
 from autotune.history import GoneError, History, Row
 from autotune.journal import Journal
-from autotune.lock import note_agent, study_lock
+from autotune.lock import status_of, study_lock
 from autotune.plan import executor_for, plan, profiled, shown
 from autotune.retune import Asked, Retuning
 from autotune.schedule import Daemon, Schedule, ScheduleError
@@ -63,7 +63,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
         as_json: Print JSON.
 
     Returns:
-        Exit status: 0 unchanged or not due, 3 improved, 1 failed, 130 interrupted.
+        Exit status: 0 unchanged or not due, 3 improved, 1 failed, 130 interrupted (143 by SIGTERM).
     """
     given = [name for name in CAUSES if options.get(name)]
     if len(given) > 1:
@@ -79,7 +79,7 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     overrides = _from_checkpoint(checkpoint)
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context(study_lock(folder))
+            stack.enter_context(study_lock(folder))
         except UserError as error:
             if cause == "due":  # whoever runs it, does what is due; a scheduler need not hear of it
                 print(f"autotune: {error}; nothing is done", file=sys.stderr)
@@ -96,13 +96,13 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
             wanted = _spec(study, folder, overrides)
             run = Retuning(name=study, folder=folder, url=url, asked=asked, observer=view)
             run.begin()
-            decision = _decided(run, wanted, lock, view)
+            decision = _decided(run, wanted, view)
         except retuning.AttemptsError as error:
             print(f"autotune: {error}", file=sys.stderr)
             return STATUS[Verdict.FAILED]
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
-            return INTERRUPTED
+            return status_of(stop)
     if as_json:
         print(json.dumps(decision.to_data(), indent=1))
     else:
@@ -110,11 +110,10 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
     return STATUS[decision.verdict]
 
 
-def _decided(run: Retuning, wanted: StudySpec, lock: Any, view: Journal) -> Decision:
+def _decided(run: Retuning, wanted: StudySpec, view: Journal) -> Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:
-            note_agent(lock, executor.mark)
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
             return run.run(found, executor)
     except (store.StoreError, GoneError):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
-HIDDEN = "***"
+from autotune import masking
+from autotune.masking import HIDDEN
+
 VARIABLE = "AUTOTUNE_STORAGE"
+# A shorter one may stand in a text by chance.
+LEAST_PASSWORD = 4
 # Dialects by what people write, the driver that we test with, and the extra that installs it.
 DRIVERS = {
     "postgresql": ("postgresql+psycopg", "postgresql"),
@@ -13,15 +17,19 @@ DRIVERS = {
     "mysql": ("mysql+pymysql", "mysql"),
     "mariadb": ("mariadb+pymysql", "mysql"),
 }
-# User and password; a password may hold anything, so all up to the last @ is taken for it.
-_LOGIN = re.compile(r"(://[^:/@?]*):.*@")
-_SECRET_OPTION = re.compile(r"([?&](?!passfile=)[^=&]*(?:pass|pwd|secret|token)[^=&]*)=[^&]*", re.IGNORECASE)
 _HIDDEN_OPTION = re.compile(rf"([?&])[^=&]*={re.escape(HIDDEN)}(?:&|$)")
 
 
 def masked(url: str) -> str:
     """The URL as it may be shown and written down: its secrets are stars."""
-    return _SECRET_OPTION.sub(rf"\1={HIDDEN}", _LOGIN.sub(rf"\1:{HIDDEN}@", url))
+    return masking.masked_url(url)
+
+
+def without_password(text: str, url: str) -> str:
+    """What a driver says of a URL, without the password that it may quote."""
+    for found in re.findall(r"://[^:/@?]*:(.*)@", url):
+        text = text.replace(found, HIDDEN) if len(found) >= LEAST_PASSWORD else text
+    return masking.masked(text)
 
 
 def unmasked(url: str) -> str:

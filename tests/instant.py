@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo import MODELS
 
-from autotune import store, trial
+from autotune import files, store, trial
 from autotune.candidate import Candidate, Setting
 from autotune.confirm import ENDLESS_SAMPLES
 from autotune.convergence import NoiseTerms
@@ -184,4 +184,4 @@ def finished(studies: Path, name: str, **changes: Any) -> None:
     """Leaves a finished study below a folder of studies, as `autotune run` does."""
     spec = spec_of(**{"name": name} | changes)
     Runner(plan_of(spec), Instant(), studies / name, store.default_url(studies), Watcher()).run()
-    trial.write_text(studies / name / "study.yaml", spec.to_yaml(studies / name))
+    files.write_text(studies / name / "study.yaml", spec.to_yaml(studies / name))

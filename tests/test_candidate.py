@@ -18,11 +18,10 @@ from autotune.candidate import (
     Candidate,
     ConfigError,
     Setting,
-    check_config,
     check_knob,
     from_deepspeed,
-    read_config,
 )
+from autotune.ds_json import check_config, read_config
 from autotune.space import SearchSpace, parse_parameters
 from autotune.spec import presets, read_yaml
 

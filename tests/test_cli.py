@@ -188,8 +188,8 @@ def test_check_says_what_would_be_tuned_and_what_would_not(models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_study_goes_on_where_it_was(how, models, tmp_path):
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])  # SIGKILL: test_chaos.py
+def test_a_stopped_study_goes_on_where_it_was(how, status, models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "small.yaml").write_text(STUDY.replace("trial_budget_s: 0.3", "trial_budget_s: 2"))
     driver = subprocess.Popen(
@@ -204,8 +204,7 @@ def test_a_stopped_study_goes_on_where_it_was(how, models, tmp_path):
         time.sleep(0.05)
     driver.send_signal(how)
     _, said = driver.communicate(timeout=60)
-    if how is signal.SIGINT:
-        assert driver.returncode == 130 and "To go on, run" in said
+    assert driver.returncode == status and "this is the best so far. To go on, run" in said
     until = time.monotonic() + 30
     while processes_of(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
@@ -284,7 +283,8 @@ def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, tmp_pat
     shutil.rmtree(log.parents[2])
 
 
-def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(tmp_path):
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(how, status, tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-m", "autotune.cli", "run", "echo begun > begun; sleep 300 & sleep 301"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -292,9 +292,28 @@ def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(
     until = time.monotonic() + 60
     while time.monotonic() < until and not (tmp_path / "begun").exists():
         time.sleep(0.05)
-    driver.send_signal(signal.SIGINT)
+    driver.send_signal(how)
     _, said = driver.communicate(timeout=60)
-    assert driver.returncode == 130 and "nothing to keep" in said and processes_of(tmp_path) == []
+    assert driver.returncode == status and "nothing to keep" in said and processes_of(tmp_path) == []
+
+
+def test_a_rank_that_was_held_back_ends_when_whoever_holds_it_is_killed(tmp_path):
+    """Two ranks are awaited, and one comes; it is not run, and must not wait for ever."""
+    (tmp_path / "train.py").write_text("import deepspeed\nopen('it-ran', 'w')\ndeepspeed.initialize()\n")
+    rank = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "autotune.cli", "run", f"{rank} {sys.executable} train.py & echo begun > begun; wait"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not ((tmp_path / "begun").exists() and len(processes_of(tmp_path)) >= 3):
+        time.sleep(0.05)
+    driver.kill()
+    driver.wait()
+    until = time.monotonic() + 15
+    while time.monotonic() < until and processes_of(tmp_path):
+        time.sleep(0.1)
+    assert processes_of(tmp_path) == [] and not (tmp_path / "it-ran").exists()
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from dataclasses import fields, replace
 import pytest
 import yaml
 
-from autotune.candidate import Candidate, check_config, from_deepspeed
+from autotune.candidate import Candidate, from_deepspeed
 from autotune.convergence import LearningRate
+from autotune.ds_json import check_config
 from autotune.invocation import Invocation
 from autotune.report.export import (
     FORMATS,

@@ -147,6 +147,15 @@ def test_of_two_within_the_noise_the_one_that_changes_least_is_recommended_and_t
     assert "a tie with trial 2 within the noise" in found.picks["recommended"].reasons[0]
 
 
+def test_one_that_left_the_race_as_beaten_is_no_tie_whatever_the_baseline_did_in_its_rounds():
+    """The baseline was slow in the first round, in which the third was beaten: beside it alone all three read alike."""
+    base = measured(0, 0.1, rounds=[0.14, 0.1, 0.1, 0.1])
+    best = measured(1, 0.07, rounds=[0.07, 0.07, 0.07, 0.07], precision="bf16", zero_stage=1)
+    beaten = measured(2, 0.1, rounds=[0.1], precision="bf16")
+    found = recommend([base, best, beaten], base, [LATENCY, THROUGHPUT], 1)
+    assert chosen(found) == 1 and "tie" not in found.picks["recommended"].reasons[0]
+
+
 def test_what_is_clearly_better_is_no_tie():
     base = measured(0, 0.1, rounds=[0.1, 0.101])
     little, much = (

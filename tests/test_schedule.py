@@ -17,6 +17,7 @@ import yaml
 
 from autotune import schedule, schedule_export, store
 from autotune.history import History
+from autotune.lock import study_lock
 from autotune.schedule import Daemon, Schedule, ScheduleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
@@ -177,6 +178,22 @@ def test_a_wall_clock_that_jumps_changes_nothing_about_who_leads(history, tmp_pa
     monkeypatch.setattr(schedule.time, "time", lambda: at(2000, 1, 1))
     second._look()
     assert first.jobs.leads and not second.jobs.leads
+
+
+def test_a_retuning_that_outlived_its_daemon_is_left_alone_until_it_is_killed_too(history, tmp_path, monkeypatch):
+    clock, later = [0.0], at(2040, 1, 1)
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
+    add(history, next_run_at=later)
+    history.begin("s", "due")
+    one = daemon(history, tmp_path)
+    with study_lock(tmp_path / "studies" / "s"):
+        one._look()
+        assert one.jobs.leads and history.schedules()[0]["next_run_at"] == later
+    one._look()
+    assert history.schedules()[0]["next_run_at"] == later  # it is looked for once in a while
+    clock[0] += schedule.RETRY_S
+    one._look()
+    assert history.schedules()[0]["next_run_at"] < later
 
 
 def test_a_database_that_does_not_answer_starts_nothing(history, tmp_path, monkeypatch):

@@ -17,13 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import postgres
-import psutil
 import pytest
 from coordinate import SPACE, coordinate
 from instant import Instant, Watcher, plan_of, report, runner_of, spec_of
 from optuna.trial import TrialState
 
-from autotune import UserError, claims, database, store, urls
+from autotune import UserError, claims, database, liveness, store, urls
 from autotune.candidate import CANDIDATE_ATTR, Candidate
 from autotune.claims import Ledger, Owner
 from autotune.flights import Claim, Flights
@@ -210,13 +209,22 @@ def test_a_coordinator_elsewhere_is_dead_when_its_beat_stands_still_for_long(url
 
 def test_a_dead_process_of_this_machine_is_known_at_once(url):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = replace(Owner.here(), pid=child.pid, started=f"{psutil.Process(child.pid).create_time():.2f}")
+    owner = replace(Owner.here(), pid=child.pid, started=liveness.started(child.pid))
     study, other, ledger = begun(url), ledger_of(url, owner), ledger_of(url)
     other.claim(study, "search")
     assert ledger.abandoned(store.running(study)) == []
     child.kill()
     until(lambda: len(ledger.abandoned(store.running(study))) == 1)  # though nobody has waited for it yet
     child.communicate()
+
+
+def test_a_clock_that_is_set_buries_nobody(monkeypatch):
+    """The moment of the boot moves with the clock, and with it whatever is counted from there."""
+    here = Owner.here()
+    assert Owner.read(str(here)) == here and here.lives()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
+    assert here.lives() and Owner.here().started == here.started
+    assert replace(here, started="1").lives() is False  # its number is used again
 
 
 def test_a_running_trial_that_nobody_holds_is_abandoned(url):

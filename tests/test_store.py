@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
-from instant import WORKLOAD
+from instant import WORKLOAD, Instant, Watcher, report, runner_of
 from optuna.trial import TrialState
 
 from autotune import store, trial
@@ -115,6 +115,58 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 def test_a_database_that_fails_in_mid_run_ends_it_with_a_sentence(url):
     with pytest.raises(StoreError, match="disk I/O error; what was told before is kept"), store.failing_in_words(url):
         raise sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("disk I/O error"))
+
+
+@pytest.mark.parametrize("endings", [("",), ("", "-wal", "-shm")])
+def test_a_database_that_is_removed_while_a_study_runs_is_written_anew(tmp_path, endings):
+    path = tmp_path / "autotune.db"
+    executor, watcher = Instant(), Watcher()
+
+    def removing(candidate):
+        if len(executor.ran) == 3:
+            for ending in endings:
+                Path(f"{path}{ending}").unlink(missing_ok=True)
+        return report(candidate)
+
+    executor.behaviour = removing
+    runner = runner_of(tmp_path, executor, watcher=watcher, trials=6, finalists=0)
+    for connection in [runner.storage.engine.connect() for _ in range(3)]:  # all of them to the file that is removed
+        connection.close()
+    runner.run()
+    assert any("was removed; it was written anew" in text for text in watcher.said)
+    runner.storage.engine.dispose()
+    with sqlite3.connect(path) as database:
+        assert database.execute("pragma integrity_check").fetchone() == ("ok",)
+    told = store.told_trials(store.load_study(store.open_storage(store.default_url(tmp_path)), "s"))
+    assert [each.number for each in told] == list(range(6))
+    assert not list(tmp_path.glob(".autotune.db*"))
+
+
+def test_a_database_that_is_replaced_while_a_study_runs_ends_it_with_a_sentence(tmp_path, url):
+    executor = Instant()
+    begin(url)
+
+    def replacing(candidate):
+        if len(executor.ran) == 3:
+            Path(url.removeprefix(store.SQLITE)).replace(tmp_path / "autotune.db")
+        return report(candidate)
+
+    executor.behaviour = replacing
+    with pytest.raises(StoreError, match=r"was replaced by another one while it was in use\. Put the old one back"):
+        runner_of(tmp_path, executor, trials=6, finalists=0).run()
+
+
+def test_who_only_reads_sees_a_new_file_and_makes_none(url):
+    path = Path(url.removeprefix(store.SQLITE))
+    begin(url, "one")
+    reader = store.open_storage(url)
+    assert store.study_names(reader) == ["one"]
+    path.rename(path.with_name("old.db"))
+    with pytest.raises(StoreError, match="the file was removed while it was in use"):
+        store.study_names(reader)
+    assert not path.exists()
+    begin(url, "two")
+    assert store.study_names(reader) == ["two"]
 
 
 # Studies.

@@ -9,10 +9,11 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from instant import SPACE, Instant, Watcher, failed, plan_of, report, runner_of, spec_of
+from instant import SPACE, WORKLOAD, Instant, Watcher, failed, plan_of, report, runner_of, spec_of
 from optuna.trial import TrialState
 
 from autotune import UserError, store, trial
@@ -21,9 +22,9 @@ from autotune.candidate import CANDIDATE_ATTR, Candidate
 from autotune.gate import GradientCheck
 from autotune.lock import note_agent, study_lock, undisturbed
 from autotune.objective import Constraint
-from autotune.plan import remedy
-from autotune.study import Runner
-from autotune.trial import Outcome, TrialDir
+from autotune.plan import inspect_workload, remedy
+from autotune.study import Runner, _wall_s
+from autotune.trial import Outcome, TrialDir, TrialResult
 
 
 def run(folder, executor=None, **changes):
@@ -551,6 +552,21 @@ def test_an_interruption_while_the_sampler_thinks_leaves_no_trial_running(tmp_pa
     assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL"]
 
 
+def test_a_clock_that_is_set_while_a_study_runs_changes_nothing_of_the_time_it_took(tmp_path):
+    runner, _, _ = run(tmp_path, trials=5, finalists=0)
+    told = store.told_trials(runner.study)
+    took = sum(store.told_data(each)["wall_s"] for each in told)
+    start = datetime(2026, 11, 21, 12)
+    # An hour forth within the second trial, and back within the fourth.
+    starts = [0.0, 10.0, 3620.0, 3630.0, 40.0]
+    for each, at in zip(told, starts, strict=True):
+        each.datetime_start = start + timedelta(seconds=at)
+        each.datetime_complete = start + timedelta(seconds=at + 1)
+    told[1].datetime_complete += timedelta(hours=1)
+    told[3].datetime_complete -= timedelta(hours=1)
+    assert _wall_s(told) == took
+
+
 # The lock.
 
 
@@ -782,3 +798,13 @@ def test_a_sampler_of_optunas_sees_what_was_told_since_its_first_trial(tmp_path,
         drawn[name] = [candidate.key for candidate in executor.ran]
     assert drawn[sampler][:8] == drawn["random"][:8]  # nothing is learned yet
     assert drawn[sampler][8:16] != drawn["random"][8:16]
+
+
+def test_a_target_whose_watcher_was_killed_is_loaded_again_once(tmp_path, monkeypatch):
+    lost = TrialResult(outcome=Outcome.LOST, reason="the process that watched the ranks died")
+    ends = [lost, TrialResult(outcome=Outcome.COMPLETE), lost, lost]
+    trial.write(TrialDir(tmp_path).workload, WORKLOAD)
+    monkeypatch.setattr("autotune.executors.base.run", lambda *_: ends.pop(0))
+    assert inspect_workload(spec_of(), Instant(), tmp_path, 1) == WORKLOAD
+    with pytest.raises(UserError, match="cannot be loaded: the process that watched the ranks died"):
+        inspect_workload(spec_of(), Instant(), tmp_path, 1)

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import sqlalchemy
 from instant import Instant, runner_of
 
 from autotune import UserError, experience, fingerprint, store, upkeep
@@ -172,6 +173,31 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(studies):
     row |= {"n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0}
     history.measured(Measurement(**row))
     assert history.measurements(limit=1)[0]["trial"] == 99
+
+
+def test_a_measurement_is_kept_once_though_the_answer_was_lost(studies):
+    history = known(studies)
+    row = {"study": "s", "generation": 0, "trial": 99, "role": "search", "environment": {"device_name": "x"}, "structure": ""}
+    row |= {"n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0}
+    one = Measurement(**row)
+    for each in (one, one, Measurement(**row)):  # the last one is another measurement
+        history.measured(each)
+    assert sum(kept["trial"] == 99 for kept in history.measurements()) == 2
+
+
+def test_what_a_run_told_and_was_killed_before_it_kept_it_is_made_up_for(studies):
+    history = known(studies)
+    before = [row["trial"] for row in history.measurements("s")]
+    with history.engine.begin() as connection:
+        connection.execute(sqlalchemy.text("delete from autotune_measurement where trial in (0, 2)"))
+    runner = runner_of(studies, Instant(), trials=4, objectives=["throughput"])
+    runner.open()
+    experience.attach(runner, learn=False)
+    assert {0, 2} <= {row["trial"] for row in history.measurements("s") if row["role"] != "repeat"}
+    experience.attach(runner, learn=False)
+    after = [row["trial"] for row in history.measurements("s") if row["role"] != "repeat"]
+    assert sorted(after) == sorted(set(before))
+    assert next(row for row in history.measurements("s") if row["trial"] == 0 and row["role"] != "repeat")["role"] == "baseline"
 
 
 def test_every_command_of_the_schedules_has_its_own_help():

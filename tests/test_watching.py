@@ -86,6 +86,19 @@ def test_a_line_that_is_only_half_written_is_shown_when_it_is_whole(tmp_path):
     follower.close()
 
 
+def test_a_line_that_a_full_disk_cut_short_is_passed_by(tmp_path, monkeypatch):
+    here, _ = view()
+    watched = journal.Journal(here, tmp_path)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+    watched.say("it is full")
+    monkeypatch.undo()
+    watched.say("there is room again")
+    follower = journal.Follower(tmp_path, os.getpid())
+    assert [line["say"] for line in follower.lines()] == ["there is room again"]
+    follower.close()
+
+
 def test_in_a_terminal_seconds_pass_also_while_nobody_says_anything():
     text = io.StringIO()
     shown = ProgressView(Console(file=text, force_terminal=True, width=80, highlight=False))

@@ -17,6 +17,8 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FOLDER = os.environ.get("AUTOTUNE_CAPTURE", "")
+# Who waits for the records: a process's number, and when it began in ticks since the boot.
+BY = os.environ.get("AUTOTUNE_CAPTURE_BY", "")
 # Variables that hold the rank, the rank on this machine, the ranks, and the ranks on this machine: torchrun, deepspeed, mpirun.
 RANK_VARIABLES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -126,10 +128,33 @@ def write(**what: object) -> str:
     return path
 
 
-def wait(path: str) -> None:
-    """Waits until the command may go on without this process; where it may not, whoever ran it ends all of it."""
+def wait(path: str) -> bool:
+    """Waits until the command may go on without this process; where it may not, whoever ran it ends all of it.
+
+    False if nobody is left who could.
+    """
+    until = time.monotonic() + 1.0
     while os.path.exists(path) and not os.path.exists(path + ".go"):
         time.sleep(0.02)
+        if time.monotonic() > until:
+            until += 1.0
+            if not lives(BY):
+                return False
+    return True
+
+
+def lives(process: str) -> bool:
+    """Whether a process lives, as far as that can be told."""
+    pid, _, since = process.partition(":")
+    if not since:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return False
+    fields = text[text.rindex(b")") + 2 :].split()
+    return fields[0] not in (b"Z", b"X") and fields[19].decode() == since
 
 
 def capture() -> None:
@@ -154,8 +179,7 @@ def capture() -> None:
         environment=dict(os.environ),
         python=sys.prefix,
     )
-    wait(path)
-    os._exit(0)
+    os._exit(0 if wait(path) else 1)
 
 
 def hand_on() -> None:

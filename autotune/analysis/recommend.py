@@ -319,6 +319,9 @@ def recommend(measured: Sequence[Measured], baseline: Measured | None, objective
 def _best(ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge) -> tuple[Measured, str]:
     """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
     confirmed = [m for m in ranked if m.repeats] or list(ranked)
+    # Who left while others went on was clearly beaten in the rounds they shared, however the baseline did in just those.
+    raced = [set(m.repeats) for m in confirmed if baseline is None or m.trial != baseline.trial]
+    confirmed = [m for m in confirmed if m.trial == (baseline and baseline.trial) or not any(set(m.repeats) < rounds for rounds in raced)]
     top = confirmed[0]
     gain: Callable[[Measured], float] = lambda m: log_gain(m, baseline or top, objectives)  # noqa: E731
     tied = [m for m in confirmed if gain(top) - gain(m) <= judge.resolution(m)]

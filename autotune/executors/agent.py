@@ -16,13 +16,14 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from autotune import UserError, trial
+from autotune import UserError, files, trial
 from autotune.executors.base import Status
 from autotune.executors.local import LocalExecutor
 from autotune.trial import Exit, TrialDir, TrialRequest
@@ -68,9 +69,16 @@ class Spool:
         return self.path / f"node-{node}.log"
 
     def order(self, what: Mapping[str, Any]) -> None:
-        """Appends an order."""
-        with open(self.orders, "a") as file:
-            file.write(json.dumps(what) + "\n")
+        """Appends an order, in one piece."""
+        with files.naming(self.orders):
+            descriptor = os.open(self.orders, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                size = os.fstat(descriptor).st_size
+                # What a full disk cut short must not run into this one.
+                torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+                os.write(descriptor, b"\n" * torn + json.dumps(what).encode() + b"\n")
+            finally:
+                os.close(descriptor)
 
     def ordered(self) -> list[dict[str, Any]]:
         """All orders so far; opening the file anew shows on NFS what was appended meanwhile."""
@@ -78,14 +86,30 @@ class Spool:
             lines = self.orders.read_text().splitlines(keepends=True)
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        found = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                found += [json.loads(line)] if line.endswith("\n") else []
+        return found
+
+    def beat(self) -> int | None:
+        """What changes whenever a coordinator says that it is there."""
+        try:
+            return self.alive.stat().st_mtime_ns
+        except OSError:
+            return None
 
     def quiet_s(self) -> float:
-        """For how long no coordinator has been heard of."""
+        """For how long no coordinator has been heard of, by the clock that stamps the files, which need not be this machine's."""
+        now = self.path / f".now-{uuid.uuid4().hex[:8]}"
         try:
-            return max(0.0, time.time() - self.alive.stat().st_mtime)
-        except FileNotFoundError:
+            now.touch()
+            return max(0.0, now.stat().st_mtime - self.alive.stat().st_mtime)
+        except OSError:
             return float("inf")
+        finally:
+            with contextlib.suppress(OSError):
+                now.unlink()
 
     def said(self, node: int) -> dict[str, Any]:
         """What the agent of a machine has said of itself; nothing if it has not."""
@@ -113,7 +137,8 @@ class Agent:
         self.spool, self.node, self.address, self.lifeline = spool, node, address, lifeline
         self.settings = trial.read(spool.settings, Settings)
         self.executor = LocalExecutor(self.settings.modules, spool.log(node), self.settings.environment)
-        self._heard = time.monotonic()
+        # By this machine's own steady clock: that of the coordinator may be wrong, or be set.
+        self._heard, self._beat = time.monotonic(), spool.beat()
 
     def serve(self) -> int:
         """Runs orders until there is to be none; returns the exit status."""
@@ -143,7 +168,9 @@ class Agent:
                 if self.node < order["nodes"]:
                     self._run(TrialDir(Path(order["run"])), order["key"])
                     self._heard = time.monotonic()
-            if self._is_orphaned() or time.monotonic() - self._heard > self.settings.idle_s < self.spool.quiet_s():
+            if (beat := self.spool.beat()) != self._beat:
+                self._heard, self._beat = time.monotonic(), beat
+            if self._is_orphaned() or time.monotonic() - self._heard > self.settings.idle_s:
                 return 0
             time.sleep(TICK_S)
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
-from autotune import UserError, trial
+from autotune import UserError, liveness, trial
 from autotune.executors import base
 from autotune.executors.agent import Settings, Spool
 from autotune.executors.base import Status
@@ -237,6 +235,7 @@ class AgentExecutor:
         wanted = self.nodes if self.engine.hold else nodes
         spool = Spool(self.root / uuid.uuid4().hex[:12])
         trial.write(spool.settings, self.settings)
+        spool.settings.chmod(0o600)  # the variables may hold tokens that the ranks need on other machines
         spool.orders.touch()
         spool.alive.touch()
         job = self.engine.launch(spool, wanted)
@@ -246,7 +245,7 @@ class AgentExecutor:
         return allocation
 
     def _owner(self) -> dict[str, object]:
-        return {"engine": self.engine.name, "options": self.engine.options, "host": socket.gethostname(), "pid": os.getpid()}
+        return {"engine": self.engine.name, "options": self.engine.options, "host": socket.gethostname(), "process": liveness.mark()}
 
     def _take_over(self, path: Path) -> None:
         """Goes on with machines whose coordinator is dead; forgets them if they are gone."""
@@ -255,8 +254,8 @@ class AgentExecutor:
         except (FileNotFoundError, ValueError):
             return
         spool = Spool(path.parent)
-        here = said.get("host") == socket.gethostname()
-        if said.get("engine") != self.engine.name or (psutil.pid_exists(said["pid"]) if here else spool.quiet_s() < SILENT_S):
+        at_work = liveness.lives(said.get("process", "")) if said.get("host") == socket.gethostname() else spool.quiet_s() < SILENT_S
+        if said.get("engine") != self.engine.name or at_work:
             return
         allocation = Allocation(self.engine, spool, said["id"], said["nodes"])
         if not allocation.is_usable(1):

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune import trial
+from autotune import files, masking, trial
 from autotune.trial import Exit, Outcome, TrialDir, TrialRequest, TrialResult
 
 POLL_S = 0.01
@@ -94,12 +94,15 @@ def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable
 
     Raises:
         KeyboardInterrupt: Passed on after the ranks were stopped.
+        OSError: The disk is full, or refused a file; that is no end of the trial's own.
     """
     folder = TrialDir(path)
     if (left := _left(executor, folder)) is not None and left[1] == request:
         return _watch(left[0], folder, request, on_tick)
     forget(executor, path)
     trial.write(folder.request, request, sync=False)
+    if request.script is not None and masking.masked(request.script.arguments) != request.script.arguments:
+        folder.request.chmod(0o600)  # the ranks need the secret that the user put on the command line; nobody else does
     trial.write(folder.ds_config, request.ds_config, sync=False)
     return _watch(executor.submit(folder), folder, request, on_tick)
 
@@ -153,6 +156,8 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
     result = conclude(folder, request, job.reason if status in (Status.LOST, Status.REFUSED) else "")
     if status is Status.REFUSED:
         result = replace(result, outcome=Outcome.CRASHED)
+    if result.outcome in (Outcome.CRASHED, Outcome.LOST):
+        files.check_space(folder.path, result.reason)
     trial.write(folder.result, result)
     return result
 
@@ -175,4 +180,6 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
             end = Exit(codes={}, killed="lost")
     if lost:
         end = replace(end, killed="lost", note=lost)
-    return trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))
+    result = trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))
+    texts = ("reason", "caveats", "side_changes", "unreproducible")
+    return replace(result, **{name: masking.masked(getattr(result, name)) for name in texts})  # an exception may quote a token

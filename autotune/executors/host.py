@@ -9,12 +9,16 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 MARK = "AUTOTUNE_AGENT"
+# Ranks may share cores; beyond this they only wait for one another, and take the machine's memory.
+RANKS_PER_CORE, FEWEST_CORES = 8, 4
+_drawn: dict[int, str] = {}
 
 
 def extensions_dir() -> Path:
@@ -30,15 +34,26 @@ def cache_dir() -> Path:
     return Path(stated) if stated else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
 
 
+def run_mark() -> str:
+    """What the marks of all executors of this process begin with, so that whoever comes after it finds what any of them started."""
+    return _drawn.setdefault(os.getpid(), uuid.uuid4().hex)
+
+
+def new_mark() -> str:
+    """A mark for the processes of one server."""
+    return f"{run_mark()}.{uuid.uuid4().hex[:8]}"
+
+
 def sweep(mark: str) -> list[int]:
-    """Kills every process of this user that carries an executor's mark in its environment; returns their numbers."""
+    """Kills every process of this user that carries a mark, or one that begins with it, in its environment; returns their numbers."""
     wanted = f"{MARK}={mark}".encode()
     killed: list[int] = []
     for _ in range(500):  # what is killed may just have started another one
         found = []
         for pid in psutil.pids():
             with contextlib.suppress(OSError):
-                if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if pid != os.getpid() and any(each == wanted or each.startswith(wanted + b".") for each in variables):
                     os.kill(pid, signal.SIGKILL)
                     found.append(pid)
         if not found:
@@ -57,3 +72,8 @@ def n_devices() -> int:
     """How many ranks this machine can run at once, as far as that is to be seen without its libraries; on a CPU its cores, at least 2."""
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
     return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
+
+
+def most_ranks() -> int:
+    """More ranks at once than that are a slip of the finger, and would take the machine down."""
+    return RANKS_PER_CORE * max(FEWEST_CORES, len(os.sched_getaffinity(0)))

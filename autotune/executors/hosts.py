@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 
-from autotune import UserError, trial
+from autotune import UserError, files, trial
 from autotune.executors.agent import Settings, Spool
 from autotune.executors.agents import Standing
 from autotune.executors.base import Status
@@ -58,7 +58,7 @@ class Hosts:
         """Starts an agent on each of the first hosts."""
         job = uuid.uuid4().hex[:12]
         ssh = shlex.split(self.options.get("ssh", SSH))
-        address = self.options.get("address", self.hosts[0].rpartition("@")[2])
+        address = shlex.quote(self.options.get("address", self.hosts[0].rpartition("@")[2]))
         exported = trial.read(spool.settings, Settings).exported
         processes = []
         for node, host in enumerate(self.hosts[:nodes]):
@@ -67,7 +67,8 @@ class Hosts:
             python = shlex.quote(self.options.get("python", sys.executable))
             agent = f"{python} -m autotune.executors.agent {shlex.quote(str(spool.path))} --node {node} --address {address} --lifeline"
             variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
-            trial.write_text(script, f"{variables}exec {agent}\n")
+            files.write_text(script, f"{variables}exec {agent}\n")
+            script.chmod(0o600)  # the variables may hold tokens
             with open(_log(spool, node), "ab") as log:
                 processes.append(
                     subprocess.Popen(

@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from autotune import UserError
+from autotune import UserError, segments
 from autotune.executors.base import Status
-from autotune.executors.host import MARK, extensions_dir, has_cuda_device, sweep
+from autotune.executors.host import MARK, extensions_dir, has_cuda_device, new_mark, sweep
 from autotune.trial import TrialDir
 
 START_TIMEOUT_S = 300.0
@@ -35,9 +34,11 @@ class LocalExecutor:
 
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.cold_reason = ""
-        self.mark = uuid.uuid4().hex
+        self.mark = new_mark()
+        self._shared_before: frozenset[tuple[str, int]] = frozenset()
         self._modules, self._log, self._own = list(modules), log, dict(environment or {})
         self._server: subprocess.Popen[bytes] | None = None
+        self._ready = False
 
     def start(self) -> None:
         """Starts the warm server and waits until it has imported everything.
@@ -51,6 +52,7 @@ class LocalExecutor:
             self.lose(self._server)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "autotune.worker", "serve", *self._modules]
+        self._shared_before, self._ready = frozenset(segments.there()), False
         with open(self._log, "ab") as log:
             # Its own session: Ctrl-C in the terminal is for the driver, which then stops the ranks in order.
             self._server = subprocess.Popen(
@@ -64,7 +66,7 @@ class LocalExecutor:
             how = "no answer" if code is None else f"exit status {code}"
             self.close()
             raise UserError(f"the trial server did not start ({how}); see {self._log}: {_last_line(self._log)}")
-        self.cold_reason = str(answer.get("reason", ""))
+        self.cold_reason, self._ready = str(answer.get("reason", "")), True
 
     def submit(self, folder: TrialDir) -> LocalJob:
         """Hands the folder to the server, which is started again if it has died."""
@@ -111,17 +113,22 @@ class LocalExecutor:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(CANCEL_TIMEOUT_S)
+            # One that still imports does not look whether it is wanted.
+            server.wait(CANCEL_TIMEOUT_S if self._ready else 0.0)
         if server.poll() is None:
             server.kill()
             server.wait()
         sweep(self.mark)
+        if server.returncode:  # it did not come to clear up after its trial
+            for path in segments.abandoned(self._shared_before):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def lose(self, server: subprocess.Popen[bytes]) -> None:
         """Gives up a server that died or does not answer, with everything below it; one started since is left alone."""
         if server is self._server:
             self.close()
-            self.mark = uuid.uuid4().hex
+            self.mark = new_mark()
 
     def _order(self, line: bytes) -> subprocess.Popen[bytes]:
         assert self._server is not None and self._server.stdin is not None
@@ -190,7 +197,8 @@ class LocalJob:
 def machine_turn(on_wait: Callable[[], None], how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Holds the lock under which studies of one user take turns on this machine, alone or with others that share it (`LOCK_SH`)."""
     path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
-    with open(path, "w") as file:
+    # In a folder that everybody writes to: never through somebody's link, and nothing is cut off.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
         while True:
             try:
                 fcntl.flock(file, how | fcntl.LOCK_NB)

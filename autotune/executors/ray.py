@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, trial
+from autotune import UserError, files, trial
 from autotune.executors.agent import Settings, Spool, key_of
 from autotune.executors.agents import Refused, Standing, no_turn
 from autotune.executors.base import Status
@@ -244,9 +244,7 @@ class _Group:
                 continue
             for name, data in written.items():
                 path = (spool.path if name.startswith("spool/") else folder.path) / name.removeprefix("spool/")
-                draft = path.with_name(f".{path.name}.carried")
-                draft.write_bytes(data)
-                draft.replace(path)
+                files.write_bytes(path, data, sync=False)
                 self._carried[node, path] = _stamp(path)
 
     def _new(self, node: int, path: Path) -> bytes | None:
@@ -287,6 +285,7 @@ class Machine:
             self._root = Path(tempfile.mkdtemp(prefix="autotune-ray-"))
             place = Spool(self._root / "spool")
             trial.write(place.settings, dict(settings))
+            place.settings.chmod(0o600)  # the variables may hold tokens
             place.alive.touch()
         exported = dict(settings["exported"])
         environment = os.environ | exported
@@ -332,9 +331,7 @@ class Machine:
         assert self._root is not None
         spool, folder = Spool(self._root / "spool"), TrialDir(self._root / "trials" / key)
         for name, data in new.items():
-            path = folder.path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            files.write_bytes(folder.path / name, data, sync=False)
         if "request.json" in new:
             for old in folder.path.parent.iterdir():
                 if old != folder.path:
@@ -348,15 +345,15 @@ class Machine:
         mine = [order | ({"run": runs[order["key"]]} if "run" in order else {}) for order in map(json.loads, orders.splitlines())]
         text = "".join(json.dumps(order) + "\n" for order in mine)
         if not spool.orders.exists() or spool.orders.read_text() != text:
-            trial.write_text(spool.orders, text)
+            files.write_text(spool.orders, text)
         return self._news(spool, folder, new)
 
     def _news(self, spool: Spool, folder: TrialDir, known: Mapping[str, bytes]) -> dict[str, bytes]:
-        files = {f"spool/{spool.node(self._node).name}": spool.node(self._node)}
+        there = {f"spool/{spool.node(self._node).name}": spool.node(self._node)}
         for _ in range(2):  # the second look is sure to see the reports behind an end that the first one saw
-            files |= {path.name: path for path in sorted(folder.path.iterdir()) if path.is_file() and not path.name.startswith(".")}
+            there |= {path.name: path for path in sorted(folder.path.iterdir()) if path.is_file() and not path.name.startswith(".")}
         found = {}
-        for name, path in files.items():
+        for name, path in there.items():
             if name in ("request.json", "ds_config.json", "job.json", "cancel") or name in known or not path.exists():
                 continue
             if self._sent.get(path) != (stamp := _stamp(path)):

@@ -28,6 +28,7 @@ Environ: TypeAlias = dict[str, Any]
 StartResponse: TypeAlias = Callable[..., Any]
 
 COOKIE = "autotune_token"
+LEAST_TOKEN = 16
 DOWNLOAD = re.compile(r"/autotune/(?P<study>[0-9]{1,9})/(?P<what>picks|trials)/(?P<name>[a-z_]{1,40}|[0-9]{1,9})\.json")
 STUDY = re.compile(r"/api/studies/(?P<study>[0-9]{1,9})")
 NOTE = re.compile(r"/api/studies/[0-9]+(?:/[0-9]+)?/note")
@@ -114,12 +115,12 @@ class Application:
 
     def _knows(self, host: str) -> bool:
         """Whether a request means this server: its own names, or an address, which nobody can rebind."""
-        name = (urlsplit(f"//{host}").hostname or "") if host else ""
-        if name in self._names:
-            return True
         try:
+            name = (urlsplit(f"//{host}").hostname or "") if host else ""
+            if name in self._names:
+                return True
             address = ipaddress.ip_address(name)
-        except ValueError:
+        except ValueError:  # no address, or not even a host, as in `[`
             return False
         return address.is_loopback or not self._local
 
@@ -230,7 +231,10 @@ def _same_origin(environ: Environ) -> bool:
     if environ.get("HTTP_SEC_FETCH_SITE", "same-origin") not in ("same-origin", "none"):
         return False
     origin = environ.get("HTTP_ORIGIN")
-    return origin is None or urlsplit(origin).netloc.lower() == environ.get("HTTP_HOST", "").lower()
+    try:
+        return origin is None or urlsplit(origin).netloc.lower() == environ.get("HTTP_HOST", "").lower()
+    except ValueError:
+        return False
 
 
 def _own_names() -> set[str]:
@@ -282,8 +286,8 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
         server = (_Server6 if ":" in host else _Server)((host, port), _Quiet)
     except OverflowError:
         raise DashboardError(f"port {port} is not one of 0 to 65535") from None
-    except socket.gaierror:
-        raise DashboardError(f"{host!r} is no address of this machine") from None
+    except (socket.gaierror, UnicodeError, TypeError):  # the latter two for what no name server could be asked for
+        raise DashboardError(f"{host!r} is no address of this machine; leave --host out to serve this machine only") from None
     except OSError as error:
         raise DashboardError(_why_not(error, host, port)) from None
     server.set_app(application)
@@ -303,6 +307,11 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 def new_token() -> str:
     """A token that cannot be guessed."""
     return secrets.token_urlsafe(24)
+
+
+def is_strong(token: str) -> bool:
+    """Whether a token that somebody chose may be one: not quickly guessed, and whole in an address and in a cookie."""
+    return len(token) >= LEAST_TOKEN and re.fullmatch(r"[A-Za-z0-9._~-]+", token) is not None
 
 
 def address(server: _Server, host: str, token: str | None) -> str:

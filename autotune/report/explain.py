@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 from optuna.study import Study
 
 from autotune import UserError, store
 from autotune.analysis.recommend import PICKS
-from autotune.candidate import FIELDS, Candidate, Scalar, check_knob, check_value, nearest
+from autotune.candidate import Candidate, Scalar, check_knob, check_value
+from autotune.documents import read_value
+from autotune.ds_json import check_setting
 from autotune.objective import GOODPUT, METRICS
 from autotune.report import StudyReport, units
 from autotune.search.advice import size
@@ -88,20 +89,14 @@ def read_setting(text: str) -> tuple[str, Scalar]:
     name = name.strip()
     if not equals or not name:
         raise UserError(f"{text!r}: KEY=VALUE is needed, as in zero_stage=3")
-    try:
-        value = yaml.safe_load(given)
-    except yaml.YAMLError:
-        value = given
+    value: Scalar = read_value(given)
     if isinstance(value, dict | list):
         raise UserError(f"{text!r}: a single value is needed, as in zero_stage=3")
+    check_knob(name)
     if value is None or given.strip() == "default":
         return name, None
-    if name in FIELDS:
-        check_value(name, value)
-    elif "." in name:
-        check_knob(name)
-    else:
-        raise UserError(f"unknown knob {name!r}.{nearest(name, FIELDS)} Known: {', '.join(FIELDS)}, and any DeepSpeed setting by its path")
+    check_value(name, value)
+    check_setting(name, value, name)
     return name, value
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, trial
+from autotune import UserError, files, masking
 from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, Scalar, nearest, without_auto
 from autotune.convergence import LEARNING_RATE_RULES, LearningRate
 from autotune.invocation import (
@@ -71,12 +71,9 @@ class Exported:
             ExportError: It cannot be written.
         """
         try:
-            if path.exists() and not path.is_file():  # a pipe or a device, which nothing may take the place of
-                path.write_text(self.text, encoding="utf-8")
-            else:
-                trial.write_text(path.resolve(), self.text, sync=False)
+            files.write_text(path, self.text)
         except OSError as error:
-            raise ExportError(f"export: {path}: {error.strerror}") from None
+            raise ExportError(f"export: {files.words(error)}") from None
 
     def __str__(self) -> str:
         return self.text
@@ -191,6 +188,8 @@ def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int,
         source = f"{started.config_source}, which the script reads" if started.config_source else "the configuration in the script"
         comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
     more, command = pasted(how, arguments, values, world_size, launcher)
+    if masking.holds_mask(command):
+        more = [*more, f"{masking.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the environment."]
     comments += more + [text for text in pick.get("script_side_changes", ()) if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
 

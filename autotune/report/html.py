@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
 
-from autotune import __version__, trial
+from autotune import __version__, files
 from autotune.objective import METRICS
 from autotune.report import (
     PICK_NOTES,
@@ -39,7 +39,7 @@ HIDDEN = ("name", "target", "wall s", "folder", "stored as")
 
 def write(report: StudyReport, path: Path) -> None:
     """Writes the page, whole or not at all."""
-    trial.write_text(path, render(report), sync=False)
+    files.write_text(path, render(report), sync=False)
 
 
 def render(report: StudyReport) -> str:

@@ -25,7 +25,7 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune import UserError, store
+from autotune import UserError, masking, store
 from autotune.candidate import CANDIDATE_ATTR
 from autotune.claims import TOLD_BY_ATTR
 from autotune.database import Storage
@@ -271,7 +271,7 @@ def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID)
         number = row["trial"]
         kept = [File(name="ds_config.json", mimetype="application/json", read=partial(config_json, report, row))]
         path = store.trial_path(folder, number)
-        kept += [_kept(log, "text/plain; charset=utf-8") for log in sorted(path.glob("rank-*.log"))]
+        kept += [_log(log) for log in sorted(path.glob("rank-*.log"))]
         kept += [_kept(trace, "application/gzip") for trace in sorted(path.glob("profile/trace-rank-*.json.gz"))]
         trial_files[number] = [keep(str(number), file) for file in kept]
     return Shown(
@@ -304,6 +304,17 @@ def _kept(path: Path, mimetype: str) -> File:
             return None
 
     return File(name=path.name, mimetype=mimetype, read=read)
+
+
+def _log(path: Path) -> File:
+    """A rank's log, as it may be shown: what a script prints of its tokens stays in the file."""
+    whole = _kept(path, "text/plain; charset=utf-8")
+
+    def read() -> bytes | None:
+        content = whole.read()
+        return None if content is None else masking.masked(content.decode(errors="replace")).encode()
+
+    return replace(whole, read=read)
 
 
 def _artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:

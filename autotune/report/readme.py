@@ -25,7 +25,7 @@ def render(report: StudyReport) -> str:
         *_use(report),
         "## Reproducing it",
         f"```\n{reproduce(report)}\n```",
-        f"Measured with {_versions(report.environment)}{_threads(report)}.",
+        f"Measured with {_plain(_versions(report.environment))}{_threads(report)}.",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -40,7 +40,7 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
     rows = []
     for name, pick in report.picks.items():
         factor = speedup_words(pick)
-        rows.append([f"[{title(name)}]({link(name)})", str(pick["trial"]), f"`{words(pick['candidate'])}`", factor])
+        rows.append([f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), factor])
     picks = _table(["download the JSON", "trial", "configuration", "throughput over the baseline's"], rows, numeric=[1]) if rows else ""
     recommended, caveats = report.picks.get("recommended"), report.caveats()
     blocks = [
@@ -65,10 +65,10 @@ def trial_note(report: StudyReport, row: Data, link: str) -> str:
         link: Address of its JSON.
     """
     point, marks = report.points().get(row["trial"], row), report.marks().get(row["trial"], [])
-    head = f"`{words(row['candidate'])}`" + (f" **{', '.join(marks)}**" if marks else "")
+    head = _code(words(row["candidate"])) + (f" **{', '.join(marks)}**" if marks else "")
     ended = ""
     if row["outcome"] != "complete":
-        phase = f" in phase {row['phase']}" if row.get("phase") not in (None, "", "done") else ""
+        phase = f" in phase {_plain(row['phase'])}" if row.get("phase") not in (None, "", "done") else ""
         reason = f": {_plain(str(row['reason'])[:500])}" if row.get("reason") else ""
         ended = f"**{str(row['outcome']).replace('_', ' ')}**{phase}{reason}"
     blocks = [
@@ -107,7 +107,7 @@ def _changed(change: tuple[float, bool] | None) -> str:
 
 
 def _bullets(heading: str, items: Sequence[str] | None, *, plain: bool = True) -> str:
-    return "\n".join([heading, "", *(f"- {_plain(item) if plain else item}" for item in items)]) if items else ""
+    return "\n".join([heading, "", *(f"- {_plain(item) if plain else _marked(item)}" for item in items)]) if items else ""
 
 
 def reproduce(report: StudyReport) -> str:
@@ -151,8 +151,8 @@ def _lead(report: StudyReport) -> str:
 def _answer(report: StudyReport) -> list[str]:
     pick = report.picks.get("recommended")
     if pick is None:
-        return [f"**Nothing to recommend**: {report.why_nothing}."]
-    found = f"**Recommended: trial {pick['trial']}**, `{words(pick['candidate'])}`"
+        return [f"**Nothing to recommend**: {_plain(report.why_nothing)}."]
+    found = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}"
     if report.baseline is not None and pick["trial"] == report.baseline["trial"]:
         return [f"{found}, the baseline itself: nothing that was tried is measurably better."]
     factor = speedup_words(pick)
@@ -181,7 +181,7 @@ def _front(report: StudyReport) -> str:
         values, factor = measured(point), speedup(report, point)
         cells = [scales[name].number(values[name]) if name in values else "" for name in names]
         marks = ", ".join(report.marks().get(point["trial"], ()))
-        rows.append([str(point["trial"]), f"`{words(point['candidate'])}`", *cells, f"{factor:.2f}x" if factor else "", marks])
+        rows.append([str(point["trial"]), _code(words(point["candidate"])), *cells, f"{factor:.2f}x" if factor else "", marks])
     if not rows:
         return "No configuration completed."
     legend = (
@@ -196,14 +196,14 @@ def _picks(report: StudyReport) -> list[str]:
     for names, pick in report.picks_by_trial():
         same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
         factor = "the baseline itself" if same else speedup_words(pick)
-        head = f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}): `{words(pick['candidate'])}`" + (
+        head = f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}): {_code(words(pick['candidate']))}" + (
             f", {factor}" if factor else ""
         )
         lines = [*(_plain(reason) for reason in pick.get("reasons") or ())]
         blocks.append("\n".join([head, "", *(f"- {line}" for line in lines)]))
         changes = pick.get("script_side_changes") or ()
         if changes:
-            blocks.append("\n".join(["Besides the JSON it takes:", "", *(f"- {change}" for change in changes)]))
+            blocks.append("\n".join(["Besides the JSON it takes:", "", *(f"- {_marked(change)}" for change in changes)]))
     return blocks
 
 
@@ -241,6 +241,17 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: Iterab
     right = set(numeric)
     rule = ["---:" if column in right else "---" for column in range(len(header))]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [header, rule, *rows])
+
+
+def _code(text: str) -> str:
+    """Text as code; a backtick in it would end that."""
+    return "`" + text.replace("`", "'") + "`"
+
+
+def _marked(text: str) -> str:
+    """Text whose own backticks are code; nothing else in it means anything to Markdown or HTML."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(part if i % 2 else re.sub(r"([<\[])", r"\\\1", part) for i, part in enumerate(parts))
 
 
 def _plain(text: str) -> str:

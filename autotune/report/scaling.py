@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
-from autotune import trial
+from autotune import files
 from autotune.analysis.scaling import Mode, Scale
 from autotune.report import units
 from autotune.report.elements import Html, each, el, group
@@ -77,7 +77,7 @@ def write(found: Sequence[Scale], mode: Mode, title: str, notes: Sequence[str], 
         ),
         lang="en",
     )
-    trial.write_text(path, f"<!doctype html>\n{page}\n", sync=False)
+    files.write_text(path, f"<!doctype html>\n{page}\n", sync=False)
 
 
 def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Html:

@@ -8,7 +8,7 @@ from typing import Any
 
 from optuna.study import Study
 
-from autotune import store, trial
+from autotune import files, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured, Recommendation
 from autotune.candidate import Candidate
@@ -176,7 +176,7 @@ def write(report: StudyReport, folder: Path) -> list[Path]:
     trial.write(folder / "environment.json", report.environment)
     trial.write(folder / "front.json", report.front)
     trial.write(folder / "recommended.json", report.recommended)
-    trial.write_text(folder / "README.md", readme.render(report))
+    files.write_text(folder / "README.md", readme.render(report))
     html.write(report, folder / "report.html")
     written = [folder / name for name in ("recommended.json", "front.json", "README.md", "report.html", "environment.json")]
     if "recommended" in picks:

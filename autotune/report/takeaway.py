@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from autotune import trial
+from autotune import files, trial
 from autotune.report import StudyReport, browser, html, interval, measured, plots, speedup, words
 
 # The plots by file name, and what of the page each one is.
@@ -31,7 +31,7 @@ def write(report: StudyReport, folder: Path, *, single_file: bool) -> list[Path]
     if single_file:
         return [folder / "report.html"]
     trial.write(folder / "report.json", as_data(report), sync=False)
-    trial.write_text(folder / "trials.csv", as_csv(report), sync=False)
+    files.write_text(folder / "trials.csv", as_csv(report), sync=False)
     return [folder / name for name in ("report.html", "report.json", "trials.csv")]
 
 
@@ -106,6 +106,6 @@ def draw(page: Path, folder: Path) -> list[Path]:
         for name, selector in PLOTS.items():
             if there[selector]:
                 path = folder / f"{name}.png"
-                path.write_bytes(tab.picture(selector))
+                files.write_bytes(path, tab.picture(selector), sync=False)
                 written.append(path)
     return written

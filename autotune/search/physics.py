@@ -8,6 +8,7 @@ from a `Profile` and a `Machine`; any other callable of the same form (`catalogu
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -40,6 +41,9 @@ NEIGHBOURS_OF = 4
 # Where the workload was guessed from its size, each term may be far off, and so may the whole.
 GUESSED_SPREAD = 1.0
 COUNTED_SCALE_SD, GUESSED_SCALE_SD = 0.15, 1.0
+# Every trial is looked at again for every proposal, and what was read of it never changes.
+_from_key = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
+_parsed = functools.lru_cache(maxsize=20_000)(json.loads)
 
 
 class AnalyticPrior:
@@ -141,7 +145,7 @@ class PhysicsSampler(LegalSampler):
         guide = self.guide
         if not self._whole:
             self._refine(told)
-        busy = [Candidate.from_key(key) for key in known if key]
+        busy = [_from_key(key) for key in known if key]
         proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
         if proposed is None:
             self.exhausted, self.why_exhausted = True, advice.nothing_left(guide.left(told, busy), guide.limit)
@@ -179,7 +183,7 @@ class PhysicsSampler(LegalSampler):
 
     def settled(self, study: Study, below: float) -> str | None:
         """Why nothing better than a share `below` is to be expected of any candidate; None if something is."""
-        busy = [Candidate.from_key(key) for key in self._known(study) if key]
+        busy = [_from_key(key) for key in self._known(study) if key]
         return advice.settled(self.guide, self.told(study), busy, below)
 
     def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[Rival, ...]:
@@ -202,14 +206,14 @@ class PhysicsSampler(LegalSampler):
 
     def _candidate_of(self, trial: FrozenTrial) -> Candidate:
         if CANDIDATE_ATTR in trial.user_attrs:
-            return Candidate.from_key(trial.user_attrs[CANDIDATE_ATTR])
+            return _from_key(trial.user_attrs[CANDIDATE_ATTR])
         values = {p.name: p.decode(trial.params[p.optuna_name]) for p in self._space.parameters if p.optuna_name in trial.params}
         return self._space.candidate(values, self._default)
 
     def _as_told(self, trial: FrozenTrial) -> Told | None:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
         if MEASURED_ATTR in attrs:
-            data = json.loads(attrs[MEASURED_ATTR])
+            data = _parsed(attrs[MEASURED_ATTR])
             outcome = Outcome(data["outcome"])
             inner, boundary = _micro_steps(data, candidate, self._setting.world_size)
             ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}

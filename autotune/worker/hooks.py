@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as checkpointing
 
-from autotune import UserError, stats, trial
+from autotune import UserError, masking, stats, trial
 from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
 from autotune.worker import contract, frameworks, observe, pipeline, samples, script, stated
@@ -444,7 +444,7 @@ class Hooks:
                     f" is {seen.micro_batch_size or 'not constant'}"
                 )
             probed = Probed(
-                ds_config=self._with_dtype(seen.dtype),
+                ds_config=masking.without_secrets(self._with_dtype(seen.dtype)),
                 micro_batch_size=counted,
                 gradient_accumulation_steps=seen.gradient_accumulation_steps,
                 family=self.family or "raw DeepSpeed",

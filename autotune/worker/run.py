@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autotune import UserError, trial
+from autotune import UserError, masking, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
@@ -99,8 +99,10 @@ def complete(recorder: Recorder) -> NoReturn:
 
 def abort(recorder: Recorder, error: BaseException) -> NoReturn:
     """Reports what went wrong, and ends the process."""
-    traceback.print_exception(error)
-    recorder.fail(*_classify(error))
+    with contextlib.suppress(Exception):  # the user's code may have closed standard error
+        traceback.print_exception(error)
+    with contextlib.suppress(OSError):  # a full disk; how the process ended is seen all the same
+        recorder.fail(*_classify(error))
     _leave(OOM_EXIT_CODE if recorder.report.outcome is Outcome.OOM else 1)
 
 
@@ -158,15 +160,19 @@ class Recorder:
         self.event(phase=phase)
 
     def event(self, **what: Any) -> None:
-        """Appends one line to the trial's event stream; a line is small enough to be written in one piece."""
+        """Appends one line to the trial's event stream, small enough to be written in one piece; no trial ends for want of it."""
         line = json.dumps({"time": time.time(), "rank": self.report.rank, **what}) + "\n"
-        events = self.folder.events_of(int(os.environ.get("GROUP_RANK", "0")))
-        descriptor = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.write(descriptor, line.encode())
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            events = self.folder.events_of(int(os.environ.get("GROUP_RANK", "0")))
+            descriptor = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
 
     def fail(self, outcome: Outcome, reason: str) -> None:
         """Writes the report of a failure."""
+        reason = masking.masked(reason)  # an exception may quote a token
         self.report.outcome, self.report.reason, self.report.failed_at = outcome, reason, time.time()
         self.event(outcome=outcome, reason=reason)
         self.write()

@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -26,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune import trial
+from autotune import segments, trial
 from autotune.trial import Exit, TrialDir, TrialRequest
-from autotune.worker import network
+from autotune.worker import network, processes
+from autotune.worker.logs import Log
 
 # DeepSpeed imports these lazily inside `initialize`, at 2.4 CPU-seconds a rank; imported here they cost nothing there.
 LAZY_MODULES = (
@@ -47,12 +47,11 @@ LAZY_MODULES = (
 PEER_GRACE_S = 1.5
 # How often an agent looks for the ends of a trial on other machines.
 LOOK_S = 0.3
-LOG_LIMIT_BYTES = 16 << 20
-LOG_HEAD_BYTES = LOG_TAIL_BYTES = 1 << 20
+# How long an agent sleeps where nothing happens, and where a rank may wait for its log to be read.
+WAIT_S, BUSY_WAIT_S = 0.1, 0.002
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SHARED_MEMORY = Path("/dev/shm")
-# What Python's SharedMemory and NCCL call their files: numbers drawn at random, not the process's.
-NAMELESS_SHARED_MEMORY = ("psm_", "nccl-")
+# So long a trial's processes are hunted; so much of what it left behind is written down.
+SWEEP_S, MOST_SWEPT = 20.0, 100
 
 
 @dataclass
@@ -74,6 +73,9 @@ class _Running:
     kernel_oom_before: int = 0
     others: frozenset[int] = frozenset()
     shared_before: frozenset[tuple[str, int]] = frozenset()
+    logs: list[Log] = field(default_factory=list)
+    watch: processes.Watch | None = None
+    note: str = ""
 
     @property
     def group(self) -> int:
@@ -111,19 +113,24 @@ class Agent:
         folder = TrialDir(path)
         running = self._start(folder, trial.read(folder.request, TrialRequest), node, address)
         try:
+            busy = False
             while len(running.codes) < len(running.ranks):
-                self._wait(running)
+                self._wait(running, BUSY_WAIT_S if busy else WAIT_S)
                 self._reap(running)
                 self._judge(running)
-                _bound_logs(running, LOG_LIMIT_BYTES)
+                if running.killed == "processes":  # by the time the ranks are dead there would be many more
+                    self._end_left(running)
+                busy = sum(log.take() for log in running.logs) > 0
         finally:
             swept = self._sweep(running)
-        _bound_logs(running, LOG_HEAD_BYTES + 2 * LOG_TAIL_BYTES)
+            for log in running.logs:
+                log.close()
         end = Exit(
             codes=running.codes,
             first_failed=running.first_failed,
             failed_at=running.failed_at,
             killed=running.killed,
+            note=running.note,
             kernel_oom=_kernel_ooms() > running.kernel_oom_before,
             wall_s=time.monotonic() - running.started_at,
             swept=swept,
@@ -146,16 +153,19 @@ class Agent:
             host, port = found
         environment = network.environment(host, port, request.nodes)
         # What lives below this process already, an imported module started; it is not the trial's to end.
-        running.others, running.shared_before = frozenset(_descendants(os.getpid(), dead=True)), frozenset(_shared_memory())
+        running.others, running.shared_before = frozenset(processes.descendants(os.getpid(), dead=True)), frozenset(segments.there())
+        running.watch = processes.Watch(processes.most(request.ranks_per_node), len(running.others))
         sys.stdout.flush()
         sys.stderr.flush()
         with listener or contextlib.nullcontext():
             agent = os.getpid()
             for local_rank in range(request.ranks_per_node):
                 rank = node * request.ranks_per_node + local_rank
+                running.logs.append(Log(folder.log(rank)))
                 pid = os.fork()
                 if pid == 0:
                     self._become_rank(running, rank, listener, environment, agent)
+                running.logs[-1].release()
                 running.ranks[rank] = pid
                 running.pids.add(pid)
                 # Set on both sides of the fork: whoever comes first, the group exists before anybody needs it.
@@ -184,10 +194,10 @@ class Agent:
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, signal.SIG_DFL)
-            log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((nothing, 0), (log, 1), (log, 2)):
-                os.dup2(source, target)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            running.logs[-1].become_output()
+            for log in running.logs:
+                log.drop()
             _expose_to_oom_killer()
             os.environ.update(rank_environment(rank, running.request) | environment)
             descriptor = listener.fileno() if listener is not None else -1
@@ -202,15 +212,17 @@ class Agent:
         except BaseException:  # nothing may return into the agent's own loop
             import traceback
 
-            traceback.print_exc()
+            with contextlib.suppress(BaseException):  # it may have closed its output
+                traceback.print_exc()
         finally:
-            sys.stderr.flush()
+            with contextlib.suppress(BaseException):
+                sys.stderr.flush()
             os._exit(1)
 
-    def _wait(self, running: _Running) -> None:
+    def _wait(self, running: _Running, seconds: float = WAIT_S) -> None:
         """Sleeps until a rank ends, a command comes, or it is time to look at clocks and logs."""
         sources = [self._wake_read, *([self.commands] if self.commands is not None and not self.orphaned else [])]
-        ready, _, _ = select.select(sources, [], [], 0.1)
+        ready, _, _ = select.select(sources, [], [], seconds)
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
@@ -244,6 +256,9 @@ class Agent:
             self._kill(running, "peer")
         elif now - running.started_at > running.request.deadline_s:
             self._kill(running, "deadline")
+        elif running.watch is not None and running.watch.too_many():
+            running.note = f"it started more than {running.watch.limit} processes ({processes.VARIABLE} allows more)"
+            self._kill(running, "processes")
 
     def _kill(self, running: _Running, why: str) -> None:
         running.killed = running.killed or why
@@ -256,26 +271,32 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
+    def _end_left(self, running: _Running) -> list[int]:
+        """Kills whatever of the trial lives now, in whatever group or session."""
+        left = [pid for pid in processes.descendants(os.getpid()) if pid not in running.others]
+        running.pids.update(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        return left
+
     def _sweep(self, running: _Running) -> list[str]:
         """Ends every process and removes every shared-memory file and build lock that the trial left."""
-        swept = []
-        for _ in range(200):
-            left = [pid for pid in _descendants(os.getpid()) if pid not in running.others]
-            running.pids.update(left)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                    swept.append(f"process {pid}")
+        swept: list[str] = []
+        until = time.monotonic() + SWEEP_S
+        while time.monotonic() < until:
+            left = self._end_left(running)
+            swept += [f"process {pid}" for pid in left]
             running.pids.update(pid for pid, _ in _dead_children())
             # A process that is just dying is neither alive nor to be reaped yet.
-            if not left and running.others.issuperset(_descendants(os.getpid(), dead=True)):
+            if not left and running.others.issuperset(processes.descendants(os.getpid(), dead=True)):
                 break
-            time.sleep(0.01)
-        for path in _left_in_shared_memory(running):
+            time.sleep(0.001 if left else 0.01)  # what forks must not have time to
+        for path in segments.left(running.pids, running.shared_before):
             with contextlib.suppress(OSError):
                 path.unlink()
                 swept.append(str(path))
-        return sorted({*swept, *_remove_stale_locks()})
+        return sorted({*swept, *_remove_stale_locks()})[:MOST_SWEPT]
 
 
 def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:
@@ -411,72 +432,12 @@ def _dead_children() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _descendants(root: int, *, dead: bool = False) -> list[int]:
-    """Living processes below `root`, and with `dead` those too that are about to die or wait to be reaped."""
-    import psutil
-
-    found = []
-    for process in psutil.Process(root).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if dead or process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
-
-
-def _shared_memory() -> list[tuple[str, int]]:
-    """Name and inode of this user's files in /dev/shm."""
-    found = []
-    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                if status.st_uid == os.getuid():
-                    found.append((entry.name, status.st_ino))
-    return found
-
-
-def _left_in_shared_memory(running: _Running) -> list[Path]:
-    """The trial's files in /dev/shm: made since it started, and named for one of its processes or by a library for nobody alive."""
-    numbers = {str(pid) for pid in running.pids}
-    new = [name for name, inode in _shared_memory() if (name, inode) not in running.shared_before]
-    named = [name for name in new if numbers & set(re.split("[-_.]", name))]
-    nameless = [name for name in new if name not in named and name.startswith(NAMELESS_SHARED_MEMORY)]
-    used = _mapped_shared_memory() if nameless else set()
-    return [SHARED_MEMORY / name for name in (*named, *(name for name in nameless if name not in used))]
-
-
-def _mapped_shared_memory() -> set[str]:
-    """Names of the files in /dev/shm that a living process has mapped."""
-    mark, used = f"{SHARED_MEMORY}/", set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            used |= {line.partition(mark)[2].removesuffix(" (deleted)") for line in maps.read_text().splitlines() if mark in line}
-    return used
-
-
 def _remove_stale_locks() -> list[str]:
     """Removes build locks whose builder is dead; every later trial would wait for them for ever."""
     from autotune.worker import ops
 
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     return ops.remove_stale_locks(Path(extensions)) if extensions else []
-
-
-def _bound_logs(running: _Running, limit: int) -> None:
-    """Cuts the middle out of a log that has grown too large; the rank goes on writing behind the end.
-
-    What a living rank writes in the moment of the cut is lost with the middle, or stands before the mark.
-    """
-    for rank in running.ranks:
-        path = running.folder.log(rank)
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size > limit:
-                with path.open("rb") as file:
-                    file.seek(-LOG_TAIL_BYTES, os.SEEK_END)
-                    tail = file.read(LOG_TAIL_BYTES)
-                os.truncate(path, LOG_HEAD_BYTES)
-                with path.open("ab") as file:
-                    file.write(b"\n[autotune: the log grew too large; lines were cut here]\n" + tail)
 
 
 def _kernel_ooms() -> int:

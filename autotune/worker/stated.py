@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -49,6 +48,14 @@ def read(stated: Any) -> DsConfig:
     if isinstance(stated, dict):
         return stated
     if isinstance(stated, str | os.PathLike) and os.path.exists(stated):
-        config: DsConfig = json.loads(Path(stated).read_text())
-        return config
+        import hjson  # as DeepSpeed itself reads the file, which may have comments
+
+        try:
+            config = hjson.loads(Path(stated).read_text(encoding="utf-8-sig"), object_pairs_hook=dict)
+        except (ValueError, RecursionError) as error:
+            said = next(iter(str(error).splitlines()), "it is nested too deeply")
+            raise UserError(f"{stated} is no JSON that DeepSpeed reads: {said}") from None
+        if isinstance(config, dict):
+            return config
+        raise UserError(f"{stated} holds no JSON object, so it is no configuration of DeepSpeed's")
     raise UserError("the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file")

@@ -102,5 +102,8 @@ def save(engine: Any, path: Path) -> None:
             state = {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f".{path.name}.draft")
-            torch.save(state, draft)
+            with open(draft, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(draft, path)

@@ -106,6 +106,44 @@ def test_no_child_of_a_rank_outlives_the_trial(zoo: Zoo) -> None:
     assert not [p for p in psutil.process_iter(["cmdline"]) if "a child of tests/models/children.py" in (p.info["cmdline"] or [])]
 
 
+def test_a_daemon_that_hides_from_its_rank_outlives_no_trial(zoo: Zoo) -> None:
+    assert zoo.run("daemon").outcome is Outcome.COMPLETE
+    assert len([line for line in trial.read(zoo.folder.exit, Exit).swept if line.startswith("process ")]) == 2
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "a daemon of tests/models/daemon.py" in (p.info["cmdline"] or [])]
+
+
+def test_a_fork_bomb_is_ended_with_its_reason_and_the_next_trial_is_clean(zoo: Zoo, reference: list[float | None]) -> None:
+    result = zoo.run("bomb")
+    assert (result.outcome, result.phase) == (Outcome.CRASHED, "measure")
+    assert result.reason == "it started more than 24 processes (AUTOTUNE_MOST_PROCESSES allows more)"
+    assert_nothing_left(zoo, shared_memory())
+    assert zoo.run("ok", **CLEAN).losses == reference
+
+
+def test_a_rank_that_closes_its_output_and_removes_its_folder_still_reports(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+    folder = zoo.root / "0001"
+    closing = f"""
+        if self.calls == 3:
+            import shutil
+            for descriptor in (0, 1, 2): os.close(descriptor)
+            shutil.rmtree({str(folder)!r}, ignore_errors=True)"""
+    result = zoo.run(write_model(in_forward(closing)))
+    assert zoo.folder.path == folder
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert trial.result_in(folder) == result
+
+
+def test_a_rank_that_writes_nonsense_in_place_of_its_report_has_none(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+    report = zoo.root / "0001" / "rank-1.json"
+    writing = f"""
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            open({str(report)!r}, "wb").write(os.urandom(4096))
+            os._exit(0)"""
+    result = zoo.run(write_model(in_forward(writing)))
+    assert (result.outcome, result.failed_rank) == (Outcome.CRASHED, 1)
+    assert result.reason == "rank 1 exited with status 0 but wrote no result"
+
+
 def test_shared_memory_of_a_trial_is_removed_and_that_of_strangers_is_not(zoo: Zoo) -> None:
     """The strangers' files bear the very numbers that the trial's processes are going to have."""
     mark = f"stranger-{uuid.uuid4().hex[:8]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from clusters import SlurmCluster, slurm, until, why_no_slurm
 from zoo import MODELS
 
-from autotune import UserError, trial
+from autotune import UserError, liveness, trial
 from autotune.executors import agents, base
 from autotune.executors.agents import AgentExecutor, Refused, settings_for
 from autotune.executors.base import Status
@@ -147,8 +148,8 @@ def test_held_nodes_of_a_dead_run_are_taken_over(trials: Trials) -> None:
     second = trials.executor()
     second.start()
     assert second._held == []  # its owner, this very process, is alive
-    path.write_text(said.replace(f'"pid": {agents.os.getpid()}', '"pid": 4194304'))
-    second.start()
+    path.write_text(said.replace(liveness.mark(), f"{os.getpid()}:1"))
+    second.start()  # the number is used again, the process is another one
     assert [held.job for held in second._held] == [held.job for held in first._held]
 
 

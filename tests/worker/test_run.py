@@ -427,3 +427,17 @@ def test_failures_are_classified() -> None:
     assert classify(ValueError("a\nb")) == (Outcome.CRASHED, "ValueError: a")
     assert classify(SystemExit(3)) == (Outcome.CRASHED, "SystemExit: 3")
     assert classify(UserError("model.py: define model()")) == (Outcome.CRASHED, "model.py: define model()")
+
+
+def test_a_token_that_an_error_quotes_stays_in_the_log(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+    token = "hf_abcdefghijklmnopqrstuvwxyz"
+    target = write_model(f"""
+        def model():
+            raise RuntimeError("401 for {token}")
+
+        def batch(n): ...
+    """)
+    result = zoo.run(target, world_size=1)
+    assert result.reason == "RuntimeError: 401 for ***"
+    kept = [path.name for path in zoo.folder.path.iterdir() if path.is_file() and token in path.read_text(errors="replace")]
+    assert kept == ["rank-0.log"]

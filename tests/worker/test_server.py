@@ -1,31 +1,15 @@
-"""The agent's own instruments: commands, logs, shared memory."""
+"""The agent's own instruments: commands, and what its ranks are given."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from autotune.trial import TrialDir, TrialRequest
+from autotune.trial import TrialRequest
 from autotune.worker import network, server
-
-MIB = 1 << 20
-
-
-def running(path: Path, *, pids: set[int] = frozenset(), ranks: int = 1) -> server._Running:  # type: ignore[assignment]
-    """A trial that has only begun."""
-    path.mkdir(exist_ok=True)
-    began = server._Running(TrialDir(path), TrialRequest(target="model.py"), 0, time.monotonic(), dict.fromkeys(range(ranks), -1))
-    began.pids = set(pids)
-    began.shared_before = frozenset(server._shared_memory())
-    return began
 
 
 def test_a_command_behind_another_stays_in_the_pipe() -> None:
@@ -38,56 +22,6 @@ def test_a_command_behind_another_stays_in_the_pipe() -> None:
     os.close(write)
     assert list(commands) == [{"run": "b"}]
     os.close(read)
-
-
-def test_a_large_log_keeps_head_and_tail_and_the_writer_goes_on_behind(tmp_path: Path) -> None:
-    begun = running(tmp_path)
-    with open(begun.folder.log(0), "ab", buffering=0) as rank:
-        rank.write(b"first\n" + b"x" * (17 * MIB) + b"\nlast")
-        server._bound_logs(begun, server.LOG_LIMIT_BYTES)
-        rank.write(b" word\n")
-    log = begun.folder.log(0).read_bytes()
-    assert log.startswith(b"first\n") and log.endswith(b"\nlast word\n")
-    assert b"[autotune: the log grew too large; lines were cut here]" in log
-    assert len(log) < 2 * MIB + 200
-
-
-def test_a_small_or_missing_log_is_left_alone(tmp_path: Path) -> None:
-    begun = running(tmp_path, ranks=2)
-    begun.folder.log(0).write_bytes(b"x" * MIB)
-    server._bound_logs(begun, server.LOG_LIMIT_BYTES)
-    assert begun.folder.log(0).stat().st_size == MIB
-
-
-@pytest.fixture
-def shared() -> Iterator[str]:
-    """A prefix for files in /dev/shm, which are removed afterwards."""
-    prefix = f"autotune-test-{uuid.uuid4().hex[:8]}"
-    yield prefix
-    for path in Path("/dev/shm").glob(f"*{prefix}*"):
-        path.unlink()
-
-
-def test_shared_memory_named_for_a_process_of_the_trial_is_the_trials(tmp_path: Path, shared: str) -> None:
-    begun = running(tmp_path, pids={4711})
-    for name in (f"{shared}_4711_0", f"{shared}_14711_0", f"{shared}_47110", f"{shared}-4711.x"):
-        Path("/dev/shm", name).touch()
-    assert {path.name for path in server._left_in_shared_memory(begun)} == {f"{shared}_4711_0", f"{shared}-4711.x"}
-
-
-def test_shared_memory_from_before_the_trial_is_not(tmp_path: Path, shared: str) -> None:
-    Path("/dev/shm", f"{shared}_4711").touch()
-    Path("/dev/shm", f"psm_{shared}").touch()
-    assert server._left_in_shared_memory(running(tmp_path, pids={4711})) == []
-
-
-def test_nameless_shared_memory_is_the_trials_only_if_nobody_alive_maps_it(tmp_path: Path, shared: str) -> None:
-    begun = running(tmp_path)
-    used, left = Path("/dev/shm", f"psm_{shared}_used"), Path("/dev/shm", f"psm_{shared}_left")
-    for path in (used, left):
-        path.write_bytes(bytes(4096))
-    with open(used, "r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert server._left_in_shared_memory(begun) == [left]
 
 
 def test_a_rank_finds_the_variables_that_torchrun_sets() -> None:

@@ -307,9 +307,9 @@ def failing_in_words(url: str) -> Iterator[None]:
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
         full = ". Free some space" if "disk is full" in _reason(error) else ""
-        said = urls.without_password(_reason(error), url)
+        reason = urls.without_password(_reason(error), url)
         raise StoreError(
-            f"storage {urls.masked(url)}: {said}{away}{full}; what was told before is kept. Run the same command again to go on"
+            f"storage {urls.masked(url)}: {reason}{away}{full}; what was told before is kept. Run the same command again to go on"
         ) from None
     except OSError as error:
         said = files.words(error)

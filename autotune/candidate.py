@@ -680,6 +680,17 @@ RULES: tuple[Rule, ...] = (
         "zero_hpz_partition_size must divide the {world_size} ranks and be smaller",
     ),
     Rule(
+        lambda c, k, s: c.precision.startswith("torch_autocast") and version(s.deepspeed_version) < (0, 17, 2),
+        "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2",
+    ),
+    Rule(
+        lambda c, k, s: (
+            bool(k.get("bf16.bf16_master_weights_and_grads") or k.get("bf16.bf16_optimizer_states"))
+            and version(s.deepspeed_version) < (0, 18, 3)
+        ),
+        "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
+    ),
+    Rule(
         lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and version(s.deepspeed_version) >= (0, 19, 7),
         "{optimizer} is not in DeepSpeed {deepspeed_version}: it was removed in 0.19.7",
     ),

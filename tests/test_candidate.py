@@ -255,6 +255,12 @@ ILLEGAL = [
     ({"optimizer": "OneBitAdam", "zero_stage": 1}, GPUS, "stage 0"),
     ({"optimizer": "OneBitAdam"}, Setting(accelerator="cuda", deepspeed_version="0.16.9", client_optimizer=True), "own optimizer"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
+    ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
+    (
+        {"precision": "bf16", "zero_stage": 1, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True},
+        Setting(deepspeed_version="0.18.2"),
+        "0.18.3",
+    ),
 ]
 
 
@@ -270,6 +276,7 @@ def test_what_cannot_run_is_refused_with_its_reason(values, setting, said):
         ({}, CPU),
         ({"precision": "bf16", "zero_stage": 3, "checkpoint_every": 4}, CPU),
         ({"precision": "bf16", "zero_stage": 1, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}, CPU),
+        ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.2")),
         ({"communication_data_type": "fp16"}, CPU),
         ({"optimizer": "OneBitAdam", "precision": "fp16"}, GPUS),
         ({"precision": "fp32"}, Setting(base=(("data_types.grad_accum_dtype", "fp32"),))),

@@ -387,9 +387,11 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
     dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
+        # In torch 2.6 its other backend, the default, takes no socket that listens already.
         store = dist.TCPStore(
-            host, port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-        )
+            host, port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener,
+            use_libuv=False,
+        )  # fmt: skip
     else:
         if listener >= 0:
             socket.close(listener)

@@ -201,6 +201,14 @@ def coordinators(found: Results) -> Iterator[tuple[str, str]]:
     yield f"{what}: lost, told twice; median time to ask and tell at the end", f"{lost}, {twice}; {1000 * last['ask_and_tell_s']:.0f} ms"
 
 
+def chaos(found: Results) -> Iterator[tuple[str, str]]:
+    what = f"random kills ({', '.join(found['by_victim'])}) in {found['n_studies']} real studies"
+    yield (
+        f"{what}: invariants broken after resuming; trials run again",
+        f"{found['invariants_broken']} of {found['struck']}; {found['trials_run_again']}",
+    )
+
+
 def project(found: Results) -> Iterator[tuple[str, str]]:
     for name, row in found.items():
         if isinstance(row, dict) and "error_median" in row:
@@ -234,6 +242,7 @@ BENCHMARKS = (
     Benchmark(name="executor_overhead", command="python benchmarks/executor_overhead.py", rows=executor_overhead),
     Benchmark(name="coordinators", command="python benchmarks/coordinators.py --seconds 5", rows=coordinators),
     Benchmark(name="retune", command="python benchmarks/retune.py --seeds 3", rows=retune),
+    Benchmark(name="chaos", command="python benchmarks/chaos.py", rows=chaos),
     Benchmark(name="project", command="python benchmarks/project.py", rows=project),
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from autotune import UserError, urls
+from autotune import UserError, files, urls
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -590,11 +590,12 @@ def _in_words() -> Iterator[None]:
     """A disk that is full or a folder that cannot be written is no traceback either.
 
     Raises:
-        UserError: In place of an OSError that names a file.
+        UserError: In place of an OSError that says something about the disk.
     """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        said = files.words(error)
+        if said is None:
             raise
-        raise UserError(f"{error.filename}: {error.strerror}") from None
+        raise UserError(said) from None

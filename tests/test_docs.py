@@ -163,3 +163,7 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)]
     assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+def test_every_page_is_found_from_the_readme():
+    assert [page for page in TEXTS if page.startswith("docs/") and f"({page})" not in TEXTS["README.md"]] == []

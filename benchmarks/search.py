@@ -120,7 +120,7 @@ def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, l
     metrics = [o.metric for o in found.spec.objectives]
     true = Truth(rows, metrics, limit)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         runner = Runner(found, executor, Path(folder) / "study", store.default_url(Path(folder)), Silent())  # type: ignore[arg-type]
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")

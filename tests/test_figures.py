@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+BEFORE = dict(os.environ)
 with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would be found by whoever imports after us
     patch.syspath_prepend(str(ROOT / "benchmarks"))
     import capacity
@@ -58,3 +60,8 @@ def test_beyond_the_measured_range_is_a_straight_line():
     assert ahead["random"]["cpu_s_of_the_last_trial"] == pytest.approx(1.1)
     assert ahead["random"]["cpu_s"] == pytest.approx(6000)  # the mean, 0.6 s, ten thousand times
     assert ahead["random"]["bytes"] == pytest.approx(4e7) and ahead["trial_files"] == pytest.approx(3004)
+
+
+def test_what_a_test_imports_sets_no_variable_for_the_tests_after_it():
+    """A number of threads that a benchmark had set kept `torchrun` from setting its own, and so from being seen to."""
+    assert {name for name in os.environ if name.endswith("_NUM_THREADS")} == {name for name in BEFORE if name.endswith("_NUM_THREADS")}

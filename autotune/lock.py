@@ -18,8 +18,8 @@ from autotune.executors.host import run_mark, sweep
 
 # So many signals come through whatever is being told.
 IMPATIENT = 3
-# How often the lock of a study is asked for.
-LOCK_TRIES = 5
+# How often the lock of a study is asked for: whoever only looks has it for a moment, and several may look at once.
+LOCK_TRIES = 25
 
 
 class Terminated(KeyboardInterrupt):

@@ -10,12 +10,12 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
+from autotune.candidate import DEEPEST
 from autotune.target import SpecError, read_text
 
 # More than any study; what takes longer to read than a person waits is not read.
 LARGEST_CHARACTERS = 256 << 10
 MOST_VALUES = 50_000
-DEEPEST = 50
 LARGEST_BITS = 63
 # Plain data: no dates, which a name may look like, no sets and no bytes, which no key takes.
 PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")

@@ -25,18 +25,19 @@ LEAST_FREE_BYTES = 1 << 20
 QUOTA = os.strerror(errno.EDQUOT).lower()
 
 
-def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+def write_text(path: Path, text: str, *, sync: bool = True, private: bool = False) -> None:
     """Writes a text in UTF-8; see `write_bytes`."""
-    write_bytes(path, text.encode(), sync=sync)
+    write_bytes(path, text.encode(), sync=sync, private=private)
 
 
-def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
+def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = False) -> None:
     """Writes a file by renaming a draft: a reader sees the old one or the new one, whole.
 
     Args:
         path: The file; its folder is made. Behind a link its goal is written; a device or a pipe is written to as it is.
         data: Its content.
         sync: Wait until the content is on disk, so that it also outlives a crash of the machine.
+        private: Nobody else may read it, from the first byte on.
 
     Raises:
         OSError: The disk refused it; it names the file, and no draft is left.
@@ -49,7 +50,7 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
         goal.parent.mkdir(parents=True, exist_ok=True)
         draft = goal.with_name(f".{goal.name[:200]}.{os.getpid()}")
         try:
-            with open(draft, "wb") as file:
+            with open(draft, "wb", opener=_privately if private else None) as file:
                 file.write(data)
                 if sync:
                     file.flush()
@@ -63,6 +64,10 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
             raise
         if sync:
             _sync_folder(goal.parent)
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _sync_folder(folder: Path) -> None:

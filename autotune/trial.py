@@ -642,10 +642,10 @@ class TrialDir:
             return set()
 
 
-def write(path: Path, value: Any, *, sync: bool = True) -> None:
+def write(path: Path, value: Any, *, sync: bool = True, private: bool = False) -> None:
     """Writes a dataclass or plain data as JSON, whole or not at all; see `files.write_bytes`."""
     data = _adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
-    files.write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
+    files.write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync, private=private)
 
 
 def read(path: Path, kind: type[T]) -> T:

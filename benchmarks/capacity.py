@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import numpy as np
 import postgres
 import sqlalchemy
-from common import RESULTS, write
+from common import RESULTS, between, write
 from coordinate import SPACE, Silent
 from instant import Instant, plan_of, spec_of
 
@@ -229,10 +229,12 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def with_tables(text: str, found: dict[str, Any]) -> str:
-    """The page with the tables between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables(found)}\n\n{END}{after}"
+    """The page with the tables between its marks.
+
+    Raises:
+        ValueError: It has no marks.
+    """
+    return between(text, BEGIN, END, f"\n{tables(found)}\n")
 
 
 def main() -> None:

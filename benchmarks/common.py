@@ -36,6 +36,19 @@ def write(name: str, figures: dict[str, Any]) -> None:
     print(text)
 
 
+def between(text: str, begin: str, end: str, body: str) -> str:
+    """A page with something else between two of its lines.
+
+    Raises:
+        ValueError: It has no such lines.
+    """
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"the page has no lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n{body}\n{end}{after}"
+
+
 def plain_environment() -> dict[str, str]:
     """The variables of a training that nobody watches; on a CPU a rank has one thread."""
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions_dir())}

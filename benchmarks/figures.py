@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import comparison
+from common import between
 
 ROOT = Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
@@ -275,11 +276,7 @@ def with_table(text: str, results: Path = RESULTS) -> str:
     Raises:
         ValueError: It has no marks.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+    return between(text, BEGIN, END, table(results))
 
 
 def run(names: Sequence[str]) -> list[str]:

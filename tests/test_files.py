@@ -209,3 +209,10 @@ class View(Watcher):
 
     def doing(self, _text):
         pass
+
+
+def test_a_private_file_is_nobody_elses_from_its_first_byte_on(tmp_path, monkeypatch):
+    seen, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda draft, goal: (seen.append(Path(draft).stat().st_mode & 0o777), replace(draft, goal)))
+    files.write_text(tmp_path / "secret", "x", private=True)
+    assert seen == [0o600] and (tmp_path / "secret").stat().st_mode & 0o777 == 0o600

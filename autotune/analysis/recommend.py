@@ -320,8 +320,8 @@ def _best(ranked: Sequence[Measured], baseline: Measured | None, objectives: Seq
     """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
     confirmed = [m for m in ranked if m.repeats] or list(ranked)
     # Who left while others went on was clearly beaten in the rounds they shared, however the baseline did in just those.
-    raced = [set(m.repeats) for m in confirmed if baseline is None or m.trial != baseline.trial]
-    confirmed = [m for m in confirmed if m.trial == (baseline and baseline.trial) or not any(set(m.repeats) < rounds for rounds in raced)]
+    raced = {m.trial: set(m.repeats) for m in confirmed if m.repeats and (baseline is None or m.trial != baseline.trial)}
+    confirmed = [m for m in confirmed if m.trial not in raced or not any(raced[m.trial] < rounds for rounds in raced.values())]
     top = confirmed[0]
     gain: Callable[[Measured], float] = lambda m: log_gain(m, baseline or top, objectives)  # noqa: E731
     tied = [m for m in confirmed if gain(top) - gain(m) <= judge.resolution(m)]

@@ -234,8 +234,8 @@ class AgentExecutor:
             self._held.remove(held)
         wanted = self.nodes if self.engine.hold else nodes
         spool = Spool(self.root / uuid.uuid4().hex[:12])
-        trial.write(spool.settings, self.settings)
-        spool.settings.chmod(0o600)  # the variables may hold tokens that the ranks need on other machines
+        # The variables may hold tokens that the ranks need on other machines.
+        trial.write(spool.settings, self.settings, private=True)
         spool.orders.touch()
         spool.alive.touch()
         job = self.engine.launch(spool, wanted)

@@ -100,9 +100,9 @@ def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable
     if (left := _left(executor, folder)) is not None and left[1] == request:
         return _watch(left[0], folder, request, on_tick)
     forget(executor, path)
-    trial.write(folder.request, request, sync=False)
-    if request.script is not None and masking.masked(request.script.arguments) != request.script.arguments:
-        folder.request.chmod(0o600)  # the ranks need the secret that the user put on the command line; nobody else does
+    # The ranks need a secret that the user put on the command line; nobody else does.
+    secret = request.script is not None and masking.masked(request.script.arguments) != request.script.arguments
+    trial.write(folder.request, request, sync=False, private=secret)
     trial.write(folder.ds_config, request.ds_config, sync=False)
     return _watch(executor.submit(folder), folder, request, on_tick)
 

@@ -67,8 +67,7 @@ class Hosts:
             python = shlex.quote(self.options.get("python", sys.executable))
             agent = f"{python} -m autotune.executors.agent {shlex.quote(str(spool.path))} --node {node} --address {address} --lifeline"
             variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
-            files.write_text(script, f"{variables}exec {agent}\n")
-            script.chmod(0o600)  # the variables may hold tokens
+            files.write_text(script, f"{variables}exec {agent}\n", private=True)  # the variables may hold tokens
             with open(_log(spool, node), "ab") as log:
                 processes.append(
                     subprocess.Popen(

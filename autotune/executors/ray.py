@@ -284,8 +284,7 @@ class Machine:
         if not (shared and place.settings.exists()):
             self._root = Path(tempfile.mkdtemp(prefix="autotune-ray-"))
             place = Spool(self._root / "spool")
-            trial.write(place.settings, dict(settings))
-            place.settings.chmod(0o600)  # the variables may hold tokens
+            trial.write(place.settings, dict(settings), private=True)  # the variables may hold tokens
             place.alive.touch()
         exported = dict(settings["exported"])
         environment = os.environ | exported

@@ -20,6 +20,8 @@ SPEED_SD = 0.02
 FAR = 1000.0
 # So much later than predicted (or than the baseline) is no refutation, and an interval so wide is no answer.
 TOLERANCE, WIDEST = 1.05, 3.0
+# What to do where a branch decides nothing.
+MORE = "raise --branch-tokens, or do without by --no-branch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     n_samples = min(len(own.losses) * own.batch, len(baseline.losses) * baseline.batch)
     n_windows = min(MOST_WINDOWS, n_samples // max(own.batch, baseline.batch, 1))
     if n_windows < FEWEST_WINDOWS:
-        return Branch(confirmed=None, reason=f"{n_samples} samples are too few for a branch of this batch; raise --branch-tokens")
+        return Branch(confirmed=None, reason=f"{n_samples} samples are too few for a branch of this batch; {MORE}")
     curves = [_pieces(run, n_samples, n_windows) for run in (own, baseline)]
     if not all(np.isfinite(curve).all() for curve in curves):
         return Branch(confirmed=False, reason="in the branch its loss was not finite", n_samples=n_samples)
@@ -92,7 +94,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     fall, fall_sd = _fall((curves[0] + curves[1]) / 2, at)
     difference = (curves[0] - curves[1])[later]
     if fall <= 2 * fall_sd:
-        why = "the loss hardly fell in the branch, so nothing can be told; raise --branch-tokens"
+        why = f"the loss hardly fell in the branch, so nothing can be told; {MORE}"
         return Branch(confirmed=None, reason=why, n_samples=n_samples)
     rng = np.random.default_rng(0)
     falls = np.maximum(fall / 10, fall + fall_sd * rng.standard_normal(DRAWS))
@@ -118,7 +120,7 @@ def _told(found: Branch) -> Branch:
     if found.low > TOLERANCE * max(1.0, found.predicted or 1.0):
         return _with(found, confirmed=False, reason=f"{said}, which it refutes")
     if found.high > WIDEST * found.low:
-        return _with(found, confirmed=None, reason=f"{said}, which decides nothing; raise --branch-tokens")
+        return _with(found, confirmed=None, reason=f"{said}, which decides nothing; {MORE}")
     return _with(found, confirmed=True, reason=f"{said}{', which it confirms' if promised else ''}")
 
 

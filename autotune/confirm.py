@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +25,10 @@ GATE_SHARE = 0.15
 # Steps of a reference's curve: fewer say little, more cost time.
 FEWEST_STEPS, MOST_STEPS = 12, 60
 REPLICATES = 2
-# A reference may train for so many times what a trial may: numerics that are slower make longer curves.
-LONGEST = 4
+# A reference may train for so many times what a trial may: numerics that are slower make longer curves. Where steps are so slow that this
+# is too little for the steps that are needed, for what those take, with this factor to spare.
+LONGEST, SPARE = 4, 1.5
+WITHIN_DEADLINE = 0.9
 # A branch is so many times as long as what the baseline trains on in a trial.
 BRANCH_BUDGETS = 2
 
@@ -162,7 +165,7 @@ class Confirmation:
             self.host.say(f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}")
             reference, *replicates = self._references(batch, baseline)
             for m in group:
-                verdict = self._verdict(m, batch, reference, replicates)
+                verdict = self._verdict(m, baseline, batch, reference, replicates)
                 trial.write(store.gate_path(self.folder, m.trial), verdict)
                 if not verdict.passed:
                     refused.append(m)
@@ -197,7 +200,8 @@ class Confirmation:
             if result is None or result.outcome is Outcome.LOST:
                 result = self.host.execute(
                     each.candidate, path, role="branch", max_steps=-(-n_samples // batch), min_samples=ENDLESS_SAMPLES,
-                    budget_s=LONGEST * self.spec.trial_budget_s, weights=str(start[0]), first_sample=first_sample,
+                    budget_s=self._budget_s(n_samples / (each.value("samples_per_s") or 1.0)), weights=str(start[0]),
+                    first_sample=first_sample, deadline_s=self.spec.trial_deadline_s,
                 )  # fmt: skip
             if result.outcome is not Outcome.COMPLETE:
                 why = f"the branch of trial {each.trial} ended with {result.outcome}: {result.reason}"
@@ -241,7 +245,17 @@ class Confirmation:
         own, base = m.metrics.get(GOODPUT), baseline.metrics.get(GOODPUT)
         return base / own if own and base else None
 
-    def _verdict(self, m: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]) -> Verdict:
+    def _alike(self, m: Measured, batch: int) -> Verdict | None:
+        """The pass of another trial with the same numerics and global batch; DeepSpeed's stage 0 has an optimizer of its own."""
+        for other in self.host.measured():
+            seen, same = other.verdict, gate.numerics(other.ds_config) == gate.numerics(m.ds_config)
+            if seen is None or not seen.passed or seen.batch != batch or seen.same_as is not None:
+                continue
+            if other.trial != m.trial and same and bool(other.candidate.zero_stage) == bool(m.candidate.zero_stage):
+                return replace(seen, same_as=other.trial)
+        return None
+
+    def _verdict(self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]) -> Verdict:
         if reference.outcome is not Outcome.COMPLETE:
             why = f"the baseline's numerics at a global batch of {batch} ended with {reference.outcome}: {reference.reason}"
             return Verdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
@@ -249,7 +263,10 @@ class Confirmation:
         if wrong := gate.judge_gradient(own.gradient, reference.gradient, m.ds_config):
             return Verdict(passed=False, reason=wrong, batch=batch)
         if len(own.losses) < min(FEWEST_STEPS, len(reference.losses)):
-            own = self._longer(m.candidate, store.trial_path(self.folder, m.trial) / "gate", len(reference.losses))
+            if (seen := self._alike(m, batch)) is not None:
+                return seen
+            step_s = m.value("step_time_s") or self._step_s(batch, baseline)
+            own = self._longer(m.candidate, store.trial_path(self.folder, m.trial) / "gate", len(reference.losses), step_s)
         if own.outcome is Outcome.DIVERGED:
             return Verdict(passed=False, reason=own.reason, batch=batch)
         return gate.judge(own.losses, reference.losses, [each.losses for each in replicates], batch)
@@ -274,29 +291,31 @@ class Confirmation:
         folder = store.reference_path(self.folder, batch)
         # Half of what is left, so that another batch can follow.
         allowed_s = max(0.0, GATE_SHARE * self.host.spent_s() - self._gate_s) / 2 / (REPLICATES + (0 if own else 1))
-        n_steps = round(min(MOST_STEPS, max(FEWEST_STEPS, allowed_s / self._step_s(batch, baseline))))
-        found = [first] if own and first is not None else [self._longer(candidate, folder / "0", n_steps)]
+        step_s = self._step_s(batch, baseline)
+        n_steps = round(min(MOST_STEPS, max(FEWEST_STEPS, allowed_s / step_s)))
+        found = [first] if own and first is not None else [self._longer(candidate, folder / "0", n_steps, step_s)]
         if found[0].outcome is Outcome.COMPLETE:
-            found += [self._longer(candidate, folder / str(n), n_steps, replicate=n) for n in range(1, REPLICATES + 1)]
+            found += [self._longer(candidate, folder / str(n), n_steps, step_s, replicate=n) for n in range(1, REPLICATES + 1)]
         return [found[0], *(each for each in found[1:] if each.outcome is Outcome.COMPLETE)]
 
-    def _longer(self, candidate: Candidate, path: Path, n_steps: int, *, replicate: int = 0) -> TrialResult:
-        """A loss curve of so many steps; one that is there already is kept."""
+    def _longer(self, candidate: Candidate, path: Path, n_steps: int, step_s: float, *, replicate: int = 0) -> TrialResult:
+        """A loss curve of so many steps, which take about so long each; one that is there already is kept."""
         kept = trial.result_in(path)
         if kept is not None and kept.outcome is not Outcome.LOST:
             return kept
         try:
-            result = self._trained(candidate, path, n_steps, replicate)
+            result = self.host.execute(
+                candidate, path, role="gate", max_steps=n_steps, min_samples=ENDLESS_SAMPLES, replicate=replicate,
+                budget_s=self._budget_s(min(n_steps, FEWEST_STEPS) * step_s), deadline_s=self.spec.trial_deadline_s,
+            )  # fmt: skip
         except UserError as error:  # an engine that only replays what was measured
             return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
         self._gate_s += result.wall_s
         return result
 
-    def _trained(self, candidate: Candidate, path: Path, n_steps: int, replicate: int) -> TrialResult:
-        return self.host.execute(
-            candidate, path, role="gate", max_steps=n_steps, min_samples=ENDLESS_SAMPLES, replicate=replicate,
-            budget_s=LONGEST * self.spec.trial_budget_s,
-        )  # fmt: skip
+    def _budget_s(self, needed_s: float) -> float:
+        """How long a run of the checks may train that needs so long, within a trial's deadline."""
+        return min(max(LONGEST * self.spec.trial_budget_s, SPARE * needed_s), WITHIN_DEADLINE * self.spec.trial_deadline_s)
 
 
 def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Candidate:

@@ -23,6 +23,10 @@ LEAST_STEPS = 8
 ENDLESS = 1e15
 # From one half of a measurement to the other it grows by so much, or it stands.
 GROWTH = 1.25
+# A loss that falls by less than this share from one half of the steps to the other is taken to stand.
+STANDS = 0.005
+# Over fewer steps a loss that stands cannot be told from one that has not begun to fall.
+LEAST_LOSSES = 50
 # An interval wider than this, high over low, does not tell batches apart that differ by a factor of two.
 WIDEST = 4.0
 
@@ -129,6 +133,20 @@ def noise_scale(micro_sq: Sequence[float], mean_sq: Sequence[float], *, micro_ba
     low, high = (float(bound) for bound in np.quantile(drawn, (0.025, 0.975), method="nearest"))
     resolved = high < ENDLESS and low > 0 and high / low <= WIDEST
     return NoiseScale(samples=value, low=min(low, value), high=max(high, value), resolved=resolved, n_samples=n_samples)
+
+
+def falling(losses: Sequence[float]) -> bool:
+    """Whether the loss still falls, beyond its own noise, from one half of the steps after the first third to the other.
+
+    While it does the gradient still shrinks, so that a noise scale measured now, however narrow its interval, is below what follows.
+    """
+    if len(losses) < LEAST_LOSSES:
+        return True
+    kept = np.asarray(losses[len(losses) // 3 :], dtype=float)
+    earlier, later = np.array_split(kept, 2)
+    fall = earlier.mean() - later.mean()
+    se = math.sqrt(earlier.var(ddof=1) / len(earlier) + later.var(ddof=1) / len(later))
+    return bool(fall > max(STANDS * abs(later.mean()), 2 * se))
 
 
 def _ratio(top: float, bottom: float) -> float:

@@ -58,6 +58,7 @@ class Verdict:
         losses: The reference's curve.
         replicates: The curves of its replicates.
         batch: Samples of a step.
+        same_as: The trial with the same numerics whose curve was compared, where it was not the candidate's own.
     """
 
     passed: bool | None
@@ -68,6 +69,7 @@ class Verdict:
     losses: list[float] = field(default_factory=list)
     replicates: list[list[float]] = field(default_factory=list)
     batch: int = 0
+    same_as: int | None = None
 
 
 def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,17 +178,21 @@ def _numbers(curve: Sequence[float | None]) -> Floats:
 
 
 def _slope(base: Floats, part: slice) -> float:
-    """Loss that a step gains in the middle of a part of the curve.
+    """Loss that a step may gain in the middle of a part of the curve.
 
-    From the fit of a + b log(step) to all but the first steps, or from the mean fall up to the part's end where that is steeper;
-    at least a tenth of the mean fall a step over all: a noisy end has no slope.
+    From the fit of a + b log(step) to all but the first steps, with its standard error, since what differs between batches hides the
+    slope but not the lag of a curve on the same batches; or from the mean fall up to the part's end where that is steeper; at least a
+    tenth of the mean fall a step over all: a noisy end has no slope.
     """
     n = len(base)
     first = n // 8
     logs = np.log(np.arange(first, n) + 1.0)
     centred = logs - logs.mean()
     middle = (part.start + part.stop) / 2
-    fitted = -float(base[first:] @ centred / (centred @ centred)) / middle
+    rate = float(base[first:] @ centred / (centred @ centred))
+    left = base[first:] - base[first:].mean() - rate * centred
+    error = float(np.sqrt(left @ left / max(1, len(left) - 2) / (centred @ centred)))
+    fitted = (error - rate) / middle
     start, end = float(base[: max(1, first)].mean()), float(base[-max(1, n // 4) :].mean())
     early = (start - float(base[n // 2 :].mean())) / (0.7 * n) if part.stop <= n // 2 else 0.0
     return float(max(fitted, early, (start - end) / n / 10, 0.0))

@@ -96,19 +96,24 @@ class Plan:
         return self.workload.script.completed(config, candidate) if self.workload.script else config
 
     def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
-        """How the learning rate follows the batch in this study's trials.
-
-        Raises:
-            UserError: The rule cannot be followed here.
-        """
+        """How the learning rate follows the batch in this study's trials."""
         rule: str = self.spec.learning_rate_rule
-        if self.workload.script is not None:
-            if rule not in ("auto", "none"):
-                raise UserError(f"--learning-rate-rule {rule}: a script sets its learning rate itself; only `none` is possible")
-            rule = "none"
-        elif rule == "auto":
+        if rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
         return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank trains the whole model, on data of its own: neither its layers nor its experts are split between them."""
+        script = self.workload.script
+        parted = script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
+        return self.data_parallel == self.world_size and not parted
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether the target lets a batch be split into other micro-batches."""
+        script = self.workload.script
+        return script is None or set(SCRIPT_BATCH) <= set(script.movable)
 
     @property
     def data_parallel(self) -> int:
@@ -343,6 +348,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
+        learning_rates=probed.learning_rates if probed else (),
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
     )

@@ -135,7 +135,7 @@ class StudySpec(BaseModel):
         parallel: Trials at once, where devices or nodes are disjoint.
         overlap: Trials may run at once on one host, too, where they disturb one another.
         learning_rate_rule: How the learning rate follows the global batch: `linear`, `sqrt`, `adascale`, `surge`, `none`, or
-            `auto`: linear for SGD, sqrt for others. A script keeps its own.
+            `auto`: linear for SGD, sqrt for others.
         seed: Seed of weights, data order and search.
         trial_budget_s: Training time of one trial, warm-up included.
         trial_deadline_s: Wall time after which a trial's processes are killed.

@@ -12,6 +12,8 @@ from scipy import special
 # The first step pays for lazy initialisation, the second is taken apart phase by phase: neither is ever timed.
 SETUP_STEPS = 2
 MIN_TIMED_STEPS = 5
+# Where the budget is spent before: the fewest that give an interval.
+LEAST_TIMED_STEPS = 3
 TARGET_RELATIVE_CI = 0.02
 
 

@@ -394,13 +394,16 @@ class Runner:
         needs_rate = self.learning_rate.rule in NOISE_RULES
         if self.spec.global_batch == "keep" or not (wanted or needs_rate):
             return
-        if self.plan.workload.script is not None:
-            problem = "the gradient noise scale is measured on a model.py only"
+        world, candidate = self.plan.world_size, self.plan.baseline
+        if self.plan.splits_batch:
+            steps = max(candidate.gradient_accumulation_steps, math.ceil(NOISE_MICROS / world))
+            micro = max(1, candidate.global_batch_size(world) // (steps * world))
+            candidate = replace(candidate, micro_batch_size=micro, gradient_accumulation_steps=steps)
+        if not self.plan.replicated:
+            problem = "the gradient noise scale is not measured where a model is split between ranks"
+        elif candidate.gradient_accumulation_steps * world < 2:
+            problem = "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
         else:
-            world, base = self.plan.world_size, self.plan.baseline
-            steps = max(base.gradient_accumulation_steps, math.ceil(NOISE_MICROS / world))
-            micro = max(1, base.global_batch_size(world) // (steps * world))
-            candidate = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
             self.observer.say("measuring the gradient noise scale, for what other global batches are worth")
             start = self.spec.from_checkpoint
             result = self.execute(
@@ -452,7 +455,7 @@ class Runner:
             workload=plan.workload,
             learning_rate=self.learning_rate,
             invocation=plan.spec.how() if plan.workload.script else None,
-            branches=plan.spec.branch and plan.workload.script is None,
+            branches=plan.spec.branch and plan.replicated,
             search=SearchRecord(
                 space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
                 memory_limit_bytes=plan.memory_limit_bytes,
@@ -708,7 +711,9 @@ class Runner:
     def _request(self, candidate: Candidate, role: str) -> TrialRequest:
         """What the ranks of a trial are asked to do."""
         batch = candidate.global_batch_size(self.plan.data_parallel)
-        ds_config = self.learning_rate.scaled(self.plan.ds_config(candidate), batch)
+        ds_config = self.plan.ds_config(candidate)
+        if self.plan.workload.script is None:  # a script's rates, stated or not, are followed where they are applied
+            ds_config = self.learning_rate.scaled(ds_config, batch)
         self._build_ops(ds_config)
         converging = any(o.metric == "time_to_loss_s" for o in self.objectives)
         n_baseline = self._baseline_samples()
@@ -725,7 +730,7 @@ class Runner:
             seed=self.spec.seed,
             budget_s=self.spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
-            check_gradient=role in ("baseline", "search", "gate"),
+            check_gradient=role in ("baseline", "search", "gate") and self.plan.data_parallel == self.plan.world_size,
             min_samples=min_samples,
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=self.spec.device_memory_bytes,

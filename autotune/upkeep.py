@@ -146,10 +146,6 @@ def _from_checkpoint(checkpoint: Path | None) -> dict[str, Any]:
         return {}
     if not checkpoint.exists():
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
-    if "from_checkpoint" not in StudySpec.model_fields:
-        raise UserError(
-            "--checkpoint: this version cannot start a trial from a checkpoint yet, so the noise scale is that of fresh weights"
-        )
     return {"from_checkpoint": str(checkpoint)}
 
 

@@ -70,7 +70,7 @@ class Silent:
     def tick(self) -> None: ...
 
 
-def coordinate(role: str, folder: Path, trials: int, seconds: float, sampler: str, url: str) -> None:
+def coordinate(role: str, folder: Path, trials: int, seconds: float, sampler: str, url: str, finalists: int = 1) -> None:
     """Leads or helps the study `s` in a folder and a database; each trial takes so many seconds.
 
     What asking and telling took goes to `times-PID.jsonl` in the folder.
@@ -83,7 +83,7 @@ def coordinate(role: str, folder: Path, trials: int, seconds: float, sampler: st
         return report(candidate)
 
     plain = {"memory_filter": False, "stop_trials": False, "stop_below": 0}
-    spec = spec_of(trials=trials, finalists=1, repeats=1, sampler=sampler, space=[SPACE], **plain)
+    spec = spec_of(trials=trials, finalists=finalists, repeats=1, sampler=sampler, space=[SPACE], **plain)
     with open(folder / f"times-{os.getpid()}.jsonl", "w") as times, store.failing_in_words(url), _timed_turns(ledger):
         Timed.times = times
         if role == "lead":

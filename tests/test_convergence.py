@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.convergence import LEARNING_RATE_RULES, LearningRate, NoiseTerms, default_rule, efficiency, learning_rate_factor, noise_scale
+from autotune.convergence import (
+    LEARNING_RATE_RULES,
+    LearningRate,
+    NoiseTerms,
+    default_rule,
+    efficiency,
+    falling,
+    learning_rate_factor,
+    noise_scale,
+)
 
 POSITIVE = st.floats(0.01, 1e5)
 
@@ -110,3 +119,14 @@ def test_a_noise_scale_that_still_grows_is_said_to_and_one_that_stands_is_not() 
     grown = NoiseTerms(micro_batch_size=4, n_micro=4, micro_sq=[4 + 0.1 * i for i in range(30)], mean_sq=[2.5] * 30)
     assert not steady.noise_scale().growing
     assert grown.noise_scale().growing and "still growing" in str(grown.noise_scale())
+
+
+def test_a_loss_that_falls_is_told_from_one_that_stands_or_only_wavers() -> None:
+    wavers = [2.0 + 0.2 * (-1) ** (i // 2) for i in range(60)]
+    assert not falling(wavers)
+    assert falling([2.0 * 0.99**i for i in range(60)])
+    assert falling([loss * 0.99**i for i, loss in enumerate(wavers)])
+    # A thousandth of a fall is none, and a fall within the first third is over.
+    assert not falling([2.0 * 0.99999**i for i in range(60)])
+    assert not falling([5.0] * 15 + wavers)
+    assert falling(wavers[:20])  # too few to tell

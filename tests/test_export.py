@@ -235,6 +235,8 @@ def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_poi
     (own,) = learning_rate_changes(after, before, rate, in_json=False)
     assert "the JSON states 0.707 times your learning rate" in stated and "multiply your learning rate by 0.707" in own
     assert learning_rate_changes(after, after, rate, in_json=True) == []
+    (again,) = learning_rate_changes(after, before, rate, in_json=True, flag="--learning_rate 7e-05")
+    assert "transformers wants the same from `--learning_rate 7e-05`" in again
 
 
 def test_a_batch_split_otherwise_keeps_the_learning_rate():
@@ -366,6 +368,23 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
     assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
     # What is the script's default already is not said.
     assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({}, False),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 4.24264e-4}}}, True),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4.24264e-4}}, "optimizer": None}, True),
+    ],
+)
+def test_training_arguments_state_the_rate_that_the_json_does(stated, said):
+    """Transformers ends a training whose flag differs from its JSON."""
+    started = replace(STARTED, flags=HF, invocation=replace(STARTED.invocation, arguments=("--learning_rate", "3e-4")))
+    chosen = pick(CANDIDATES[1])
+    chosen["ds_config"] = {key: value for key, value in (chosen["ds_config"] | stated).items() if value is not None}
+    line = export(chosen, BASE, "command", 2, started).splitlines()[-1]
+    assert ("--learning_rate 0.000424264" in line) == said and ("--learning_rate 3e-4" in line) != said
 
 
 def test_accelerates_launcher_takes_the_exported_config():

@@ -145,3 +145,15 @@ def test_so_does_accumulating_in_16_bits() -> None:
     exact = {"data_types.grad_accum_dtype": "fp32", "precision": "bf16", "zero_stage": 2}
     assert numerics(once) != numerics(often)
     assert numerics(config(**exact)) == numerics(config(**exact, gradient_accumulation_steps=8))
+
+
+def test_a_lag_of_a_step_is_none_where_the_luck_of_the_batches_hides_how_steep_the_curve_is() -> None:
+    """Twelve steps of batches of 8, as measured: bf16 at stage 0, whose first step is shortened, beside fp32."""
+    base = np.array([1.4843, 1.4419, 1.3588, 1.4194, 1.5248, 1.4204, 1.4116, 1.5804, 1.4405, 1.4597, 1.4681, 1.3504])
+    behind = base + 1e-4 * np.array([1.3, 1.6, 6.9, 21.0, 11.5, 29.5, 21.6, 18.5, 8.6, 20.9, 23.5, 4.0])
+    others = [
+        base + 1e-4 * np.array([0, -1, 0, 1, 1, 0, 0, 1, 0, 0, -1, 0]),
+        base - 1e-4 * np.array([0, 2, -1, 1, 2, 0, -1, 2, 1, -1, -1, -1]),
+    ]
+    assert judge(behind, base, others).passed
+    assert judge(base + 0.02, base, others).passed is False

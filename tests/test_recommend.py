@@ -362,6 +362,8 @@ def test_other_numerics_are_recommended_only_once_the_gate_has_passed_them():
     assert any(reason.startswith("not to be recommended") for reason in found.picks["lowest_latency"].reasons)
     found = recommend([base, replace(open_, verdict=PASSED), kept], base, [LATENCY, THROUGHPUT], 1)
     assert chosen(found) == 1 and any("over 40 steps its loss is 0.001 above theirs" in r for r in found.picks["recommended"].reasons)
+    found = recommend([base, replace(open_, verdict=replace(PASSED, same_as=7)), kept], base, [LATENCY, THROUGHPUT], 1)
+    assert any("the loss of trial 7, whose numerics are the same, is 0.001 above" in r for r in found.picks["recommended"].reasons)
 
 
 def test_drop_in_keeps_the_batch_and_the_numerics():

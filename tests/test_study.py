@@ -19,12 +19,12 @@ from optuna.trial import TrialState
 from autotune import UserError, store, trial
 from autotune.analysis import recommend
 from autotune.candidate import CANDIDATE_ATTR, Candidate
-from autotune.gate import GradientCheck
+from autotune.gate import LEAST_STEPS, GradientCheck
 from autotune.lock import note_agent, study_lock, undisturbed
 from autotune.objective import Constraint
 from autotune.plan import inspect_workload, remedy
 from autotune.study import Runner, _wall_s
-from autotune.trial import Outcome, TrialDir, TrialResult
+from autotune.trial import Outcome, Probed, TrialDir, TrialRequest, TrialResult
 
 
 def run(folder, executor=None, **changes):
@@ -692,6 +692,33 @@ def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses
     assert "the sum of 2 micro-gradients is off by 0.80%" in refused[0].verdict.reason
 
 
+class Slow(Instant):
+    """Steps take seconds, and a trial ends as the ranks' do: with its budget, but not before the fifth step."""
+
+    def submit(self, folder):
+        request = trial.read(folder.request, TrialRequest)
+
+        def behaviour(candidate):
+            whole = report(candidate)
+            times = [100 * step for step in whole.step_times_s]
+            n = min(len(times), request.max_steps, max(5, int(request.budget_s / times[0])))
+            return replace(whole, step_times_s=times[:n], cpu_times_s=times[:n], losses=whole.losses[:n])
+
+        self.behaviour = behaviour
+        return super().submit(folder)
+
+
+def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equal_numerics(tmp_path, unhurried):
+    space = [{"precision": ["fp32", "bf16"], "zero_stage": [1, 2]}]
+    runner, executor, _ = run(tmp_path, Slow(), trials=5, finalists=4, sampler="grid", space=space, trial_budget_s=1.0)
+    judged = [m for m in runner.measured() if m.verdict is not None]
+    assert len(judged) == 2 and all(m.verdict.passed and m.verdict.n_steps >= LEAST_STEPS for m in judged), judged
+    assert sorted(m.verdict.same_as is None for m in judged) == [False, True]
+    assert [r.candidate["precision"] for r in executor.gated].count("bf16") == 1
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert found.picks["recommended"].measured.candidate.precision == "bf16"
+
+
 # The branch check.
 
 
@@ -725,6 +752,7 @@ def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_eq
     warm = [request for request in executor.requests if request.save_weights is not None]
     assert len(warm) == 1 and {request.weights for request in branches} == {warm[0].save_weights}
     assert len({request.first_sample for request in branches}) == 1
+    assert {request.deadline_s for request in branches} == {runner.spec.trial_deadline_s}  # it trains longer than a trial
     samples = {r.max_steps * r.candidate["micro_batch_size"] for r in branches}
     assert max(samples) - min(samples) < 16  # equal, up to a step
     assert any(m.branch is not None and m.branch.confirmed for m in runner.measured())
@@ -808,3 +836,37 @@ def test_a_target_whose_watcher_was_killed_is_loaded_again_once(tmp_path, monkey
     assert inspect_workload(spec_of(), Instant(), tmp_path, 1) == WORKLOAD
     with pytest.raises(UserError, match="cannot be loaded: the process that watched the ranks died"):
         inspect_workload(spec_of(), Instant(), tmp_path, 1)
+
+
+@pytest.mark.parametrize(("movable", "ran"), [(("micro_batch_size",), None), (("micro_batch_size", "gradient_accumulation_steps"), (2, 4))])
+def test_a_script_whose_batch_cannot_be_split_is_asked_for_no_noise_that_one_micro_batch_cannot_show(tmp_path, movable, ran):
+    executor, watcher = Instant(), Watcher()
+    runner = runner_of(tmp_path, executor, watcher=watcher, trials=2, objectives=["latency", "convergence"])
+    script = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, movable=movable)
+    runner.plan = replace(runner.plan, workload=replace(runner.plan.workload, script=script))
+    runner.run()
+    probes = [request.candidate for request in executor.requests if request.noise]
+    assert [(each["micro_batch_size"], each["gradient_accumulation_steps"]) for each in probes] == ([ran] if ran else [])
+    assert any("the script's batch cannot be split" in line for line in watcher.said) == (ran is None)
+
+
+SPLIT = {"tensor-parallel": {"model_parallel_size": 2}, "pipelined": {"pipeline_stages": 2}, "experts": {"expert_parallel": True}}
+
+
+@pytest.mark.parametrize("split", SPLIT.values(), ids=SPLIT)
+def test_gradients_and_weights_of_a_model_that_is_split_between_ranks_are_no_ranks_own(tmp_path, split):
+    executor, watcher = Instant(), Watcher()
+    runner = runner_of(tmp_path, executor, watcher=watcher, trials=2, objectives=["latency", "convergence"])
+    script = Probed(
+        ds_config={},
+        micro_batch_size=8,
+        gradient_accumulation_steps=1,
+        movable=("micro_batch_size", "gradient_accumulation_steps"),
+        **split,
+    )
+    runner.plan = replace(runner.plan, workload=replace(runner.plan.workload, script=script))
+    runner.run()
+    assert not any(request.noise or request.weights for request in executor.requests)
+    assert any("is not measured where a model is split between ranks" in line for line in watcher.said)
+    assert not runner._record().branches
+    assert any(request.check_gradient for request in executor.requests) == ("model_parallel_size" not in split)

@@ -327,6 +327,19 @@ class TestSeveralMachines:
         result = self.end((0, first), (1, Exit(codes={1: -6}, first_failed=1, failed_at=5.0)), reports=(echo,))
         assert result.reason == "rank 1 was killed by signal 6"
 
+    @pytest.mark.parametrize("code", [1, -6])
+    def test_who_loses_a_peer_to_the_deadline_of_another_machine_has_not_failed(self, code: int) -> None:
+        echo = RankReport(rank=0, outcome=Outcome.CRASHED, phase="measure", reason="Connection closed by peer", failed_at=5.1)
+        late, killed = Exit(codes={0: code}, first_failed=0, failed_at=5.1), Exit(codes={1: -9}, killed="deadline", failed_at=5.0)
+        result = self.end((0, late), (1, killed), reports=(echo,) if code == 1 else ())
+        assert (result.outcome, result.reason, result.failed_rank) == (Outcome.TIMEOUT, "no end within 300 s", None)
+
+    def test_who_failed_before_the_deadline_of_another_machine_is_the_cause(self) -> None:
+        failure = RankReport(rank=0, outcome=Outcome.CRASHED, phase="init", reason="Connection refused", failed_at=4.0)
+        early, killed = Exit(codes={0: 1}, first_failed=0, failed_at=4.0), Exit(codes={1: -9}, killed="deadline", failed_at=5.0)
+        result = self.end((0, early), (1, killed), reports=(failure,))
+        assert (result.outcome, result.reason, result.failed_rank) == (Outcome.CRASHED, "Connection refused", 0)
+
     def test_a_machine_without_a_word_loses_the_trial(self) -> None:
         result = self.end((0, Exit(codes={0: 1}, first_failed=0, failed_at=1.0)))
         assert (result.outcome, result.reason) == (Outcome.LOST, "machine 1 of 2 left no word")

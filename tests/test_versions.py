@@ -1,7 +1,10 @@
 """What the page on versions says is what pyproject.toml asks for and the Makefile installs."""
 
 import importlib.util
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -47,3 +50,17 @@ def test_a_floor_is_installed_with_its_fixes_and_nothing_newer(bound, old, newer
 def test_the_version_is_semantic_and_the_changelog_knows_it():
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", autotune.__version__)
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("packages", "status", "said"),
+    [
+        ([{"name": "a", "version": "1", "vulns": []}], 0, "1 packages audited, 0 known vulnerabilities"),
+        ([{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"]}]}], 1, "a 1: PYSEC-1, mended in 2"),
+        ([{"name": "a", "skip_reason": "not found"}], 1, "not looked up: a"),
+    ],
+)
+def test_an_audit_that_could_look_nothing_up_is_no_all_clear(packages: list, status: int, said: str) -> None:
+    text = json.dumps({"dependencies": packages})
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "audit.py"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == status and said in done.stdout

@@ -433,9 +433,10 @@ def _checked(measured: Measured) -> list[str]:
     said = [branch.reason] if branch is not None and measured.branch_wanted else []
     if measured.numerics_kept or verdict is None:
         return said
+    whose = "its loss" if verdict.same_as is None else f"the loss of trial {verdict.same_as}, whose numerics are the same,"
     return [
         *said,
-        f"trains as the baseline's numerics do at its global batch: over {verdict.n_steps} steps its loss is"
+        f"trains as the baseline's numerics do at its global batch: over {verdict.n_steps} steps {whose} is"
         f" {abs(verdict.excess):.2g} {'above' if verdict.excess > 0 else 'below'} theirs, and up to {verdict.limit:.2g} above is chance",
     ]
 

@@ -217,7 +217,7 @@ class ReplayExecutor:
     def _times(self, row: Row) -> list[float]:
         """Steps with the measured median, apart by as much as its interval tells."""
         n, median = int(row.values.get("n_steps") or STEPS), row.values["step_time_s"]
-        n = max(n, stats.MIN_TIMED_STEPS)
+        n = max(n, stats.LEAST_TIMED_STEPS)
         # The interval of a median is 1.96 x 1.25 sd / sqrt(n) to either side.
         spread = row.values.get("ci95_s", 0.0) / median * n**0.5 / 2.46 or SPREAD
         drawn = [self._rng.gauss(0.0, min(spread, 0.3)) for _ in range(n)]

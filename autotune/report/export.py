@@ -42,6 +42,7 @@ TRAINING_FIELDS = {
 }
 # Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are parsed.
 CARRIED = ("Command line:",)
+RATE_FLAG = "--learning_rate"
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
 
 
@@ -156,7 +157,7 @@ def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: in
     return "\n".join(lines) + "\n"
 
 
-def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
+def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
     """The whole command line to paste, below comments on what no flag of it carries."""
     if started is None:
         raise ExportError("the study tuned a model.py, which no command line starts; use --format deepspeed")
@@ -175,6 +176,8 @@ def _command(pick: Mapping[str, Any], _base: Mapping[str, Any], world_size: int,
             stays = started.baseline.get(TRAINING_FIELDS.get(flag, "")) == values.get(TRAINING_FIELDS.get(flag, ""), "")
             if not stays or has_flag(arguments, (flag,)):
                 arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
+        if (rate := training_rate(deepspeed_config(pick, base))) != training_rate(dict(base)):  # transformers refuses a JSON that differs
+            arguments = with_flag(arguments, flags.get("learning_rate") or (RATE_FLAG,), str(rate))
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
     shown = templates_in([*arguments, *how.environment.values()])
     by_accelerate = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ()))
@@ -233,6 +236,12 @@ def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:
     if warmup_lr is not None and "learning_rate" not in dict(found):
         found.append(("learning_rate", warmup_lr))
     return found
+
+
+def training_rate(config: DsConfig) -> float | None:
+    """The learning rate that transformers' TrainingArguments must state beside a DeepSpeed configuration; None for any."""
+    rate: float | None = dict(_hf_twins(config)).get("learning_rate")
+    return rate
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:
@@ -321,14 +330,15 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
     return found
 
 
-def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool) -> list[str]:
+def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool, flag: str = "") -> list[str]:
     """What another global batch means for the learning rate, in a sentence.
 
     Args:
         candidate: What is to be used.
         baseline: What the user's script does now.
         rate: How the trials followed the batch.
-        in_json: The DeepSpeed JSON makes the optimizer, and so states the learning rate.
+        in_json: The DeepSpeed JSON makes the optimizer or its schedule, and so states the learning rate.
+        flag: What has to say it again, with its value.
     """
     ratio = candidate.global_batch_size(1) / baseline.global_batch_size(1)
     if ratio == 1:
@@ -338,7 +348,8 @@ def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: Learn
         return [f"{more}, and the trials kept your learning rate and schedule."]
     factor, rule = rate.factor(round(rate.baseline_batch * ratio)), f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}"
     if in_json:
-        return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); a schedule of your own should follow."]
+        also = f"transformers wants the same from `{flag}`" if flag else "a schedule of your own should follow"
+        return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); {also}."]
     return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
 
 

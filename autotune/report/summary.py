@@ -11,13 +11,14 @@ from optuna.study import Study
 from autotune import files, store, trial
 from autotune.analysis import recommend
 from autotune.analysis.recommend import Measured, Recommendation
-from autotune.candidate import Candidate
+from autotune.candidate import Candidate, DsConfig
+from autotune.convergence import RATE_KEYS
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
 from autotune.report import export as exports
-from autotune.report.export import Exported, Started, deepspeed_config, learning_rate_changes, script_side_changes
+from autotune.report.export import RATE_FLAG, Exported, Started, deepspeed_config, learning_rate_changes, script_side_changes, training_rate
 from autotune.store import StoreError, StudyRecord
-from autotune.trial import Outcome, TrialResult
+from autotune.trial import TRAINER, Outcome, TrialResult
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
@@ -109,9 +110,24 @@ def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
                 is_script=script is not None,
                 family=script.family if script else "",
             ),
-            *learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json="optimizer" in measured.ds_config),
+            *_rate_changes(measured, baseline, kept),
         ],
     )
+
+
+def _rate_changes(measured: Measured, baseline: Candidate, kept: StudyRecord) -> list[str]:
+    if any(text.startswith("Learning rate:") for text in measured.script_side_changes):
+        return []  # the script moves it too, and its trial has seen how far
+    by_trainer = kept.workload.script is not None and kept.workload.script.family == TRAINER
+    rate = training_rate(measured.ds_config) if by_trainer else None
+    flag = f"{RATE_FLAG} {rate}" if rate is not None else ""
+    return learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json=_states_rate(measured.ds_config), flag=flag)
+
+
+def _states_rate(config: DsConfig) -> bool:
+    """Whether a DeepSpeed configuration says what the learning rate is."""
+    params = [(config.get(section) or {}).get("params") or {} for section in ("optimizer", "scheduler")]
+    return any(isinstance(found.get(key), int | float) and found[key] for found in params for key in RATE_KEYS)
 
 
 def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:

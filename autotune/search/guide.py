@@ -36,7 +36,7 @@ TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
 LEADING = 5000
 # What is believed before it may end a study: so many trials that completed, and so large a share of them, each foretold from
 # the others, inside its 90 % interval.
-ENOUGH_TRIALS, ENOUGH_COVERED = 12, 0.75
+ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +83,19 @@ class Outlook:
         gains: For each objective the largest expected improvement that is left, as a share of the best.
         hypervolume: The largest expected growth of the dominated hypervolume, as a share of it.
         n_left: Candidates that were looked at and may be run.
-        n_complete: Trials that completed.
+        n_ran: Trials that told a step time: that completed, or were stopped early.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
     """
 
     gains: Mapping[str, float]
     hypervolume: float
     n_left: int
-    n_complete: int
+    n_ran: int
     covered: float
 
     def settled(self, below: float) -> bool:
         """Whether nothing better than `below` is expected of any candidate, by a model that has foretold well so far."""
-        trusted = self.n_complete >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
+        trusted = self.n_ran >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
         return trusted and self.n_left > 0 and max([self.hypervolume, *self.gains.values()]) < below
 
 
@@ -225,11 +225,11 @@ class Guide:
         """The largest improvement that is still expected of any candidate."""
         state = self._learn(told)
         open_rows, held = self._open(state, busy), self._held_rows(state)
-        covered, n_complete = state.time.covered, len(state.rows)
+        covered, n_ran = state.time.covered, state.n_ran
         if not len(held) or not open_rows.any():
             gain = 0.0 if len(held) else math.inf
             gains = dict.fromkeys(self.metrics, gain)
-            return Outlook(gains=gains, hypervolume=gain, n_left=int(open_rows.sum()), n_complete=n_complete, covered=covered)
+            return Outlook(gains=gains, hypervolume=gain, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered)
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
         fits = state.fits(rows)
@@ -243,7 +243,7 @@ class Guide:
         if len(self.metrics) > 1:
             growth = float((acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max())
         gains = dict(zip(self.metrics, best, strict=True))
-        return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_complete=n_complete, covered=covered)
+        return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_ran=n_ran, covered=covered)
 
     # Learning
 

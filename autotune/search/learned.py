@@ -34,7 +34,7 @@ HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
 DERIVED_SD = 0.02
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost is cubic.
 MOST_DERIVED, DERIVED_TRIALS = 2, 50
-CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.06
+CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.1
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}
@@ -94,6 +94,7 @@ class Learned:
         extra: Other metrics, by name.
         limit: Log of the memory of a rank, where it is known.
         rows: The candidates that completed.
+        n_ran: Trials that told a step time.
         known: All that need not be proposed again.
         distrust: For each level how likely it is to fail otherwise than by memory.
         tokens: Tokens of a sample.
@@ -111,6 +112,7 @@ class Learned:
     extra: Mapping[str, Posterior]
     limit: float | None
     rows: Rows
+    n_ran: int
     known: frozenset[int]
     distrust: Floats
     tokens: float
@@ -263,6 +265,7 @@ def learn(
         extra={metric: extra(metric) for metric in own},
         limit=limit,
         rows=_rows(catalogue, done),
+        n_ran=len(ran),
         known=frozenset(catalogue.row[t.candidate] for t in told if t.outcome is not Outcome.LOST),
         distrust=_distrust(catalogue, told),
         tokens=float(np.median(ratios)) if ratios else 1.0,

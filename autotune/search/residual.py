@@ -197,8 +197,8 @@ def fit(data: Data | None, linear_sd: Floats, term_sd: Floats) -> Posterior:
         if data is not None and len(data.y):
             _filled(model, data)
         return model
-    own = np.flatnonzero(~data.censored & (data.extra_sd == 0.0))[-MOST_FOR_CHOICE:]
-    own = own if len(own) else np.flatnonzero(~data.censored)
+    first = np.unique(data.group, return_index=True)[1]  # a trial's own value; what was derived from it would be foretold too well
+    own = np.sort(first[~data.censored[first]])[-MOST_FOR_CHOICE:]
     some = replace(
         data, design=data.design.take(own), y=data.y[own], group=data.group[own], extra_sd=data.extra_sd[own], censored=data.censored[own]
     )
@@ -220,7 +220,6 @@ def fit(data: Data | None, linear_sd: Floats, term_sd: Floats) -> Posterior:
     chosen = best[1]
     for noise_sd in (NOISE_SD[0], NOISE_SD[2]):
         consider(chosen.smooth_sd, noise_sd, float(chosen.linear_sd.max() / linear_sd.max()) if linear_sd.any() else 1.0)
-    # Checked against the trials' own values: one that was derived from another trial's would be foretold too well.
     best[1].check()
     _filled(best[1], data)
     return best[1]

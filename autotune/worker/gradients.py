@@ -25,15 +25,24 @@ class GradientWatch:
     Args:
         model: The model, not yet in the engine's hands.
         world_size: Ranks.
+
+    Attributes:
+        found: What was seen; None where it could not be looked at.
+        done: The first optimizer step is over.
+        divided_by: What the gradients are too small by: a framework may divide the loss by the accumulation as DeepSpeed does again.
     """
 
     def __init__(self, model: nn.Module, world_size: int) -> None:
         self.world_size, self.n_micro = world_size, 0
         self.found: GradientCheck | None = None
+        self.done = False
+        self.divided_by = 1
         generator = torch.Generator().manual_seed(0)
         self._parameters: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in model.parameters():
-            if parameter.requires_grad and 0 < parameter.numel() <= LARGEST:
+            # An expert of a mixture, which DeepSpeed marks so, is another parameter on another rank.
+            own = getattr(parameter, "allreduce", True) is False
+            if parameter.requires_grad and 0 < parameter.numel() <= LARGEST and not own:
                 n = parameter.numel()
                 chosen = torch.arange(n) if n <= SAMPLES else torch.randint(n, (SAMPLES,), generator=generator)
                 self._parameters.append((parameter, chosen))
@@ -51,11 +60,12 @@ class GradientWatch:
         chosen = self._parameters[i][1].to(gradient.device)
         return gradient.detach().flatten()[chosen].float()
 
-    def before_step(self, engine: Any) -> None:
-        """After each backward pass: at the end of the first optimizer step looks at what will be applied; all ranks take part."""
+    def backward(self, engine: Any) -> None:
+        """Closes a micro-batch's gradient; at the first optimizer step's end looks at what will be applied; all ranks take part."""
         self.n_micro += 1
         if not engine.is_gradient_accumulation_boundary():
             return
+        self.done = True
         for handle in self._handles:
             handle.remove()
         if not self._parameters:
@@ -82,10 +92,11 @@ class GradientWatch:
         error, size, norm = (float(value) ** 0.5 for value in sums)
         if not size > 0:
             return None
-        return GradientCheck(error=error / size, norm=norm / _loss_scale(engine), n_micro=self.n_micro * self.world_size)
+        return GradientCheck(error=error / size, norm=norm * self.divided_by / loss_scale(engine), n_micro=self.n_micro * self.world_size)
 
 
-def _loss_scale(engine: Any) -> float:
+def loss_scale(engine: Any) -> float:
+    """What fp16 multiplies the loss by, and so its gradients; 1 elsewhere."""
     return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)
 
 

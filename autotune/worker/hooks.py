@@ -11,8 +11,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import os
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +27,13 @@ from torch.utils import checkpoint as checkpointing
 from autotune import UserError, masking, stats, trial
 from autotune.candidate import DTYPES, OWNED_PATHS, SIDE_EFFECT_KEYS, Candidate, DsConfig, precision_of, without_auto
 from autotune.trial import Probed, TrialRequest, Workload
-from autotune.worker import contract, frameworks, observe, pipeline, samples, script, stated
+from autotune.worker import contract, frameworks, observe, pipeline, samples, script, stated, weights
 from autotune.worker import run as rank_run
 from autotune.worker.arguments import Arguments
-from autotune.worker.gradients import perturb
+from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.loaders import Loaders, users_caller
-from autotune.worker.meter import Meter
+from autotune.worker.meter import Laps, Meter
+from autotune.worker.noise import NoiseMeter
 from autotune.worker.patching import patch
 from autotune.worker.sketch import Sketch
 from autotune.worker.traces import Traces
@@ -92,6 +95,7 @@ class Hooks:
         self.meter: Meter | None = None
         self.workload: Workload | None = None
         self.own_config: DsConfig = {}
+        self._own_rates: tuple[float | None, ...] = ()
         self.plain_backward = False
         self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
         self.batch_factor = 1
@@ -99,15 +103,20 @@ class Hooks:
         self.sums_losses = False
         self._script_recomputes = True
         self._unrecomputed = ""  # where recomputation was asked for and not carried out
-        self._begun = self._reached = self._inside_backward = self._ragged = self._summed = False
-        self._skipped = self._skipped_before = 0
+        self._begun = self._reached = self._inside_backward = self._summed = False
+        self._skipped_before = 0
         self._afterwards: Iterator[None] | None = None
+        self._laps: Laps | None = None
         self._losses: list[torch.Tensor] = []
+        self._skipped: list[bool] = []
+        self._ragged: list[bool] = []
         self._blocks: list[torch.nn.Module] = []
         self._sketch: Sketch | None = None
+        self._noise: NoiseMeter | None = None
+        self._gradients: GradientWatch | None = None
         self._total: torch.Tensor | None = None
         self._n_backward = 0
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._cpu_start = time.process_time()
         self._traces = Traces(self, users_caller)
 
     def install(self) -> None:
@@ -139,8 +148,9 @@ class Hooks:
         """
         if self.meter is None:
             raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
+        self._gather_rest(self.meter)
         n = len(self.report.step_times_s)
-        needed = 1 if self.candidate is None else min(self.request.max_steps, stats.SETUP_STEPS + stats.MIN_TIMED_STEPS)
+        needed = 1 if self.candidate is None else min(self.request.max_steps, stats.SETUP_STEPS + stats.LEAST_TIMED_STEPS)
         if n < needed:
             raise ScriptError(f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more data")
         self._end(f"the script ended by itself after {n} optimizer steps")
@@ -175,8 +185,44 @@ class Hooks:
         with stated.without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
         if watch is not None:
+            self._own_rates = _rates(getattr(result[0], "basic_optimizer", None))
+            self._follow_rate(result[0])
             self._attach(result[0], watch)
         return result
+
+    def _follow_rate(self, engine: Any) -> None:
+        """Has every update made with the trial's share of the learning rate, whoever sets that, and however a schedule moves it."""
+        factor, optimizer = self.request.learning_rate_factor, getattr(engine, "basic_optimizer", None)
+        if factor == 1:
+            return
+        if optimizer is None:
+            self.abort(ScriptError("no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none"))
+        if all(group.get("lr") is None for group in optimizer.param_groups):
+            self.once("the optimizer finds its learning rate itself, so none follows the batch")
+            return
+        ratios = [now / was for now, was in zip(self._own_rates, self.script.learning_rates, strict=False) if now and was]
+        if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
+            wanted, factor = factor, factor / ratios[0]
+            self.changed(
+                f"Learning rate: at this batch the script sets {ratios[0]:.3g} times its own by itself, and the rule asks for {wanted:.3g}:"
+                f" multiply what it sets by {factor:.3g}, as the trial did."
+            )
+
+        original = optimizer.step
+
+        # A method, and with the marks of the one it replaces: torch's schedules look at both.
+        @functools.wraps(original)
+        def scaled(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            rates = [(group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+            for group, rate in rates:
+                group["lr"] = rate * factor
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for group, rate in rates:
+                    group["lr"] = rate  # a schedule goes on from its own
+
+        optimizer.step = types.MethodType(scaled, optimizer)
 
     def _config(self, own: DsConfig, *, first: bool) -> DsConfig:
         if self.candidate is None:
@@ -219,11 +265,24 @@ class Hooks:
             return pipeline.recompute(self, model, own)
         if self.candidate is not None and self.candidate.precision not in DTYPES:
             self._widen(model)
+        if self.request.weights is not None:
+            self._start_from(model, Path(self.request.weights))
         if self.candidate is not None and self.candidate.checkpoint_every != self.script.checkpoint_every:
             self._recompute(model, blocks, self.candidate.checkpoint_every)
         if self.request.replicate:
             perturb(model, self.request.replicate)
+        if self.request.noise and self.candidate is not None:
+            self._noise = NoiseMeter(model, self.request.world_size, self.candidate.gradient_accumulation_steps)
+        if self.request.check_gradient and self.candidate is not None:
+            self._gradients = GradientWatch(model, self.request.world_size)
         return observe.Recomputations(blocks)
+
+    def _start_from(self, model: torch.nn.Module, path: Path) -> None:
+        """Puts the weights of a checkpoint into the script's model, whatever the script has put there."""
+        try:
+            weights.load(model, path)
+        except UserError as error:  # the script must not catch it
+            self.abort(error)
 
     def _widen(self, model: torch.nn.Module) -> None:
         """Gives a model that was loaded in 16 bits the weights that a candidate without them needs."""
@@ -279,7 +338,7 @@ class Hooks:
     def _attach(self, engine: Any, watch: observe.Recomputations | pipeline.Recomputed) -> None:
         batches = observe.BatchObserver(engine, forgiving=True)
         self._watch = watch
-        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch)
+        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch, self._noise, self._gradients)
         if hasattr(engine, "train_batch"):
             pipeline.attach(self, meter, engine)
         else:
@@ -327,6 +386,8 @@ class Hooks:
         # A framework that scales the micro-batches itself gives parts of the step's loss, not losses of their own.
         self._summed = self.sums_losses or kwargs.get("scale_wrt_gas") is False
         assert self.meter is not None
+        if self.sums_losses and self.meter.gradients is not None:
+            self.meter.gradients.divided_by = self.meter.engine.gradient_accumulation_steps()
         self.meter.enter("backward")
         with self.inside_backward():
             result = original(loss, *args, **kwargs)
@@ -348,7 +409,7 @@ class Hooks:
 
     def _went_backward(self, loss: Any) -> None:
         assert self.meter is not None
-        self.meter.batches.backward()
+        self.meter.backward()
         self._note_loss(loss)
         self.meter.enter("step")
 
@@ -365,7 +426,7 @@ class Hooks:
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.meter is not None
         self.meter.enter("step")
-        result = original(*args, **kwargs)
+        result = self.meter.update(functools.partial(original, *args, **kwargs))
         self.stepped()
         self.meter.enter("data")
         return result
@@ -387,18 +448,18 @@ class Hooks:
         if self._afterwards is not None:
             self._go_on()
             return
+        assert self._laps is not None
+        self._laps.lap()
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
         self._losses.append(total.to(meter.device) / (1 if self._summed else max(1, self._n_backward)))
         self._total, self._n_backward = None, 0
-        self._skipped += meter.engine.skipped_steps - self._skipped_before
+        self._skipped.append(meter.engine.skipped_steps > self._skipped_before)
         self._skipped_before = meter.engine.skipped_steps
-        self._ragged |= meter.batches.ragged
+        self._ragged.append(meter.batches.ragged)
         if len(self._losses) < meter.window_steps():
             return
         meter.enter("")
-        meter.synchronize()
-        wall, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        meter.gather(wall, cpu, self._losses, skipped=self._skipped, ragged=self._ragged)
+        self._gather(meter, len(self._losses))
         n = len(self.report.step_times_s)
         if self.candidate is None:
             if n >= PROBE_STEPS:
@@ -413,6 +474,22 @@ class Hooks:
                 self._go_on()
         self._restart_clock()
 
+    def _gather(self, meter: Meter, n: int) -> None:
+        """Compares the first n steps of the window with the other ranks'; all of them take part."""
+        assert self._laps is not None
+        meter.synchronize()
+        cpu_s = time.process_time() - self._cpu_start
+        meter.gather(self._laps.seconds()[:n], cpu_s, self._losses[:n], skipped=self._skipped[:n], ragged=self._ragged[:n])
+
+    def _gather_rest(self, meter: Meter) -> None:
+        """Where the script ends in the middle of a window: what all ranks have seen of it counts too."""
+        if self._afterwards is not None:
+            return
+        n = torch.tensor(len(self._losses), device=meter.device)
+        dist.all_reduce(n, op=dist.ReduceOp.MIN)
+        if int(n):
+            self._gather(meter, int(n))
+
     def _go_on(self) -> None:
         """Has the next step taken apart or traced; ends the process when that is done."""
         assert self._afterwards is not None
@@ -420,10 +497,13 @@ class Hooks:
             self._end()
 
     def _restart_clock(self) -> None:
-        self._losses, self._skipped, self._ragged = [], 0, False
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        if self.meter is not None and self.candidate is not None and len(self.report.step_times_s) == 1:
-            self.meter.take_apart()
+        meter = self.meter
+        assert meter is not None
+        self._losses, self._skipped, self._ragged = [], [], []
+        self._laps, self._cpu_start = Laps(meter.device), time.process_time()
+        self._laps.start()
+        if self.candidate is not None and len(self.report.step_times_s) == 1:
+            meter.take_apart()
 
     def _end(self, caveat: str = "") -> None:
         """Writes what was seen and ends the process; all ranks come here at the same step."""
@@ -435,6 +515,8 @@ class Hooks:
         self._traces.close()
         if self.candidate is not None:
             meter.finish()
+            if self.request.save_weights is not None:
+                weights.save(meter.engine, Path(self.request.save_weights))
         else:
             seen = meter.observe()
             counted = seen.loader_batch_size or seen.micro_batch_size
@@ -455,10 +537,15 @@ class Hooks:
                 configured_accumulation=meter.engine.gradient_accumulation_steps(),
                 model_parallel_size=self.request.world_size // meter.data_parallel,
                 pipeline_stages=getattr(meter.engine, "num_stages", 0),
+                expert_parallel=any(getattr(parameter, "allreduce", True) is False for parameter in meter.engine.module.parameters()),
+                learning_rates=self._own_rates,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
-                workload = replace(self.workload, script=probed, caveats=caveats, data=samples.describe(iter(meter.batches.shapes)))
+                optimizer = type(getattr(meter.engine, "basic_optimizer", None)).__name__
+                workload = replace(
+                    self.workload, script=probed, optimizer=optimizer, caveats=caveats, data=samples.describe(iter(meter.batches.shapes))
+                )
                 if self._sketch is not None:
                     workload = replace(workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size))
                 trial.write(self.recorder.folder.workload, workload)
@@ -515,6 +602,12 @@ class Hooks:
         """Notes what the user should know about this trial."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
+
+
+def _rates(optimizer: Any) -> tuple[float | None, ...]:
+    """The learning rate that each group of an optimizer starts from, before any schedule."""
+    found = (group.get("initial_lr", group.get("lr")) for group in getattr(optimizer, "param_groups", ()))
+    return tuple(None if rate is None else float(rate) for rate in found)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

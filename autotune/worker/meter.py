@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +13,25 @@ import torch.distributed as dist
 
 from autotune import stats, trial
 from autotune.candidate import Candidate
+from autotune.convergence import falling
 from autotune.trial import Observed, TrialRequest
 from autotune.worker import observe
 from autotune.worker.phases import PHASES, PhaseClock
 
 if TYPE_CHECKING:
+    from autotune.worker.gradients import GradientWatch
     from autotune.worker.kernels import Tracer
+    from autotune.worker.noise import NoiseMeter
     from autotune.worker.run import Recorder
 
-# On CUDA, steps shorter than this are timed in windows, so that synchronising does not hide what overlaps.
+# Ranks compare their clocks after so long, not after every short step: waiting for the device and for one another would hide what
+# overlaps from one step to the next, and count the slowest rank's time of each where in a training they make good for one another.
 WINDOW_S = 0.05
+MOST_IN_WINDOW = 100
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
 MOST_SKIPPED = 30
+# Fewer say nothing of the step time.
+LEAST_STEPS = stats.SETUP_STEPS + stats.LEAST_TIMED_STEPS
 # Steps that are taken apart before the traced ones.
 APART = 3
 # An epoch ends with at most one smaller step; several in a row are the script's own way.
@@ -49,6 +56,8 @@ class Meter:
         batches: What watches its batches.
         memory: What watches its memory.
         checkpointer: What recomputes its blocks, or sees who does, if anything does.
+        noise: What takes the size of gradients, where the request asks for it.
+        gradients: What follows gradients through the first step, where it asks for that.
     """
 
     def __init__(
@@ -59,9 +68,12 @@ class Meter:
         batches: observe.BatchObserver,
         memory: observe.Memory,
         checkpointer: Any,
+        noise: NoiseMeter | None = None,
+        gradients: GradientWatch | None = None,
     ) -> None:
         self.recorder, self.request, self.engine = recorder, request, engine
         self.batches, self.memory, self.checkpointer = batches, memory, checkpointer
+        self.noise, self.gradients = noise, gradients
         self.report = recorder.report
         self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self.device = torch.device(engine.device)
@@ -138,6 +150,8 @@ class Meter:
         n = len(self.report.step_times_s)
         if n >= self.request.max_steps or self.beaten():
             return True
+        if n >= LEAST_STEPS and self.elapsed_s >= self.request.budget_s:
+            return True
         if n < self._next_look:
             return False
         self._next_look = max(n + 1, int(n * 1.1))
@@ -179,69 +193,114 @@ class Meter:
         """
         self.check_applied()
         self.report.peak_memory_bytes = self.memory.finish()
+        if self.noise is not None:
+            self.report.noise = self.noise.terms(self.candidate.micro_batch_size)
         self.report.reserved_memory_bytes, self.report.alloc_retries = self.memory.reserved_bytes, self.memory.alloc_retries
         others = self._cores_used_by_others()
         self.report.other_cores = others
         if others > trial.BUSY_CORES and self.report.rank == 0:
             self.report.caveats.append(f"the machine was busy: other processes used {others:.1f} cores while this trial was timed")
 
+    def backward(self) -> None:
+        """A micro-batch went backward."""
+        self.batches.backward()
+        if self.noise is not None:
+            self.noise.backward()
+        if self.gradients is not None:
+            self.gradients.backward(self.engine)
+            if self.gradients.done:
+                self.report.gradient, self.gradients = self.gradients.found, None
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Has the engine take its step after a micro-batch, and looks at the gradient around it where that is asked for."""
+        if self.noise is None:
+            return step()
+        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
+        result = step()
+        if self.engine.global_steps > steps:
+            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
+        return result
+
     def enough(self) -> bool:
-        """Whether the step time is known well enough, or the budget is spent."""
+        """Whether the step time is known well enough, and the data asked for was trained on.
+
+        Where gradient noise is measured: whether that is known well enough, from a state that is not passed through at once. While
+        the loss falls the noise scale grows, by several times in a short training, so half the budget is spent on coming closer.
+        """
+        if self.noise is not None:
+            if not self.noise.terms(self.candidate.micro_batch_size).noise_scale().precise:
+                return False
+            return self.elapsed_s >= self.request.budget_s / 2 or not falling([loss for loss in self.report.losses if loss is not None])
         times = self.report.step_times_s
-        if self.elapsed_s >= self.request.budget_s:
-            return True
         trained = len(times) * self.candidate.global_batch_size(self.data_parallel)
         return trained >= self.request.min_samples and stats.measured_enough(times)
 
     def window_steps(self) -> int:
-        """How many steps to time at once."""
+        """How many steps to train before the ranks compare their clocks."""
         times = self.report.step_times_s
-        if not self.cuda or len(times) < stats.SETUP_STEPS:
+        if len(times) < stats.SETUP_STEPS:
             return 1
-        return max(1, min(100, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
+        most = MOST_IN_WINDOW if self.elapsed_s < self.request.budget_s else LEAST_STEPS - len(times)
+        return max(1, min(most, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
 
-    def gather(self, wall: float, cpu: float, losses: list[torch.Tensor], *, skipped: int, ragged: bool = False) -> None:
-        """Adds the steps of a window as the slowest rank saw them, so that all ranks hold the same numbers.
+    def gather(
+        self, laps_s: Sequence[float], cpu_s: float, losses: Sequence[torch.Tensor], *, skipped: Sequence[bool], ragged: Sequence[bool]
+    ) -> None:
+        """Adds the steps of a window as all ranks together saw them, so that all hold the same numbers.
 
         Args:
-            wall: Seconds that the window took on this rank.
-            cpu: Its process time.
+            laps_s: Seconds of each step on this rank, one after the other.
+            cpu_s: This rank's process time over all of them.
             losses: Loss of each step.
-            skipped: Updates in it that loss scaling skipped.
-            ragged: A step of it had fewer samples than the others.
+            skipped: Whether loss scaling skipped its update.
+            ragged: Whether it had fewer samples than others have.
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
+            NotApplied: Too many steps in a row were smaller.
         """
-        own = torch.tensor(
-            [wall, cpu, float(skipped), float(ragged), *(float(loss) for loss in losses)], dtype=torch.float64, device=self.device
-        )
+        n = len(laps_s)
+        columns = [*laps_s, *map(float, skipped), *map(float, ragged), *map(float, losses)]
+        own = torch.tensor(columns, dtype=torch.float64, device=self.device)
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
-        table = torch.stack(rows).cpu()
-        slowest = float(table[:, 0].max())
-        self.elapsed_s += slowest
-        n = len(losses)
-        means = table[:, 4:].mean(dim=0).tolist()
-        if table[:, 2].any():
-            # Loss scaling skipped the update: neither its time nor its loss is a step's. fp16 needs some skips to find its
-            # scale; a loss that is not finite itself, or skips without end, is no search for a scale.
-            self.skipped += int(table[:, 2].max())
-            if self.skipped > MOST_SKIPPED or not np.isfinite(means).all() or self.elapsed_s >= self.request.budget_s:
+        table = torch.stack(rows).cpu().reshape(self.request.world_size, 4, n)
+        # Together they last as long as the slowest rank takes; how that divides among them the ranks need not see alike.
+        own_s = table[:, 0].sum(dim=1)
+        shares = table[:, 0].mean(dim=0) / own_s.mean().clamp(min=1e-12)
+        self.elapsed_s += float(own_s.max())
+        times, means = (shares * own_s.max()).tolist(), table[:, 3].mean(dim=0).tolist()
+        skips, smaller = (table[:, row].any(dim=0).tolist() for row in (1, 2))
+        if self.noise is not None:
+            self.noise.leave_out([a or b for a, b in zip(skips, smaller, strict=True)])
+        before = len(self.report.step_times_s)
+        for i in range(n):
+            self._add(times[i], cpu_s / n, means[i], skipped=skips[i], ragged=smaller[i])
+        if self.report.rank == 0 and len(self.report.step_times_s) > before:
+            last = {"step_time_s": self.report.step_times_s[-1], "loss": self.report.losses[-1]}
+            self.recorder.event(step=len(self.report.step_times_s), **last)
+
+    def _add(self, time_s: float, cpu_s: float, loss: float, *, skipped: bool, ragged: bool) -> None:
+        """Adds a step, unless its time and loss are none of this configuration's."""
+        finite = bool(np.isfinite(loss))
+        if skipped:
+            # fp16 needs some skips to find its scale; a loss that is not finite itself, or skips without end, is no search for one.
+            self.skipped += 1
+            spent = self.elapsed_s >= self.request.budget_s and len(self.report.step_times_s) < LEAST_STEPS
+            if self.skipped > MOST_SKIPPED or not finite or spent:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return
-        if table[:, 3].any():  # the last, smaller batch of an epoch: no step of this configuration
+        self.skipped = 0
+        if ragged:  # the last, smaller batch of an epoch
             self.ragged += 1
             if self.ragged > MOST_RAGGED:
                 raise NotApplied("the samples of an optimizer step vary")
             return
-        self.skipped = self.ragged = 0
-        self.report.step_times_s += [slowest / n] * n
-        self.report.cpu_times_s += [cpu / n] * n
-        self.report.losses += [mean if np.isfinite(mean) else None for mean in means]
-        if self.report.rank == 0:
-            self.recorder.event(step=len(self.report.step_times_s), step_time_s=slowest / n, loss=self.report.losses[-1])
-        if None in self.report.losses[-n:]:
+        self.ragged = 0
+        self.report.step_times_s.append(time_s)
+        self.report.cpu_times_s.append(cpu_s)
+        self.report.losses.append(loss if finite else None)
+        if not finite:
             raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
 
     def synchronize(self) -> None:
@@ -290,37 +349,41 @@ class Meter:
         return observed
 
 
-class MicroClock:
-    """Times micro-steps without waiting for the device: what an inner and a boundary one take prices every accumulation.
+class Laps:
+    """Times steps, or parts of them, without waiting for the device: on CUDA events mark the ends in the stream, else the wall does.
 
     Args:
-        device: Where they run. On CUDA events mark their ends in the stream; else the wall does.
+        device: Where they run.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._pending: list[tuple[str, Any, Any]] = []
+        self._laps: list[tuple[str, Any, Any]] = []
         self._last: Any = None
 
     def start(self) -> None:
-        """A micro-step begins."""
+        """The first, or the next after a pause, begins."""
         self._last = self._now()
 
-    def lap(self, kind: str) -> None:
-        """A micro-step of that kind ends, and another one may begin."""
+    def lap(self, kind: str = "") -> None:
+        """One of that kind ends, and another one may begin."""
         now = self._now()
-        self._pending.append((kind, self._last, now))
+        self._laps.append((kind, self._last, now))
         self._last = now
 
     def forget(self) -> None:
         """Leaves out what was timed so far."""
-        self._pending.clear()
+        self._laps.clear()
+
+    def seconds(self) -> list[float]:
+        """How long each took; the device has been synchronised."""
+        return [start.elapsed_time(end) / 1e3 if self._cuda else end - start for _, start, end in self._laps]
 
     def medians_s(self) -> dict[str, float]:
         """Median seconds of each kind; the device has been synchronised."""
         found: dict[str, list[float]] = {}
-        for kind, start, end in self._pending:
-            found.setdefault(kind, []).append(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
+        for (kind, _, _), seconds in zip(self._laps, self.seconds(), strict=True):
+            found.setdefault(kind, []).append(seconds)
         return {kind: float(np.median(times)) for kind, times in found.items()}
 
     def _now(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.convergence import NoiseTerms
+from autotune.worker.gradients import loss_scale
 
 
 class NoiseMeter:
@@ -20,13 +22,15 @@ class NoiseMeter:
     Args:
         model: The model, not yet in the engine's hands.
         world_size: Ranks.
+        accumulation: Micro-batches of an optimizer step; a step that turns out to have others is not counted.
     """
 
-    def __init__(self, model: nn.Module, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, model: nn.Module, world_size: int, accumulation: int) -> None:
+        self.world_size, self.accumulation = world_size, accumulation
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._micro: Tensor | None = None
-        self._steps: list[tuple[Tensor, Tensor]] = []
+        self._steps: list[tuple[Tensor, Tensor] | None] = []
+        self._gathered = 0
         self._in_step: list[Tensor] = []
         for parameter in self.parameters:
             parameter.register_hook(self._add)
@@ -49,27 +53,36 @@ class NoiseMeter:
         return torch.stack([gradient.float().square().sum() for gradient in gradients]).sum() if gradients else None
 
     def after_step(self, engine: Any, own: Tensor | None, *, skipped: bool) -> None:
-        """Closes an optimizer step; one that loss scaling skipped leaves nothing."""
+        """Closes an optimizer step; one that loss scaling skipped, or of more or fewer micro-batches, leaves nothing."""
         micro, self._in_step = self._in_step, []
         norm = engine.get_global_grad_norm()
         whole = torch.as_tensor(float(norm), device=engine.device).square() if norm is not None else own
-        if skipped or whole is None or not micro:
+        if skipped or whole is None or len(micro) != self.accumulation:
+            self._steps.append(None)
             return
-        # The engine divides the loss by the accumulation steps, and fp16 multiplies it by its scale.
-        scale = len(micro) / _loss_scale(engine)
+        # Somebody, mostly the engine, divides the loss by the accumulation steps, and fp16 multiplies it by its scale.
+        scale = len(micro) / loss_scale(engine)
         self._steps.append((torch.stack(micro).mean() * scale**2, whole))
 
-    def terms(self, micro_batch_size: int, accumulation: int) -> NoiseTerms:
+    def leave_out(self, steps: Sequence[bool]) -> None:
+        """Takes the next steps into account, the same on all ranks, but for those of which one says otherwise.
+
+        Args:
+            steps: For each step that was closed since the last call, whether a rank saw fewer samples in it: the end of an epoch,
+                whose smaller micro-batches are noisier.
+        """
+        for out in steps:
+            if out:
+                self._steps[self._gathered] = None
+            self._gathered += 1
+
+    def terms(self, micro_batch_size: int) -> NoiseTerms:
         """What was seen, averaged over the ranks; all of them take part."""
-        table = torch.tensor([[float(micro), float(whole)] for micro, whole in self._steps], dtype=torch.float64)
+        steps = [step for step in self._steps[: self._gathered] if step is not None]
+        table = torch.tensor([[float(micro), float(whole)] for micro, whole in steps], dtype=torch.float64)
         if len(table):
-            table = table.to(self._steps[0][0].device)
+            table = table.to(steps[0][0].device)
             dist.all_reduce(table)
         columns = (table.reshape(-1, 2) / self.world_size).T.tolist()
-        return NoiseTerms(
-            micro_batch_size=micro_batch_size, n_micro=accumulation * self.world_size, micro_sq=columns[0], mean_sq=columns[1]
-        )
-
-
-def _loss_scale(engine: Any) -> float:
-    return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)
+        n_micro = self.accumulation * self.world_size
+        return NoiseTerms(micro_batch_size=micro_batch_size, n_micro=n_micro, micro_sq=columns[0], mean_sq=columns[1])

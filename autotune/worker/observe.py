@@ -317,7 +317,7 @@ def available_bytes() -> int:
     return 0
 
 
-def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[int], None]) -> None:
+def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[int], None]) -> Callable[[], bool]:
     """Holds this process to a growth of `limit_bytes`, as a device of that size would.
 
     A thread looks at the resident size, less what the C library only keeps for later; one huge allocation, which it could
@@ -326,24 +326,30 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
     Args:
         start_bytes: Resident bytes that do not count.
         limit_bytes: Growth allowed.
-        on_excess: Called once, with the growth; it must end the process.
+        on_excess: Called with the growth; it must end the process.
+
+    Returns:
+        One look more, for the end: what is short, or starved of cores, may grow and be over between two looks of the thread.
     """
     ceiling = _status_bytes("VmData") + limit_bytes + RLIMIT_SLACK_BYTES
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (ceiling, ceiling))
 
+    def look() -> bool:
+        if resident_bytes() - start_bytes <= limit_bytes:
+            return False
+        hand_back_freed_memory()
+        growth = resident_bytes() - start_bytes
+        if growth > limit_bytes:
+            on_excess(growth)
+        return True
+
     def watch() -> None:
         while True:
-            if resident_bytes() - start_bytes > limit_bytes:
-                hand_back_freed_memory()
-                growth = resident_bytes() - start_bytes
-                if growth > limit_bytes:
-                    on_excess(growth)
-                    return
-                time.sleep(TRIM_INTERVAL_S)  # trimmed more often, what is timed would be page faults
-            time.sleep(WATCH_INTERVAL_S)
+            time.sleep(TRIM_INTERVAL_S if look() else WATCH_INTERVAL_S)  # trimmed more often, what is timed would be page faults
 
     threading.Thread(target=watch, name="autotune-memory", daemon=True).start()
+    return look
 
 
 def machine_id() -> str:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from autotune.gate import GradientCheck
 from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, Traced, TrialDir, TrialRequest, Workload
 from autotune.worker import contract, observe, samples, weights
 from autotune.worker.gradients import GradientWatch, perturb
-from autotune.worker.meter import Diverged, Meter, MicroClock, NotApplied
+from autotune.worker.meter import Diverged, Laps, Meter, NotApplied
 from autotune.worker.noise import NoiseMeter
 
 # Between the dropout seeds of two replicates: more than there are ranks.
@@ -86,6 +86,7 @@ def _build(request: TrialRequest) -> None:
 
 def complete(recorder: Recorder) -> NoReturn:
     """Reports that all went well, and ends the process when all ranks have."""
+    recorder.last_look()
     if recorder.report.outcome is not Outcome.STOPPED_EARLY:
         recorder.report.outcome = Outcome.COMPLETE
     recorder.enter("done")
@@ -148,6 +149,7 @@ class Recorder:
     def __init__(self, folder: TrialDir, rank: int) -> None:
         self.folder = folder
         self.report = _Draft(rank)
+        self.last_look: Callable[[], object] = lambda: None  # at the memory, before all is well
         self._entered = time.monotonic()
         self._lock = threading.Lock()
 
@@ -219,7 +221,7 @@ def _watch_memory(recorder: Recorder, request: TrialRequest) -> None:
         recorder.fail(Outcome.OOM, f"rank {recorder.report.rank} grew to {growth / 2**20:.0f} MiB, over {whose} of {share / 2**20:.0f} MiB")
         os._exit(OOM_EXIT_CODE)
 
-    observe.limit_host_memory(start, share, on_excess)
+    recorder.last_look = observe.limit_host_memory(start, share, on_excess)
 
 
 def _inspect(request: TrialRequest) -> Workload:
@@ -372,13 +374,13 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     )  # fmt: skip
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
-    noise = NoiseMeter(model, request.world_size) if request.noise else None
+    noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
     engine = _initialize(request, target, model)
     _seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
-    meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer
-    _Trainer(contract.make_loss(target, model), loader, noise, gradients, *meter).train()
+    meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer, noise, gradients
+    _Trainer(contract.make_loss(target, model), loader, *meter).train()
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -427,18 +429,16 @@ def _initialize(request: TrialRequest, target: contract.Target, model: torch.nn.
 class _Trainer(Meter):
     """The timed loop of a `model.py`."""
 
-    def __init__(self, loss: Any, loader: contract.Loader, noise: NoiseMeter | None, gradients: GradientWatch | None, *meter: Any) -> None:
+    def __init__(self, loss: Any, loader: contract.Loader, *meter: Any) -> None:
         super().__init__(*meter)
-        self.loss, self.loader, self.noise, self.gradients = loss, loader, noise, gradients
-        self.micro_clock = MicroClock(self.device)
+        self.loss, self.loader = loss, loader
+        self.micro_clock = Laps(self.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.candidate.precision)
 
     def train(self) -> None:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
         self._window(1)
-        if self.gradients is not None:
-            self.report.gradient, self.gradients = self.gradients.found, None
         self._taken_apart()
         self.begin()
         self.micro_clock.forget()
@@ -447,30 +447,27 @@ class _Trainer(Meter):
         self.report.micro_step_s = self.micro_clock.medians_s()
         for _ in self.afterwards():
             self._phase_by_phase()
-        if self.noise is not None:
-            self.report.noise = self._noise_terms(self.noise)
         self.finish()
         if self.request.save_weights is not None:
             weights.save(self.engine, Path(self.request.save_weights))
 
-    def enough(self) -> bool:
-        """Where gradient noise is measured: whether it is known well enough, or the budget is spent."""
-        if self.noise is None:
-            return super().enough()
-        return self.elapsed_s >= self.request.budget_s or self._noise_terms(self.noise).noise_scale().precise
-
-    def _noise_terms(self, noise: NoiseMeter) -> NoiseTerms:
-        return noise.terms(self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps)
-
     def _window(self, n_steps: int) -> None:
         """Trains a window of steps; the device is synchronised and the ranks compared at its end only."""
         self.synchronize()
-        skipped = self.engine.skipped_steps
-        start, cpu_start = time.perf_counter(), time.process_time()
-        losses = [self._step() for _ in range(n_steps)]
+        self._timed([self._step] * n_steps)
+
+    def _timed(self, steps: Sequence[Callable[[], torch.Tensor]]) -> None:
+        laps, cpu_start = Laps(self.device), time.process_time()
+        losses: list[torch.Tensor] = []
+        skipped: list[bool] = []
+        laps.start()
+        for step in steps:
+            before = self.engine.skipped_steps
+            losses.append(step())
+            laps.lap()
+            skipped.append(self.engine.skipped_steps > before)
         self.synchronize()
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        self.gather(wall, cpu, losses, skipped=self.engine.skipped_steps - skipped)
+        self.gather(laps.seconds(), time.process_time() - cpu_start, losses, skipped=skipped, ragged=[False] * len(losses))
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -480,24 +477,12 @@ class _Trainer(Meter):
             loss = self.loss(self.engine, batch)
             total += loss.detach().float()
             self.engine.backward(loss)
-            self.batches.backward()
-            self._update()
+            self.backward()
+            self.update(self.engine.step)
             boundary = self.batches.step()
             self.micro_clock.lap("boundary" if boundary else "inner")
             if boundary:
                 return total / self.candidate.gradient_accumulation_steps
-
-    def _update(self) -> None:
-        if self.gradients is not None:
-            self.gradients.before_step(self.engine)
-        if self.noise is None:
-            self.engine.step()
-            return
-        self.noise.backward()
-        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
-        self.engine.step()
-        if self.engine.global_steps > steps:
-            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
@@ -506,12 +491,14 @@ class _Trainer(Meter):
 
     def _taken_apart(self) -> None:
         """One step with the clock and the memory counters stopped after each phase."""
-        skipped, cpu_start, start = self.engine.skipped_steps, time.process_time(), time.perf_counter()
+
+        def apart() -> torch.Tensor:
+            loss = self._phase_by_phase()
+            self.enter("")
+            return loss
+
         self.take_apart()
-        loss = self._phase_by_phase()
-        self.enter("")
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        self.gather(wall, cpu, [loss], skipped=self.engine.skipped_steps - skipped)
+        self._timed([apart])
 
     def _phase_by_phase(self) -> torch.Tensor:
         """One step, whoever watches told of each phase; its loss."""
@@ -525,8 +512,8 @@ class _Trainer(Meter):
             total += loss.detach().float()
             self.enter("backward")
             self.engine.backward(loss)
-            self.batches.backward()
+            self.backward()
             self.enter("step")
-            self._update()
+            self.update(self.engine.step)
             done = self.batches.step()
         return total / self.candidate.gradient_accumulation_steps

@@ -261,7 +261,7 @@ class Agent:
             self._kill(running, "processes")
 
     def _kill(self, running: _Running, why: str) -> None:
-        running.killed = running.killed or why
+        running.killed, running.failed_at = running.killed or why, running.failed_at or time.time()
         if not running.ranks:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -30,13 +30,22 @@ def load(model: nn.Module, path: Path) -> None:
     """
     found = {name.removeprefix("module."): value for name, value in _state(path).items()}
     try:
-        missing, unknown = model.load_state_dict(found, strict=False)
+        with _gathered(model, modifier_rank=0):
+            missing, unknown = model.load_state_dict(found, strict=False)
     except RuntimeError as error:
-        raise WorkloadError(f"checkpoint {path} does not fit model(): {str(error).splitlines()[-1].strip()}") from None
+        raise WorkloadError(f"checkpoint {path} does not fit the model: {str(error).splitlines()[-1].strip()}") from None
     own = dict(model.named_parameters())
     lost = [name for name in missing if name in own]
     if lost or len(unknown) == len(found):
-        raise WorkloadError(f"checkpoint {path} does not fit model(): it has no {', '.join(lost[:3]) or 'parameter of it'}")
+        raise WorkloadError(f"checkpoint {path} does not fit the model: it has no {', '.join(lost[:3]) or 'parameter of it'}")
+
+
+def _gathered(model: nn.Module, *, modifier_rank: int | None) -> Any:
+    """Parameters that ZeRO 3 has sharded, whole on every rank; what the modifying rank makes of them is everybody's."""
+    import deepspeed
+
+    sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank, enabled=bool(sharded))
 
 
 def _state(path: Path) -> Mapping[str, Tensor]:
@@ -93,11 +102,7 @@ def _weights_in(data: Any, path: Path) -> Mapping[str, Tensor]:
 
 def save(engine: Any, path: Path) -> None:
     """Writes the model's weights, whole or not at all; all ranks take part."""
-    import deepspeed
-
-    parameters = list(engine.module.parameters())
-    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+    with _gathered(engine.module, modifier_rank=None):
         if dist.get_rank() == 0:
             state = {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,19 @@
-"""A whole study on an engine, whose coordinator is killed in the middle."""
+"""Whole studies on an engine: the coordinator is killed in the middle, trials run at once."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusters import slurm, until, why_no_slurm
+import yaml
+from clusters import ray_cluster, slurm, until, why_no_ray, why_no_slurm
 from zoo import MODELS
 
 from autotune import trial
@@ -59,6 +63,36 @@ def test_a_trial_outlives_its_coordinator_and_is_told_once(tmp_path: Path) -> No
         status = subprocess.run([*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
         assert json.loads(status.stdout)["outcomes"] == {"complete": 2}
         until(lambda: not cluster.jobs(), 20)
+
+
+@contextlib.contextmanager
+def cluster_of(engine: str, root: Path) -> Iterator[None]:
+    if why := why_no_slurm() if engine == "slurm" else why_no_ray():
+        pytest.skip(why)
+    with slurm(root) if engine == "slurm" else ray_cluster():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["slurm", "ray"])
+def test_trials_run_at_once_on_nodes_of_their_own_and_each_is_told_once(tmp_path: Path, engine: str) -> None:
+    changes = {"executor": engine, "executor_options": {}, "nodes": 1, "ranks": 1, "parallel": 2, "trials": 4}
+    changes["space"] = {"micro_batch_size": {"choices": [2, 4, 6, 8]}}
+    file = tmp_path / "studies" / "s" / "study.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump(yaml.safe_load(STUDY) | changes))
+    command = [sys.executable, "-c", "from autotune.cli import main; main()"]
+    with cluster_of(engine, tmp_path / "cluster"):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, "run", str(file)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        status = subprocess.run([*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(status.stdout)["outcomes"] == {"complete": 4}
+    folders = [TrialDir(path) for path in sorted((file.parent / "trials").glob("[0-9]*"))]
+    spans = [(folder.request.stat().st_mtime, folder.result.stat().st_mtime) for folder in folders]
+    together = [max(a[0], b[0]) < min(a[1], b[1]) for a, b in itertools.combinations(spans, 2)]
+    assert len(spans) == 4 and any(together), "no two trials ran at once"
+    assert "at the same time" not in done.stdout, "they had nodes of their own"
 
 
 def _read(path: Path) -> str:

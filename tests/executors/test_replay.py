@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from instant import SPACE, Watcher, plan_of, report, spec_of
 
-from autotune import stats, store, trial
+from autotune import stats, store
 from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.replay import ReplayExecutor, Row, TableError, read_table, write_table
@@ -77,8 +77,8 @@ def test_a_stated_limit_below_what_was_needed_runs_out_of_memory(tmp_path: Path)
 
 def test_a_trial_that_its_rivals_beat_is_stopped_as_a_real_one(tmp_path: Path) -> None:
     rival = Rival(trial=3, step_time_s=0.0, peak_memory_bytes=0.0)
-    result = base.run(ReplayExecutor([row(SOME, factor=10.0)]), tmp_path / "1", request(SOME, rivals=(rival,)))
-    assert result.outcome is Outcome.STOPPED_EARLY and len(result.step_times_s) == stats.SETUP_STEPS + trial.RIVAL_STEPS
+    result = base.run(ReplayExecutor([row(SOME, factor=20.0)]), tmp_path / "1", request(SOME, rivals=(rival,)))
+    assert result.outcome is Outcome.STOPPED_EARLY and len(result.step_times_s) == stats.SETUP_STEPS + 1
     assert "worse than trial 3" in result.reason
 
 

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from zoo import MODELS, Zoo
 
-from autotune.convergence import noise_scale
+from autotune.convergence import NoiseTerms, noise_scale
 from autotune.trial import Outcome
 
 MICRO, STEPS = 64, 40
 CELLS = [(2, 2, "fp32", 0), (2, 2, "fp32", 3), (2, 2, "bf16", 0), (2, 2, "bf16", 2), (2, 2, "torch_autocast", 1), (1, 4, "fp32", 1)]
 
 
-@pytest.fixture(scope="module")
-def truth() -> float:
-    """tr(Sigma) / |G|^2 over the whole data set, one sample at a time."""
-    torch = pytest.importorskip("torch")
-    spec = importlib.util.spec_from_file_location("still", MODELS / "still.py")
-    assert spec is not None and spec.loader is not None
-    still = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(still)
-    model = still.model()
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-
-    def loss(weights, x, y):
-        out = torch.func.functional_call(model, weights, (x[None],))
-        return torch.nn.functional.cross_entropy(out, y[None])
-
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, *still.data().tensors)
-    gradients = torch.cat([gradient.flatten(1) for gradient in each.values()], dim=1).double()
-    mean = gradients.mean(dim=0)
-    return float((gradients - mean).square().sum(dim=1).mean() / mean.square().sum())
-
-
 @pytest.mark.parametrize(("ranks", "steps", "precision", "stage"), CELLS)
-def test_the_noise_scale_is_that_of_brute_force(zoo: Zoo, truth: float, ranks: int, steps: int, precision: str, stage: int) -> None:
+def test_the_noise_scale_is_that_of_brute_force(
+    zoo: Zoo, noise_scale_of_still: float, ranks: int, steps: int, precision: str, stage: int
+) -> None:
+    truth = noise_scale_of_still
     result = zoo.run(
         "still", micro=MICRO, gradient_accumulation_steps=steps, precision=precision, zero_stage=stage,
         world_size=ranks, noise=True, max_steps=STEPS, min_samples=10**9, budget_s=60.0,
@@ -52,3 +35,20 @@ def test_the_noise_scale_is_that_of_brute_force(zoo: Zoo, truth: float, ranks: i
 
 def test_without_being_asked_nothing_is_hooked(zoo: Zoo) -> None:
     assert zoo.run("still", max_steps=4, budget_s=0.0).noise is None
+
+
+@pytest.mark.parametrize(("rate", "ends_early"), [("0.0", True), ("1e-3", False)])
+def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by_then(
+    zoo: Zoo, tmp_path: Path, rate: str, ends_early: bool
+) -> None:
+    target = tmp_path / "model.py"
+    target.write_text((MODELS / "still.py").read_text().replace("lr=0.0", f"lr={rate}"))
+    result = zoo.run(target, micro=256, gradient_accumulation_steps=4, noise=True, max_steps=100, budget_s=60.0)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.noise is not None
+    assert any(_first(result.noise, n).noise_scale().precise for n in range(11, 50))
+    assert (len(result.losses) < 100) == ends_early
+
+
+def _first(terms: NoiseTerms, n: int) -> NoiseTerms:
+    return replace(terms, micro_sq=terms.micro_sq[:n], mean_sq=terms.mean_sq[:n])

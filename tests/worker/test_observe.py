@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -232,6 +234,24 @@ def test_freed_tensors_are_not_in_use(observe: ModuleType, torch: ModuleType, ho
     peaks = memory.finish()
     assert len(keep) == 8 and (not holes or earlier)
     assert peaks["many"] - peaks["few"] > 40 * MIB
+
+
+GROWS_BETWEEN_TWO_LOOKS = """
+import os, time
+from autotune.worker import observe
+observe.WATCH_INTERVAL_S = 3600.0
+look = observe.limit_host_memory(observe.resident_bytes(), 64 << 20, lambda growth: os._exit(77 if growth > 64 << 20 else 1))
+time.sleep(0.2)
+kept = bytearray(os.urandom(1 << 20)) * {mib}
+look()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("mib", "status"), [(128, 77), (8, 0)])
+def test_what_grew_since_the_last_look_is_seen_at_the_end(observe: ModuleType, mib: int, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", GROWS_BETWEEN_TWO_LOOKS.format(mib=mib)], check=False)
+    assert done.returncode == status
 
 
 def test_our_own_work_is_not_that_of_others(observe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

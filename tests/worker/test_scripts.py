@@ -313,5 +313,5 @@ def test_a_script_that_cannot_be_probed_is_refused_with_its_log(planned, name, a
 
 
 def test_too_few_steps_are_no_measurement(planned, measure):
-    result = measure(planned("dict_config.py", script_args=("--steps", "5")), steps=100)
-    assert result.outcome is Outcome.CRASHED and "ended after 5 optimizer steps" in result.reason
+    result = measure(planned("dict_config.py", script_args=("--steps", "4")), steps=100)
+    assert result.outcome is Outcome.CRASHED and "ended after 4 optimizer steps, and 5 are needed" in result.reason

@@ -41,6 +41,7 @@ config = {{"train_micro_batch_size_per_gpu": 4, "optimizer": {{"type": "AdamW", 
           "zero_optimization": {{"stage": stage}}}}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 engine.save_checkpoint(sys.argv[2])
+os._exit(0)  # an ordinary exit may abort, see benchmarks/plain_trial.py
 """
 
 
@@ -72,7 +73,7 @@ def _plain() -> dict[str, str]:
     [
         ("gone", None, "there is no such file or folder"),
         ("text.pt", "no weights", "cannot be read as a state dict"),
-        ("other.pt", {"somewhere.else": 1}, "does not fit model(): it has no"),
+        ("other.pt", {"somewhere.else": 1}, "does not fit the model: it has no"),
         ("empty", "folder", "holds neither a DeepSpeed checkpoint"),
     ],
 )

@@ -16,7 +16,8 @@ PAGE, RESULTS = ROOT / "docs" / "comparison.md", ROOT / "benchmarks" / "results"
 NOT_YET = "Not measured yet: `{command}` has not run on an idle machine.\n"
 TUNERS = {
     "deepspeed": "DeepSpeed's autotuner", "tpe": "Optuna's TPE, a process a trial", "random": "random search, a process a trial",
-    "autotune": "autotune, the same knobs", "autotune-all": "autotune, precision and ZeRO's settings too",
+    "autotune": "autotune, the same knobs", "autotune-quick": "autotune, the same knobs, four trials",
+    "autotune-all": "autotune, precision and ZeRO's settings too",
 }  # fmt: skip
 
 
@@ -32,19 +33,9 @@ def peers(figures: Mapping[str, Any]) -> str:
             reached = [row["error"], ""]
         else:
             over = f" ({row['throughput_over_deepspeed']:.2f}x DeepSpeed's)" if "throughput_over_deepspeed" in row else ""
-            reached = [f"{row['samples_per_s']:.4g}{over}", f"{row['claim_over_measured']:.2f}"]
+            rate = format(row["samples_per_s"], ",.0f" if row["samples_per_s"] >= 100 else ".3g")
+            reached = [f"{rate}{over}", f"{row['claim_over_measured']:.2f}"]
         lines.append(f"| {words} | {row['wall_s']:.0f} | {row.get('trials', '')} | {' | '.join(reached)} |")
-    return "\n".join([*lines, "", measured_on(figures)]) + "\n"
-
-
-def samplers(figures: Mapping[str, Any]) -> str:
-    """The search alone, on simulated machines."""
-    heads = "sampler | studies | share of the front's hypervolume after 10, 20, 30 trials | out of memory in 30"
-    lines = [f"| {heads} |", "| --- | --- | --- | --- |"]
-    for name, found in figures["samplers"].items():
-        overall = found["overall"]
-        volumes = ", ".join(f"{overall[n]['hypervolume']:.2f}" for n in ("10", "20", "30"))
-        lines.append(f"| `{name}` | {overall['runs']} | {volumes} | {overall['30']['oom_mean']:.1f} |")
     return "\n".join([*lines, "", measured_on(figures)]) + "\n"
 
 
@@ -69,8 +60,8 @@ def measured_on(figures: Mapping[str, Any]) -> str:
 # The tables by the name of their results; how each is made, and by which command its figures are.
 TABLES: dict[str, tuple[Callable[[Mapping[str, Any]], str], str]] = {
     "peers": (peers, "make bench-peers"),
+    "peers-training_data": (peers, "make bench-peers SCRIPT=tests/models/scripts/training_data.py"),
     "search": (search, "python benchmarks/search.py"),
-    "search_simulated": (samplers, "python benchmarks/search_simulated.py"),
 }
 
 

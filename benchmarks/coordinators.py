@@ -41,7 +41,7 @@ def worker(role: str, folder: Path, options: argparse.Namespace, url: str) -> An
 
     def main() -> None:
         sys.stdout = sys.stderr = open(folder / f"{role}-{os.getpid()}.log", "w")  # noqa: SIM115
-        coordinate(role, folder, options.trials, options.seconds, options.sampler, url)
+        coordinate(role, folder, options.trials, options.seconds, options.sampler, url, finalists=0)
 
     process = FORK.Process(target=main, daemon=True)
     process.start()
@@ -80,7 +80,7 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
         "left_running": sum(t.state is TrialState.RUNNING for t in trials),
         "failed_and_run_again": sum(t.state is TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs for t in trials),
         "numbers_twice": len(trials) - len({t.number for t in trials}),
-        "leases_left": len(claims.leases(storage, "s")),
+        "leases_left": [lease.name for lease in claims.leases(storage, "s")],
         "outcomes": Counter(store.told_data(t)["outcome"] for t in told),
         "exit_codes": Counter(process.exitcode for process in workers),
         **times(folder, options.trials),

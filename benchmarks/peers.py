@@ -1,12 +1,15 @@
 """Which tuner answers sooner, and whose answer is better? DeepSpeed's own autotuner, plain Optuna TPE, random search and autotune.
 
 `python benchmarks/peers.py run TUNER --into DIR` for each of `deepspeed`, `tpe`, `random`, `autotune` (the incumbent's space:
-micro-batch, accumulation, ZeRO stage) and `autotune-all` (precision and DeepSpeed's finer settings too), then
-`python benchmarks/peers.py judge DIR`, which measures every answer again, in turns, under plain torchrun, and writes `results/peers.json`.
-`make bench-peers` does it all.
+micro-batch, accumulation, ZeRO stage), `autotune-quick` (the same, four trials and no second look) and `autotune-all` (precision and
+DeepSpeed's finer settings too), then
+`python benchmarks/peers.py judge DIR`, which measures every answer again, in turns, under plain torchrun, and writes `results/peers.json`
+(`peers-NAME.json` of another script).
+`make bench-peers` does it all; `make bench-peers SCRIPT=train.py` on a script of yours that takes `--deepspeed_config FILE`.
 
-All are given the same script (`peers/train.py`), ranks and limits. `tpe` and `random` start a process for each trial, as whoever writes
-such a loop does, and take the fastest. A claim is what a tuner says its answer reaches; its gap is what is left of it under torchrun.
+All are given the same script, ranks and limits. `tpe` and `random` start a process for each trial, as whoever writes such a loop does,
+and take the fastest. A claim is what a tuner says its answer reaches; its gap is what is left of it under torchrun, where
+`peers/launch.py` times the optimizer steps of the untouched script.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,8 +34,9 @@ from autotune import trial
 from autotune.candidate import Candidate
 
 SCRIPT = Path(__file__).parent / "peers" / "train.py"
+LAUNCH = SCRIPT.with_name("launch.py")
 RANKS = 2
-MICRO, ACCUMULATION, STAGES = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (0, 1, 2, 3)
+MICRO, ACCUMULATION, STAGES = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), (0, 1, 2, 3)
 MOST_SAMPLES = 64  # of an optimizer step and rank
 # Adam as torch has it, since DeepSpeed's own is compiled first.
 BASE: dict[str, Any] = {
@@ -39,15 +45,34 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
 TRIALS, TRIAL_STEPS, SETUP = 16, 12, 3
-JUDGED_STEPS = 40
+JUDGED_STEPS = 24
 
 
-def torchrun(config: dict[str, Any], folder: Path, steps: int) -> tuple[float, float] | None:
+@dataclass(frozen=True)
+class Training:
+    """What is tuned.
+
+    Attributes:
+        script: A training script that takes `--deepspeed_config FILE`.
+        arguments: Its other arguments.
+        base: The DeepSpeed configuration that it is given, but for what is tuned.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    base: dict[str, Any]
+
+    def command(self, config: Path | str) -> list[str]:
+        """The script and its arguments."""
+        return [str(self.script), *self.arguments, "--deepspeed", "--deepspeed_config", str(config)]
+
+
+def torchrun(training: Training, config: dict[str, Any], folder: Path, steps: int) -> tuple[float, float] | None:
     """Median step time and samples of a step under plain torchrun; None where it fails."""
     file = folder / "judged.json"
     trial.write(file, config)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(SCRIPT)]
-    command += ["--measure", str(steps), "--deepspeed", "--deepspeed_config", str(file)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(LAUNCH)]
+    command += ["--measure", str(steps), *training.command(file)]
     done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False)
     line = next((line for line in done.stdout.splitlines() if "MEASURED " in line), None)
     if line is None:
@@ -57,7 +82,7 @@ def torchrun(config: dict[str, Any], folder: Path, steps: int) -> tuple[float, f
     return statistics.median(found["times_s"][SETUP:]), found["samples_per_step"]
 
 
-def loop(folder: Path, sampler: Any) -> dict[str, Any]:
+def loop(training: Training, folder: Path, sampler: Any) -> dict[str, Any]:
     """Optuna with a process for each trial, over the incumbent's space."""
     import optuna
 
@@ -70,8 +95,8 @@ def loop(folder: Path, sampler: Any) -> dict[str, Any]:
         if micro * accumulation > MOST_SAMPLES:
             raise optuna.TrialPruned
         candidate = Candidate(micro_batch_size=micro, gradient_accumulation_steps=accumulation, zero_stage=stage)
-        configs[asked.number] = candidate.to_deepspeed(BASE)
-        found = torchrun(configs[asked.number], folder, TRIAL_STEPS)
+        configs[asked.number] = candidate.to_deepspeed(training.base)
+        found = torchrun(training, configs[asked.number], folder, TRIAL_STEPS)
         if found is None:
             raise optuna.TrialPruned
         return found[1] / found[0]
@@ -82,19 +107,19 @@ def loop(folder: Path, sampler: Any) -> dict[str, Any]:
     return {"config": configs[study.best_trial.number], "claimed_samples_per_s": study.best_value, "trials": len(configs)}
 
 
-def tpe(folder: Path) -> dict[str, Any]:
+def tpe(training: Training, folder: Path) -> dict[str, Any]:
     import optuna
 
-    return loop(folder, optuna.samplers.TPESampler(seed=0))
+    return loop(training, folder, optuna.samplers.TPESampler(seed=0))
 
 
-def random(folder: Path) -> dict[str, Any]:
+def random(training: Training, folder: Path) -> dict[str, Any]:
     import optuna
 
-    return loop(folder, optuna.samplers.RandomSampler(seed=0))
+    return loop(training, folder, optuna.samplers.RandomSampler(seed=0))
 
 
-def deepspeed(folder: Path) -> dict[str, Any]:
+def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
     """DeepSpeed's autotuner, fast mode, given what it takes to run on a CPU."""
     if find_spec("tabulate") is None:
         sys.exit("DeepSpeed's autotuner needs the package tabulate, which it does not ask for: pip install tabulate")
@@ -104,7 +129,7 @@ def deepspeed(folder: Path) -> dict[str, Any]:
         "overwrite": True, "results_dir": str(results), "exps_dir": str(experiments), "mp_size": 1,
         "max_train_batch_size": RANKS * MOST_SAMPLES, "arg_mappings": {},
     }  # fmt: skip
-    config = {**{key: value for key, value in BASE.items() if key != "gradient_accumulation_steps"}, "autotuning": tuning}
+    config = {**{key: value for key, value in training.base.items() if key != "gradient_accumulation_steps"}, "autotuning": tuning}
     config |= {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": "all"}}
     trial.write(folder / "tuned.json", config)
     # It ends what failed by `pkill` over `pdsh`, by name: here its own launcher has ended it already.
@@ -115,8 +140,8 @@ def deepspeed(folder: Path) -> dict[str, Any]:
     environment = plain_environment() | {"LOCAL_SIZE": str(RANKS), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     environment["PATH"] = os.pathsep.join([str(harmless.parent), str(Path(sys.executable).parent), environment["PATH"]])
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [sys.executable, str(launcher), "--autotuning", "tune", "--num_gpus", str(RANKS), "--num_nodes", "1", str(SCRIPT)]
-    command += ["--deepspeed", "--deepspeed_config", str(folder / "tuned.json")]
+    command = [sys.executable, str(launcher), "--autotuning", "tune", "--num_gpus", str(RANKS), "--num_nodes", "1", str(LAUNCH)]
+    command += training.command(folder / "tuned.json")
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     best = results / "ds_config_optimal.json"
@@ -126,14 +151,16 @@ def deepspeed(folder: Path) -> dict[str, Any]:
     return {"config": json.loads(best.read_text()), "claimed_samples_per_s": max(metrics), "trials": len(metrics)}
 
 
-def ours(folder: Path, space: list[Any]) -> dict[str, Any]:
+def ours(training: Training, folder: Path, space: list[Any], **changes: Any) -> dict[str, Any]:
     """`autotune run` of the same script."""
     import yaml
 
     study = {
-        "target": os.path.relpath(SCRIPT, folder / "studies" / "peers"), "ranks": RANKS, "base_config": BASE, "space": space,
-        "global_batch": f"{RANKS}..{RANKS * MOST_SAMPLES}", "objectives": ["throughput"], "trials": TRIALS, "trial_budget_s": 1.0,
-        "script_args": ["--deepspeed", "--deepspeed_config", "{ds_config}"],
+        "target": os.path.relpath(training.script, folder / "studies" / "peers"), "ranks": RANKS, "base_config": training.base,
+        "space": space, "global_batch": f"{RANKS}..{RANKS * MOST_SAMPLES}", "objectives": ["throughput"], "trials": TRIALS,
+        "trial_budget_s": 1.0, "script_args": training.command("{ds_config}")[1:],
+        "branch": False,  # as the others, which take what is fastest
+        **changes,
     }  # fmt: skip
     path = folder / "studies" / "peers" / "study.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,24 +177,30 @@ def ours(folder: Path, space: list[Any]) -> dict[str, Any]:
     return {"config": pick["ds_config"], "claimed_samples_per_s": pick["metrics"]["samples_per_s"], "trials": n, "not_in_the_json": changes}
 
 
-def autotune(folder: Path) -> dict[str, Any]:
-    own = {
-        "micro_batch_size": {"choices": list(MICRO)}, "gradient_accumulation_steps": {"choices": list(ACCUMULATION)},
-        "zero_stage": {"choices": list(STAGES)},
-    }  # fmt: skip
-    return ours(folder, [own])
+SIZES = {"micro_batch_size": {"choices": list(MICRO)}, "gradient_accumulation_steps": {"choices": list(ACCUMULATION)}}
+# The incumbent's space.
+KNOBS = [{**SIZES, "zero_stage": {"choices": list(STAGES)}}]
 
 
-def autotune_all(folder: Path) -> dict[str, Any]:
-    own = {"micro_batch_size": {"choices": list(MICRO)}, "gradient_accumulation_steps": {"choices": list(ACCUMULATION)}}
-    return ours(folder, [own, "zero", "precision"])
+def autotune(training: Training, folder: Path) -> dict[str, Any]:
+    return ours(training, folder, KNOBS)
 
 
-TUNERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+def autotune_quick(training: Training, folder: Path) -> dict[str, Any]:
+    """For who wants an answer now: the baseline and three trials, and nothing measured again."""
+    return ours(training, folder, KNOBS, trials=4, finalists=0)
+
+
+def autotune_all(training: Training, folder: Path) -> dict[str, Any]:
+    return ours(training, folder, [SIZES, "zero", "precision"])
+
+
+TUNERS: dict[str, Callable[[Training, Path], dict[str, Any]]] = {
     "deepspeed": deepspeed,
     "tpe": tpe,
     "random": random,
     "autotune": autotune,
+    "autotune-quick": autotune_quick,
     "autotune-all": autotune_all,
 }
 
@@ -181,11 +214,14 @@ def judge(folder: Path, rounds: int) -> None:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in answers}
     for _ in range(rounds):
         for name, answer in answers.items():
-            one = torchrun(answer["config"], folder, JUDGED_STEPS)
+            tuned = answer["training"]
+            training = Training(Path(tuned["script"]), tuple(tuned["arguments"]), tuned["base"])
+            one = torchrun(training, answer["config"], folder, JUDGED_STEPS)
             if one is not None:
                 found[name].append(one)
     figures: dict[str, Any] = {}
     for name, answer in answers.items():
+        answer["training"] = Path(answer["training"]["script"]).name
         if not found[name]:
             figures[name] = {**answer, "error": "its answer does not run under torchrun"}
             continue
@@ -200,7 +236,8 @@ def judge(folder: Path, rounds: int) -> None:
         if base.get("samples_per_s") and row.get("samples_per_s"):
             row["throughput_over_deepspeed"] = row["samples_per_s"] / base["samples_per_s"]
             row["seconds_of_deepspeed_over_own"] = base["wall_s"] / row["wall_s"]
-    write("peers", figures)
+    script = Path(next(iter(answers.values()))["training"])
+    write("peers" if script.name == SCRIPT.name else f"peers-{script.stem}", figures)
 
 
 def main() -> None:
@@ -209,6 +246,9 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("tuner", choices=list(TUNERS))
     running.add_argument("--into", type=Path, required=True)
+    running.add_argument("--script", type=Path, default=SCRIPT, help="what is trained; it takes --deepspeed_config FILE")
+    running.add_argument("--arguments", default="", help="its other arguments, as one string")
+    running.add_argument("--base", type=Path, help="its DeepSpeed JSON (default: micro-batch 8, AdamW at 1e-3)")
     judging = commands.add_parser("judge")
     judging.add_argument("folder", type=Path)
     judging.add_argument("--rounds", type=int, default=3)
@@ -218,11 +258,14 @@ def main() -> None:
         return
     folder = arguments.into.absolute() / f"{arguments.tuner}.files"
     folder.mkdir(parents=True, exist_ok=True)
+    base = json.loads(arguments.base.read_text()) if arguments.base else BASE
+    training = Training(arguments.script.absolute(), tuple(shlex.split(arguments.arguments)), base)
     start = time.perf_counter()
-    answer = TUNERS[arguments.tuner](folder)
+    answer = TUNERS[arguments.tuner](training, folder)
     answer["wall_s"] = time.perf_counter() - start
+    answer["training"] = {"script": str(training.script), "arguments": training.arguments, "base": base}
     trial.write(arguments.into / f"{arguments.tuner}.json", answer)
-    print(json.dumps({key: value for key, value in answer.items() if key != "config"}))
+    print(json.dumps({key: value for key, value in answer.items() if key not in ("config", "training")}))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ earlier calls count too; `--rounds 0` measures nothing more.
 
 What is compared. The step time of a configuration on the target against what `autotune project` makes of the trials on 1 and 2 ranks and
 of the stated links; no trial on the target is learned from. This machine's ranks share its cores, as devices do not: four ranks on two
-cores compute half as fast each. So what a device computes on the target is taken from the one-second measurement of rates with as many
-ranks there, which trains nothing. On a cluster a device computes like one here, and that step falls away. The links within a node are
-stated as that measurement finds them; the link between nodes as it was shaped, its latency as a one-kilobyte all-reduce finds it.
+cores compute half as fast each, and so what a device computes on the target is what it computes here times cores over ranks. On a cluster a
+device computes like one here, and that step falls away. The links within a node are stated as the one-second measurement of rates finds
+them there, which trains nothing; the link between nodes as it was shaped, its latency as a one-kilobyte all-reduce finds it.
 """
 
 from __future__ import annotations
@@ -168,12 +168,22 @@ def rate_bytes(rate: str) -> float:
     return float(rate.removesuffix(unit)) * units[unit]
 
 
+def shared(alone: Machine, there: Machine, ranks: int) -> Machine:
+    """The machine as one of so many ranks has it that share its cores; links as they were found with as many."""
+    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    names = ("memory_bytes_per_s", "host_bytes_per_s", "optimizer_bytes_per_s")
+    rates = {name: share * rate for name in names if (rate := getattr(alone, name)) is not None}
+    waits = {name: seconds / share for name in ("op_s", "launch_s") if (seconds := getattr(alone, name)) is not None}
+    return replace(there, flops={name: share * rate for name, rate in alone.flops.items()}, **rates, **waits)
+
+
 def projected(
     foreseen: Foreseen, learned: Predictor, machines: dict[str, Machine], place: Place, rate: float
 ) -> dict[Candidate, tuple[float, ...]]:
     """Step times with their intervals that `autotune project` says for a place."""
     there = machines[place.name]
     flat = machines[HERE.name if place.ranks == HERE.ranks else SOURCES[1].name]
+    flat = shared(machines[SOURCES[1].name], flat, place.ranks)
     cluster = Cluster(
         devices=place.ranks, per_node=place.per_node or place.ranks, intra_bytes_per_s=flat.link_bytes_per_s,
         intra_latency_s=flat.link_alpha_s, inter_bytes_per_s=rate, inter_latency_s=there.link_alpha_s,

@@ -2,7 +2,9 @@
 
 `python benchmarks/search.py [benchmarks/truth/NAME.yaml ...]` runs whole studies, as `autotune run` does, whose trials are answered from
 the table with its noise (`executors/replay.py`). What is counted is the median of a configuration's repeats, not what the study saw. With
-`--memory 0.6` a rank has as much memory as 60 % of the configurations need, so that there is a cliff to fall from.
+`--memory 0.6` a rank has as much memory as 60 % of the configurations need, so that there is a cliff to fall from. The tables come from
+short trials, of 3 to 7 timed steps mostly; `--longer 8` replays each with so many times the steps, as the default `trial_budget_s` of 10 s
+takes, which is what stopping trials saves of.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ from autotune.candidate import Candidate
 from autotune.executors.replay import ReplayExecutor, Row, read_table
 from autotune.objective import METRICS
 from autotune.search.acquisition import dominated, front_of
+from autotune.search.catalogue import Prediction
+from autotune.search.physics import AnalyticPrior
 from autotune.study import Progress, Runner
 from autotune.trial import Outcome
 
@@ -41,6 +46,7 @@ TABLES = Path(__file__).parent / "truth"
 KINDS: dict[str, dict[str, Any]] = {
     "physics": {"sampler": "physics"},
     "physics, no trial stopped": {"sampler": "physics", "stop_trials": False},
+    "physics, wrong prior": {"sampler": "physics"},
     "tpe": {"sampler": "tpe"},
     "nsga2": {"sampler": "nsga2"},
     "random": {"sampler": "random"},
@@ -52,6 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
 FORK = multiprocessing.get_context("fork")
 CHECKED = (10, 20, 30, 60)
 POINTS = 20_000
+# Of a level's factor in the wrong prior (standard deviation of the logarithm).
+WRONG_SD, NUMERIC = 0.4, ("micro_batch_size", "gradient_accumulation_steps")
 
 
 class Truth:
@@ -106,6 +114,34 @@ class Silent:
     def ended(self, progress: Progress) -> None: ...
 
 
+@contextlib.contextmanager
+def skewed(seed: int) -> Iterator[None]:
+    """Meanwhile the prior's step times are wrong by a random factor for each level of each categorical knob."""
+    true, rng, offsets = AnalyticPrior.__call__, np.random.default_rng((seed, 7)), dict[tuple[str, Any], float]()
+
+    def wrong(prior: AnalyticPrior, candidates: Sequence[Candidate]) -> Prediction:
+        told = true(prior, candidates)
+        levels = [[level for level in c.values().items() if level[0] not in NUMERIC] for c in candidates]
+        for level in dict.fromkeys(level for each in levels for level in each):
+            offsets.setdefault(level, float(rng.normal(0.0, WRONG_SD)))
+        factors = np.exp([sum(offsets[level] for level in each) for each in levels])
+        return replace(told, time_terms=told.time_terms * factors[:, None])
+
+    AnalyticPrior.__call__ = wrong  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AnalyticPrior.__call__ = true  # type: ignore[method-assign]
+
+
+def prolonged(row: Row, factor: float) -> Row:
+    """The same measurement with more steps, which give the median as much more exactly."""
+    values = dict(row.values)
+    if "n_steps" in values:
+        values |= {"n_steps": values["n_steps"] * factor, "ci95_s": values.get("ci95_s", 0.0) / factor**0.5}
+    return replace(row, values=values)
+
+
 def objectives(table: Path, without: Sequence[str]) -> list[Any]:
     """A collected study's objectives as its file states them, but for some."""
     stated = yaml.safe_load(table.read_text())["objectives"]
@@ -117,16 +153,18 @@ def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, l
     changes = {"stop_below": 0.0, "finalists": 0, "trials": n_trials, "seed": seed, "device_memory_bytes": limit, **KINDS[kind]}
     found = truth.planned(table, {**changes, "objectives": stated})
     executor = ReplayExecutor(rows, seed)
-    metrics = [o.metric for o in found.spec.objectives]
-    true = Truth(rows, metrics, limit)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(found, executor, Path(folder) / "study", store.default_url(Path(folder)), Silent())  # type: ignore[arg-type]
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            if kind == "physics, wrong prior":
+                stack.enter_context(skewed(seed))
             runner.run()
         ended = [m for m in runner.measured() if m.outcome is not Outcome.PREDICTED_OOM]
         walls = runner._walls_s()
+    # A loss that did not fall within the baseline's trial is no objective of the study.
+    true = Truth(rows, [o.metric for o in runner.objectives], limit)
     curve, tried, n_oom, spent = [], [], 0, 0.0
     for m, wall in zip(ended, walls, strict=True):
         spent += wall
@@ -189,11 +227,13 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=["memory"], help="objectives that are not counted (default: memory)")
     parser.add_argument("--jobs", type=int, default=1, help="studies at once, each in a process")
     parser.add_argument("--only", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "gp"])
+    parser.add_argument("--name", default="search", help="results/NAME.json is written")
+    parser.add_argument("--longer", type=float, default=1.0, help="times as many steps a trial as were measured")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for table in arguments.tables or sorted(path for path in TABLES.glob("*.yaml") if path.with_suffix(".csv.gz").exists()):
-        rows = read_table(table.with_suffix(".csv.gz"))
+        rows = [prolonged(row, arguments.longer) for row in read_table(table.with_suffix(".csv.gz"))]
         sizes = [row.values["peak_memory_bytes"] for row in rows if "peak_memory_bytes" in row.values]
         limit = int(np.quantile(sizes, arguments.memory)) if arguments.memory else None
         print(f"{table.stem}: {len({row.candidate for row in rows})} configurations", flush=True)
@@ -212,11 +252,11 @@ def main() -> None:
             print(f"  {kind:<28}{figures}  {seconds:.0f} s of trials, {found['stopped_early']:.1f} stopped early", flush=True)
         if not arguments.dry:
             common.RESULTS.mkdir(exist_ok=True)
-            plot(curves, common.RESULTS / f"search-{table.stem}.html", f"{table.stem}: {arguments.seeds} seeds")
+            plot(curves, common.RESULTS / f"{arguments.name}-{table.stem}.html", f"{table.stem}: {arguments.seeds} seeds")
     if not arguments.dry:
         with contextlib.redirect_stdout(io.StringIO()):
-            stated = {"seeds": arguments.seeds, "trials": arguments.trials, "memory": arguments.memory, "without": arguments.without}
-            common.write("search", stated | {"tables": results})
+            stated = {name: getattr(arguments, name) for name in ("seeds", "trials", "memory", "without", "longer")}
+            common.write(arguments.name, stated | {"tables": results})
 
 
 if __name__ == "__main__":

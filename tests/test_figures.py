@@ -37,7 +37,7 @@ def test_every_benchmark_is_a_script_that_there_is():
 
 def test_results_that_no_row_is_made_of_are_named():
     """Those of simulations and of GPUs stand elsewhere."""
-    known = {each.name for each in figures.BENCHMARKS} | {"search_simulated", "capacity"}
+    known = {each.name for each in figures.BENCHMARKS} | {"search_simulated", "capacity", "peers-training_data"}
     left = {path.stem for path in figures.RESULTS.glob("*.json")} - known
     assert {name for name in left if not name.startswith("gpu-")} == set()
 

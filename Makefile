@@ -6,7 +6,8 @@ TORCH ?= torch==2.13.0
 STUDY ?= studies/code-gpt/study.yaml
 PYTEST_ARGS ?=
 PIP_ARGS ?=
-PEERS ?= .cache/peers
+# A folder for each script, so that no answer to another one is judged with them.
+PEERS ?= .cache/peers$(addprefix -,$(basename $(notdir $(SCRIPT))))
 
 RUN := .venv/bin/python
 # The checksum of path and torch: an editable install holds its path, so a tree that was moved or copied installs itself again.
@@ -25,18 +26,19 @@ help: ## this list
 install: $(STAMP) ## the environment in .venv
 
 # What the tests of engines start on this machine's loopback. Nothing here may fail: what cannot be installed is skipped by its tests, aloud.
-engines: $(STAMP) ## Slurm, Ray and ssh, for the tests that run on them
-	@mkdir -p .cache; missing=; for command in slurmctld slurmd munged ssh sshd ip; do \
+engines: $(STAMP) ## Slurm, Ray, ssh, PostgreSQL and a browser, for the tests that run on them
+	@mkdir -p .cache; missing=; for command in slurmctld slurmd munged ssh sshd ip chromium; do \
 	  command -v "$$command" >/dev/null || missing="$$missing $$command"; \
 	done; \
+	ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || command -v postgres >/dev/null || missing="$$missing postgres"; \
 	if test -z "$$missing"; then :; \
 	elif test "$$(id -u)" != 0; then \
 	  echo 'make engines: not root, so'"$$missing"' cannot be installed; the tests that need them will be skipped' >&2; \
 	elif ! command -v apt-get >/dev/null; then \
-	  echo 'make engines: no apt-get here; install Slurm, munge, sshd and iproute2 by hand, or their tests will be skipped' >&2; \
+	  echo 'make engines: no apt-get here; install Slurm, munge, sshd, iproute2, PostgreSQL and chromium by hand, or their tests will be skipped' >&2; \
 	elif ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-	  slurm-wlm munge openssh-client openssh-server iproute2; } </dev/null >.cache/engines.log 2>&1; then \
-	  echo 'make engines: apt-get failed, so tests of Slurm and ssh may be skipped; its last words:' >&2; tail -n 3 .cache/engines.log >&2; \
+	  slurm-wlm munge openssh-client openssh-server iproute2 chromium postgresql; } </dev/null >.cache/engines.log 2>&1; then \
+	  echo 'make engines: apt-get failed, so tests of Slurm, ssh, PostgreSQL and pages may be skipped; its last words:' >&2; tail -n 3 .cache/engines.log >&2; \
 	fi
 	@$(RUN) -c 'import ray' 2>/dev/null || $(RUN) -m pip install --quiet --no-input --progress-bar off -e '.[ray]' </dev/null \
 	  || echo 'make engines: Ray could not be installed; its tests will be skipped' >&2
@@ -46,7 +48,8 @@ demo: $(STAMP) ## tune the example study and print its front
 
 bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune on one script, each answer measured again (half an hour)
 	@$(RUN) -m pip install --quiet --no-input --progress-bar off tabulate </dev/null # DeepSpeed's autotuner does not ask for it
-	@for tuner in deepspeed tpe random autotune autotune-all; do PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS); done
+	@for tuner in deepspeed autotune autotune-quick autotune-all tpe random; do \
+	  PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS) $(if $(SCRIPT),--script $(SCRIPT)) $(if $(BASE),--base $(BASE)); done
 	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge $(PEERS)
 
 bench: engines ## every figure of the README, measured anew, and the table there (hours on an idle machine; NAMES="ask gate": only these)
@@ -85,7 +88,8 @@ check: lint types imports test ## all of these
 audit: $(STAMP) ## known vulnerabilities of what is installed in .venv
 	@test -x .cache/audit/bin/pip-audit || { $(RUN) -m venv .cache/audit && \
 	  .cache/audit/bin/python -m pip install --quiet --no-input --progress-bar off pip-audit </dev/null; }
-	@.cache/audit/bin/pip-audit --progress-spinner off --skip-editable --path "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@.cache/audit/bin/pip-audit --format json --progress-spinner off --skip-editable \
+	  --path "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" 2>/dev/null | $(RUN) .ci/audit.py
 
 clean: ## remove environment, caches and what builds leave
 	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build *.egg-info

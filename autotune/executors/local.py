@@ -39,6 +39,7 @@ class LocalExecutor:
         self._modules, self._log, self._own = list(modules), log, dict(environment or {})
         self._server: subprocess.Popen[bytes] | None = None
         self._ready = False
+        self._n_ordered = self._n_ended = 0
 
     def start(self) -> None:
         """Starts the warm server and waits until it has imported everything.
@@ -53,6 +54,7 @@ class LocalExecutor:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "autotune.worker", "serve", *self._modules]
         self._shared_before, self._ready = frozenset(segments.there()), False
+        self._n_ordered = self._n_ended = 0
         with open(self._log, "ab") as log:
             # Its own session: Ctrl-C in the terminal is for the driver, which then stops the ranks in order.
             self._server = subprocess.Popen(
@@ -83,12 +85,12 @@ class LocalExecutor:
         order = json.dumps({"run": str(folder.path.resolve()), **part}).encode() + b"\n"
         self.start()
         try:
-            return LocalJob(self, self._order(order), end)
+            return self._job(order, end)
         except BrokenPipeError:  # it died since we looked
             assert self._server is not None
             self.lose(self._server)
             self.start()
-            return LocalJob(self, self._order(order), end)
+            return self._job(order, end)
 
     def find(self, folder: TrialDir) -> None:
         """Nothing of a local trial outlives the run that started it."""
@@ -130,11 +132,20 @@ class LocalExecutor:
             self.close()
             self.mark = new_mark()
 
-    def _order(self, line: bytes) -> subprocess.Popen[bytes]:
+    def n_ended(self, server: subprocess.Popen[bytes]) -> int:
+        """How many of its orders a server says that it has carried out, whatever became of what it wrote for them."""
+        if server is self._server and server.stdout is not None:
+            while select.select([server.stdout], [], [], 0)[0] and (said := os.read(server.stdout.fileno(), 4096)):
+                self._n_ended += said.count(b"\n")
+            return self._n_ended
+        return 0
+
+    def _job(self, order: bytes, end: Path) -> LocalJob:
         assert self._server is not None and self._server.stdin is not None
-        self._server.stdin.write(line)
+        self._server.stdin.write(order)
         self._server.stdin.flush()
-        return self._server
+        self._n_ordered += 1
+        return LocalJob(self, self._server, self._n_ordered, end)
 
     def _answer(self, timeout_s: float) -> dict[str, object] | None:
         assert self._server is not None and self._server.stdout is not None
@@ -166,12 +177,15 @@ class LocalJob:
 
     reason = ""
 
-    def __init__(self, executor: LocalExecutor, server: subprocess.Popen[bytes], end: Path) -> None:
-        self._executor, self._server, self._end = executor, server, end
+    def __init__(self, executor: LocalExecutor, server: subprocess.Popen[bytes], number: int, end: Path) -> None:
+        self._executor, self._server, self._number, self._end = executor, server, number, end
 
     def poll(self) -> Status:
-        """Exited when the agent has written `exit.json`, lost when the server died before that."""
-        if self._end.exists():
+        """Exited when the server has written how it ended, lost when it died before that.
+
+        That the server says so counts as well: where others saw the file first, the folder may be the next trial's by now.
+        """
+        if self._end.exists() or self._executor.n_ended(self._server) >= self._number:
             return Status.EXITED
         if self._server.poll() is not None:
             self._executor.lose(self._server)

@@ -89,11 +89,12 @@ class Agent:
     Args:
         warm: Fork the ranks from this process instead of executing a new Python for each.
         commands: File descriptor that commands come from; its end means that the driver is gone.
+        answers: The one that answers go to, which no rank may write to.
     """
 
-    def __init__(self, *, warm: bool, commands: int | None) -> None:
+    def __init__(self, *, warm: bool, commands: int | None, answers: int | None = None) -> None:
         self.warm = warm
-        self.commands = commands
+        self.commands, self.answers = commands, answers
         self.orphaned = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -195,6 +196,8 @@ class Agent:
             for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if self.answers is not None:
+                os.close(self.answers)
             running.logs[-1].become_output()
             for log in running.logs:
                 log.drop()
@@ -323,11 +326,12 @@ def serve(modules: Sequence[str]) -> int:
     os.dup2(2, 1)
     _remove_stale_locks()
     reason = _preload(modules)
-    agent = Agent(warm=reason is None, commands=0)
+    agent = Agent(warm=reason is None, commands=0, answers=answers)
     _answer(answers, {"ready": True, "warm": agent.warm, "reason": reason or ""})
     for command in _commands(0):
         if "run" in command:
             agent.run(Path(command["run"]), int(command.get("node", 0)), command.get("address", network.LOOPBACK))
+            _answer(answers, {"ended": command["run"]})
         if agent.orphaned:
             break
     return 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,6 +216,20 @@ def test_a_cancelled_trial_is_lost_and_the_server_stays(zoo: Zoo, reference: lis
     assert job.poll() is Status.EXITED
     assert base.conclude(folder, request).outcome is Outcome.LOST
     assert zoo.server == server
+    assert zoo.run("ok", **CLEAN).losses == reference
+
+
+def test_a_trial_whose_folder_is_gone_before_anybody_looked_has_ended(zoo: Zoo, reference: list[float | None]) -> None:
+    """As an agent's may be, where the coordinator saw the file first and tries the trial again."""
+    folder, request = zoo.next_folder(), zoo.request("ok", **CLEAN)
+    trial.write(folder.request, request)
+    job = zoo.executor.submit(folder)
+    until = time.monotonic() + 60
+    while not folder.exit.exists() and time.monotonic() < until:
+        time.sleep(0.001)
+    shutil.rmtree(folder.path)
+    wait_until(lambda: job.poll() is Status.EXITED, 5)
+    assert job.poll() is Status.EXITED
     assert zoo.run("ok", **CLEAN).losses == reference
 
 

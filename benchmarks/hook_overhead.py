@@ -1,4 +1,4 @@
-"""What the hooks cost a training script: its own step times with them and without, in fresh ranks, interleaved.
+"""What the hooks cost a training script: its own step times with them and without, in the ranks of trials, interleaved.
 
 `python benchmarks/hook_overhead.py [ROUNDS]`: `plain_trial.py` takes its times itself, under torchrun as it is and in the ranks of a
 trial. The target is a ratio below 1.02.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from common import plain_environment, plain_trial, write
+from common import plain_trial, write
 
-from autotune import trial
 from autotune.candidate import Candidate
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
 from autotune.trial import Outcome, Script, TrialDir, TrialRequest
 
 TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "model.py"
@@ -29,7 +29,7 @@ CANDIDATES = {
 }
 
 
-def hooked_trial(folder: Path, candidate: Candidate) -> list[float]:
+def hooked_trial(executor: LocalExecutor, folder: Path, candidate: Candidate) -> list[float]:
     """The script's own step times in the ranks of a trial, which the engine's end does not cut short."""
     script = Script(
         arguments=(str(TARGET), "{ds_config}", str(STEPS)), working_dir=str(folder), micro_batch_size=candidate.micro_batch_size,
@@ -39,14 +39,10 @@ def hooked_trial(folder: Path, candidate: Candidate) -> list[float]:
         target=str(SCRIPT), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=RANKS, max_steps=10 * STEPS,
         budget_s=1e6, min_samples=10**12, script=script,
     )  # fmt: skip
-    files = TrialDir(folder)
-    trial.write(files.request, request)
-    trial.write(files.ds_config, request.ds_config)
-    subprocess.run([sys.executable, "-m", "autotune.worker", "once", str(folder)], env=plain_environment(), check=True)
-    report = trial.reports(files, RANKS)[0]
-    assert report.outcome is Outcome.COMPLETE and report.observed is not None, report.reason
-    assert report.observed.mismatch(candidate, RANKS) is None
-    log = files.log(0).read_text()
+    result = base.run(executor, folder, request)
+    assert result.outcome is Outcome.COMPLETE and result.observed is not None, result.reason
+    assert result.observed.mismatch(candidate, RANKS) is None
+    log = TrialDir(folder).log(0).read_text()
     line = next(line for line in log.splitlines() if line.startswith("STEPS"))
     times: list[float] = json.loads(line.removeprefix("STEPS "))
     return times
@@ -62,11 +58,15 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CANDIDATES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number in range(rounds):
-            for label, candidate in CANDIDATES.items():
-                hooked = median_s(hooked_trial(folder / f"{number}-{len(found[label])}-{label.partition(',')[0]}", candidate))
-                _, times = plain_trial(TARGET, candidate.to_deepspeed(), folder, STEPS, ranks=RANKS)
-                found[label].append((hooked, median_s(times)))
+        executor = LocalExecutor(["torch", "deepspeed"], folder / "server.log")
+        try:
+            for number in range(rounds):
+                for n, (label, candidate) in enumerate(CANDIDATES.items()):
+                    hooked = median_s(hooked_trial(executor, folder / f"{number}-{n}", candidate))
+                    _, times = plain_trial(TARGET, candidate.to_deepspeed(), folder, STEPS, ranks=RANKS)
+                    found[label].append((hooked, median_s(times)))
+        finally:
+            executor.close()
     write(
         "hook_overhead",
         {

@@ -18,7 +18,7 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo bench bench-peers floors test lint format types imports check audit clean
+.PHONY: help install engines demo bench bench-peers floors newest test lint format types imports check audit clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
@@ -55,15 +55,31 @@ bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune 
 bench: engines ## every figure of the README, measured anew, and the table there (hours on an idle machine; NAMES="ask gate": only these)
 	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAMES)
 
-# An environment of its own, so that what is tested stays as it is. PIP_ARGS goes to pip, e.g. an index with a torch for CPUs.
+# Each in an environment of its own, so that what is tested stays as it is. PIP_ARGS goes to pip, e.g. an index with a torch for CPUs.
 floors: $(STAMP) ## a small study on the oldest releases that pyproject.toml allows, in .cache/floors (downloads gigabytes)
 	@test -x .cache/floors/bin/pip || $(RUN) -m venv --clear .cache/floors
 	@.cache/floors/bin/python .ci/floors.py >.cache/floors.txt
 	@.cache/floors/bin/pip install --quiet --no-input --progress-bar off $(PIP_ARGS) -r .cache/floors.txt </dev/null
-	@.cache/floors/bin/pip install --quiet --no-input --progress-bar off --no-deps --force-reinstall . </dev/null
-	@rm -rf .cache/floors-study && mkdir .cache/floors-study && cd .cache/floors-study && unset PYTHONPATH && export AUTOTUNE_CACHE="$$PWD/cache" \
-	  && autotune=../floors/bin/autotune && $$autotune init first && $$autotune run first/study.yaml --ranks 2 --trials 4 --space batch,zero \
-	  && $$autotune export first -o ds_config.json && $$autotune report first && echo 'make floors: the oldest releases work'
+	@$(call small_study,floors)
+	@echo 'make floors: the oldest releases work'
+
+newest: ## the same on the newest Python that is installed here, in .cache/newest (may download gigabytes)
+	@mkdir -p .cache; newest=$$(for python in python3.12 python3.13 python3.14 python3.15 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.*/bin/python; do \
+	  "$$python" -c 'import sys, venv, ensurepip; sys.version_info >= (3, 12) and print(*sys.version_info[:3], sys.executable)' 2>/dev/null; \
+	done | sort -n -k 2,2 -k 3,3 | tail -n 1 | cut -d ' ' -f 4-); \
+	if test -z "$$newest"; then echo 'make newest: no Python newer than 3.11 is installed here' >&2; exit 1; fi; \
+	test -x .cache/newest/bin/pip || "$$newest" -m venv --clear .cache/newest
+	@.cache/newest/bin/pip install --quiet --no-input --progress-bar off $(PIP_ARGS) '$(TORCH)' . </dev/null
+	@$(call small_study,newest)
+	@echo "make newest: $$(.cache/newest/bin/python --version) works"
+
+# $(1): an environment below .cache that has what autotune depends on.
+define small_study
+.cache/$(1)/bin/pip install --quiet --no-input --progress-bar off --no-deps --force-reinstall . </dev/null \
+  && rm -rf .cache/$(1)-study && mkdir .cache/$(1)-study && cd .cache/$(1)-study && unset PYTHONPATH && export AUTOTUNE_CACHE="$$PWD/cache" \
+  && autotune=../$(1)/bin/autotune && $$autotune init first && $$autotune run first/study.yaml --ranks 2 --trials 4 --space batch,zero \
+  && $$autotune export first -o ds_config.json && $$autotune report first
+endef
 
 test: $(STAMP) ## run the tests
 	@$(RUN) -m pytest $(PYTEST_ARGS)

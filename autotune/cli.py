@@ -356,9 +356,10 @@ def scale(
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="The DeepSpeed configuration to scale.")] = None,
     script_set: ScriptSet = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plots as PNG, too; takes an installed Chromium.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how TARGET's configuration scales over ranks: speed-up, efficiency, communication."""
+    """Measure how TARGET's configuration scales over ranks: time, throughput, speed-up, efficiency, communication."""
     from autotune import commands
 
     overrides = {
@@ -366,7 +367,7 @@ def scale(
         "script_set": script_set or None,
         "base_config": base_config and str(base_config),
     }
-    raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, as_json=as_json))
+    raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, png, as_json=as_json))
 
 
 @app.command()

@@ -36,6 +36,8 @@ from autotune.study import Runner
 from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
 
 STUDIES = Path("studies")
+# What is over sooner shows no progress.
+QUICK_S = 1.0
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
@@ -353,21 +355,24 @@ def cp(preset: str, file: Path) -> None:
 
 
 def status(study: str | None, storage: str | None, *, once: bool, as_json: bool) -> int:
-    """`autotune status`: how far a study is and what it has found; follows it while it runs.
+    """`autotune status`: how far a study is and what it has found; follows it, or the measuring of its scaling, while that runs.
 
     Returns:
         Exit status: 0, or 130 where the user stopped watching (143 by SIGTERM).
     """
     folder, url = locate(study or watching.only_running(STUDIES), storage)
     name, pid = folder.name, run_under_way(folder)
+    scaled_by = run_under_way(folder / watching.SCALING) if pid is None and not (once or as_json) else None
+    if scaled_by:
+        stop = _watch("scaling", name, folder / watching.SCALING, scaled_by)
+        if stop is not None:
+            return status_of(stop)
+        print(f"what it found: {shown(folder / 'scaling.html')}")
+        return 0
     if pid and not (once or as_json):
-        with ProgressView() as view, terminable():
-            view.say(f"study {name}, run by process {pid}; Ctrl-C ends the watching, not the study")
-            try:
-                watching.follow(folder, pid, view)
-            except KeyboardInterrupt as stop:
-                view.say("the study goes on")
-                return status_of(stop)
+        stop = _watch("study", name, folder, pid)
+        if stop is not None:
+            return status_of(stop)
         pid = None
     try:
         report = summary.load(name, url, folder)
@@ -391,6 +396,18 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
     if changed:
         print("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), f"is the answer still right? autotune retune {name}"]))
     return 0
+
+
+def _watch(what: str, name: str, folder: Path, pid: int) -> KeyboardInterrupt | None:
+    """Shows what a process shows until it ends; how the user stopped watching, if that came first."""
+    with ProgressView() as view, terminable():
+        view.say(f"{what} {name}, run by process {pid}; Ctrl-C ends the watching, not the {what}")
+        try:
+            watching.follow(folder, pid, view)
+        except KeyboardInterrupt as stop:
+            view.say(f"the {what} goes on")
+            return stop
+    return None
 
 
 def _changed(report: StudyReport, url: str) -> list[fingerprint.Change]:
@@ -439,11 +456,16 @@ def report(
     from autotune.report import takeaway
 
     folder, url = locate(study, storage)
-    found = summary.load(study, url, folder)
+    # Elsewhere than in a terminal a command that takes seconds has nothing to say before it is done.
+    with viewer(sys.stderr.isatty(), after_s=QUICK_S) as view:
+        view.doing(f"reading the trials of {study}")
+        found = summary.load(study, url, folder)
+        view.doing(f"working out the report of {len(found.trials)} trials")
+        data = takeaway.as_data(found) if as_json else {}
+        written = [] if as_json else takeaway.write(found, output or folder, single_file=single_file)
     if as_json:
-        print(json.dumps(takeaway.as_data(found), indent=1))
+        print(json.dumps(data, indent=1))
         return
-    written = takeaway.write(found, output or folder, single_file=single_file)
     for path in written:
         print(f"wrote {shown(path)}")
     if png is not None:
@@ -483,7 +505,7 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
         print(line)
 
 
-def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, *, as_json: bool) -> int:
+def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, png: Path | None, *, as_json: bool) -> int:
     """`autotune scale`: measures a configuration on several numbers of ranks, in turns.
 
     Returns:
@@ -497,10 +519,11 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
 
     counts = measuring.rank_counts(ranks)
     wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)})
-    folder = studies_folder(Path(target)) / wanted.name / "scaling"
-    with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder):
+    folder = studies_folder(Path(target)) / wanted.name / watching.SCALING
+    with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder, wanted.name):
         shutil.rmtree(folder / "trials", ignore_errors=True)
-        view.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
+        watched = Journal(view, folder)
+        watched.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
         with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
@@ -508,7 +531,7 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
                 raise UserError(f"scale: {max(counts)} ranks need as many devices; this machine has {environment.n_devices}")
             notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
             configurations = scaling.candidates(found.baseline, counts, mode)
-            runs, failures = measuring.measure(found, executor, folder, configurations, rounds, view)
+            runs, failures = measuring.measure(found, executor, folder, configurations, rounds, watched)
     scales = scaling.scaling(runs, found.workload.n_samples)
     notes += failures
     if scales:
@@ -521,6 +544,8 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
         print(f"\nwrote {shown(folder.parent / 'scaling.html')}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    if scales and png is not None:
+        page.draw(folder.parent / "scaling.html", png)
     return 1 if failures or not scales else 0
 
 

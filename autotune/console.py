@@ -26,12 +26,14 @@ class ProgressView:
 
     Args:
         console: Where to print; standard error by default, since standard output is for the answer.
+        after_s: The line appears only once it has been this long, so that what is quick says nothing.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, after_s: float = 0.0) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self._doing = ""
         self._since = time.monotonic()
+        self._shown_from = self._since + after_s
         self._under_way: dict[int, str] = {}
         self._standing = ""
         self.is_waiting = False
@@ -81,7 +83,7 @@ class ProgressView:
             self._live.refresh()
 
     def _line(self) -> Text:
-        if not self._doing:
+        if not self._doing or time.monotonic() < self._shown_from:
             return Text()
         line = Text(f"  {self._doing}  {time.monotonic() - self._since:.0f} s", style="bold")
         return Text("\n").join([line, Text(f"  {self._standing}", style="dim")]) if self._standing else line
@@ -108,9 +110,9 @@ class ProgressView:
         self.console.print(line, soft_wrap=self._live is None)  # in a pipe a line stays one line
 
 
-def viewer(show: bool) -> ProgressView:
+def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
     """A view for the terminal, or one that shows nothing."""
-    return ProgressView() if show else ProgressView(Console(file=io.StringIO(), quiet=True, force_terminal=False))
+    return ProgressView(after_s=after_s) if show else ProgressView(Console(file=io.StringIO(), quiet=True, force_terminal=False))
 
 
 def _figures(metrics: dict[str, float]) -> str:

@@ -68,8 +68,12 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def study_lock(folder: Path) -> Iterator[IO[str]]:
+def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
     """One run at a time for each study; what a killed run left is ended and removed.
+
+    Args:
+        folder: Where the run writes.
+        name: The study's name; the folder's if not given.
 
     Raises:
         UserError: Another process runs this study.
@@ -87,10 +91,8 @@ def study_lock(folder: Path) -> Iterator[IO[str]]:
                     time.sleep(0.01)  # whoever only looks whether it runs has the lock for a moment
                     continue
                 file.seek(0)
-                pid = _owner(file)
-                raise UserError(
-                    f"study {folder.name!r} is being run by process {pid}; `autotune status {folder.name}` shows how far it is"
-                ) from None
+                pid, name = _owner(file), name or folder.name
+                raise UserError(f"study {name!r} is being run by process {pid}; `autotune status {name}` shows how far it is") from None
         _clear_away(folder, file)
         with files.naming(path):
             note_agent(file, run_mark())

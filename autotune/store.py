@@ -37,6 +37,8 @@ MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotun
 SETTINGS_ATTR = "settings"
 # Fields of a study that a run may change and that its helpers must know; the others are the same for all of its trials.
 SETTINGS = ("trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s", "trial_deadline_s", "min_samples")
+# Kept beside them for whoever watches; a helper's time is its own.
+WATCHED = ("time_budget_s",)
 # Which re-tuning's study holds the answer of this one today.
 SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
@@ -85,7 +87,7 @@ def delete_study(storage: Storage, name: str) -> None:
 
 def note_settings(study: Study, spec: StudySpec) -> None:
     """Keeps what a run was told of the budget and the search, for the coordinators that help it."""
-    stated = {name: getattr(spec, name) for name in SETTINGS}
+    stated = {name: getattr(spec, name) for name in (*SETTINGS, *WATCHED)}
     if study.user_attrs.get(SETTINGS_ATTR) != stated:
         study.set_user_attr(SETTINGS_ATTR, stated)
 

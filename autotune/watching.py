@@ -13,12 +13,16 @@ from autotune.journal import Follower, replay
 from autotune.lock import run_under_way
 
 LOOK_S = 0.2
+# Below a study's folder, where `autotune scale` measures.
+SCALING = "scaling"
 
 
 def running_studies(studies: Path) -> dict[str, int]:
-    """The studies of a folder that a process runs now, with its number."""
+    """The studies of a folder that a process runs now, or measures the scaling of, with its number."""
     found = {path.parent.name: run_under_way(path.parent) for path in sorted(studies.glob("*/.lock"))}
-    return {name: pid for name, pid in found.items() if pid is not None}
+    scaled = {path.parent.parent.name: run_under_way(path.parent) for path in sorted(studies.glob(f"*/{SCALING}/.lock"))}
+    both = [*scaled.items(), *found.items()]
+    return {name: pid for name, pid in sorted(both) if pid is not None}
 
 
 def only_running(studies: Path) -> str:

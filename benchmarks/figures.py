@@ -193,10 +193,27 @@ def bottleneck(found: Results) -> Iterator[tuple[str, str]]:
 
 
 def views(found: Results) -> Iterator[tuple[str, str]]:
-    times = sorted(found["dashboard_over_plain"])
-    what = f"report of a study of {found['n_trials']:,} trials: time, size; the dashboard's study page as a ratio to plain"
-    spread = f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})"
-    yield f"{what} optuna-dashboard's", f"{found['report_s']:.1f} s, {found['report_bytes'] / 1e6:.1f} MB; {spread}"
+    trials, page = f"{found['n_trials']:,} trials", found["page"]
+    what = f"`autotune report` of a study of {trials}, from the command to the page, JSON and CSV: time; size of the page"
+    yield what, f"{found['report_s']:.1f} s; {found['report_bytes'] / 1e6:.1f} MB"
+    does = {"scroll": "scrolling", "filter": "filtering", "sort": "sorting"}
+    frames = "; ".join(f"{name} {' and '.join(frame(row[key]) for row in page.values())}" for key, name in does.items())
+    what = f"its page in a browser without a GPU, {' and '.join(page)} pixels wide: until every plot is drawn"
+    what += "; 95th percentile / longest time between two frames"
+    drawn = " and ".join(f"{row['drawn_s']:.1f}" for row in page.values())
+    yield what, f"{drawn} s; {frames}"
+    cold, warm = (ratio_of(found["dashboard"][name]) for name in ("cold_s", "warm_s"))
+    what = f"the dashboard's page of a study of {trials}, as a ratio to plain optuna-dashboard's: the first request; later ones"
+    yield what, f"{cold}; {warm}"
+
+
+def frame(found: dict[str, float]) -> str:
+    return f"{found['p95_ms']:.0f} / {found['longest_ms']:.0f} ms"
+
+
+def ratio_of(pairs: Sequence[dict[str, float]]) -> str:
+    found = sorted(pair["own"] / pair["plain"] for pair in pairs)
+    return f"{statistics.median(found):.1f} ({found[0]:.1f} to {found[-1]:.1f})"
 
 
 def claim(found: Results) -> Iterator[tuple[str, str]]:

@@ -1,54 +1,128 @@
-"""A study of 1,000 trials: how long the report takes and how large it is, and the dashboard's page beside plain optuna-dashboard's.
+"""A study of 1,000 trials, looked at: the report's time, size and smoothness, and the dashboard's page beside plain optuna-dashboard's.
 
 python benchmarks/views.py [TRIALS]
 """
 
-import copy
 import io
 import json
+import math
 import random
-import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from wsgiref.util import setup_testing_defaults
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import instant
 from common import write
-from instant import Instant, runner_of
 from optuna.storages import RDBStorage
 from optuna_dashboard import wsgi
 
 from autotune import store
-from autotune.report import summary, takeaway
+from autotune.candidate import Candidate
+from autotune.report import browser
 from autotune.report.dashboard import Application
 from autotune.report.overlay import Overlay
+from autotune.trial import Outcome, RankReport
 
-ROUNDS = 5
+SPACE = ["batch", "zero", "buckets", "precision", "checkpointing"]
+ROUNDS, WARM_PAIRS = 5, 3
+WIDTHS = (390, 1440)
+STUDY_PAGE = "/api/studies/1"
+# Notes when each frame begins, in milliseconds: a page that is busy, or still drawing the last frame, begins the next one late.
+WATCH = """window.watch = () => {
+  const frames = [];
+  let watching = true;
+  const note = (at) => { frames.push(at); if (watching) requestAnimationFrame(note); };
+  requestAnimationFrame(note);
+  return () => { watching = false; return frames; };
+}"""
+# The page from top to end, then all rows of the table, as fast as an impatient reader turns the wheel.
+SCROLL = """(async () => {
+  const frame = () => new Promise(requestAnimationFrame), stop = watch(), box = document.querySelector(".scroll");
+  for (let y = 0; y < document.documentElement.scrollHeight; y += 100) { scrollTo(0, y); await frame(); }
+  document.getElementById("all").scrollIntoView();
+  for (let y = 0; y < box.scrollHeight; y += 200) { box.scrollTo(0, y); await frame(); }
+  return stop();
+})()"""
+PAUSE = "new Promise((done) => setTimeout(done, 80))"
 
 
-def grown(folder: Path, n_trials: int) -> str:
-    """A study of that many trials with their files: some that ran, and copies of them with other figures."""
-    runner_of(folder, Instant(), trials=6).run()
-    url, rng = store.default_url(folder), random.Random(0)
-    study = store.load_study(store.open_storage(url), "s")
-    ran, first = store.told_trials(study), len(study.get_trials(deepcopy=False))
-    for n in range(n_trials - len(ran)):
-        drawn, factor = copy.deepcopy(rng.choice(ran[1:])), rng.uniform(0.5, 2.0)
-        shutil.copytree(store.trial_path(folder / "s", drawn.number), store.trial_path(folder / "s", first + n))
-        data = store.told_data(drawn)
-        data["metrics"] = {name: value * factor for name, value in data["metrics"].items()}
-        data["ci95"] = {name: [end * factor for end in ends] for name, ends in data["ci95"].items()}
-        drawn.user_attrs = {**drawn.user_attrs, store.MEASURED_ATTR: json.dumps(data)}
-        drawn.values = [value * factor for value in drawn.values]
-        study.add_trial(drawn)
-    return url
+def behaviour(candidate: Candidate) -> RankReport:
+    """A trial as real ones are: 60 steps and more with noise and outliers; one in ten fails."""
+    rng = random.Random(candidate.key)
+    if rng.random() < 0.06:
+        return instant.failed(Outcome.OOM, f"rank 0 ran out of memory: {rng.uniform(15.1, 16):.2f} of 16.00 GiB in use")
+    if rng.random() < 0.04:
+        return instant.failed(Outcome.CRASHED, "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16")
+    whole, n_steps = instant.report(candidate), rng.randrange(60, 91)
+    knobs = 1 + 0.05 * candidate.zero_stage + 0.01 * len(candidate.config)
+    times = [whole.step_times_s[0] * knobs * rng.lognormvariate(0, 0.03) * (4 if rng.random() < 0.01 else 1) for _ in range(n_steps)]
+    batch = candidate.global_batch_size(1)
+    losses = [1 + 2 / (1 + i * batch / 100) + rng.gauss(0, 0.1 / math.sqrt(batch)) for i in range(n_steps)]
+    peak = int(whole.peak_memory_bytes["steady"] * (1 - 0.1 * candidate.zero_stage) * rng.uniform(0.98, 1.02))
+    return replace(whole, step_times_s=times, cpu_times_s=times, losses=losses, peak_memory_bytes={"steady": peak})
 
 
-def asked_s(app, path: str) -> float:
+def searched(studies: Path, n_trials: int) -> str:
+    """A study of that many trials, all of them different; returns its database."""
+    engine = instant.Instant(behaviour)
+    instant.runner_of(studies, engine, trials=n_trials, space=SPACE, sampler="random", stop_trials=False, memory_filter=False).run()
+    return store.default_url(studies)
+
+
+def command_s(folder: Path) -> float:
+    """Seconds that `autotune report` takes, from its start to its end: the page, JSON and CSV."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "autotune.cli", "report", "s", "-o", "out"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def intervals(frames: list[float]) -> dict[str, float]:
+    """How evenly frames followed one another."""
+    found = sorted(after - before for before, after in pairwise(frames))
+    return {"p95_ms": found[int(0.95 * (len(found) - 1))], "longest_ms": found[-1], "frames": len(found)}
+
+
+def watched(tab: browser.Page, actions: list[partial]) -> dict[str, float]:
+    """The intervals of frames while a user does something again and again."""
+    tab.run("window.stop = watch(); 0")
+    for act in actions:
+        act()
+        tab.run(PAUSE)
+    return intervals(tab.run("stop()"))
+
+
+def page_figures(page: Path) -> dict[str, dict]:
+    """How soon the page is there and how evenly it moves, by width of the window."""
+    found = {}
+    with browser.browsing() as tab:
+        for width in WIDTHS:
+            tab.view(width, 900)
+            start = time.perf_counter()
+            tab.open(page.as_uri())
+            tab.until("document.documentElement.dataset.drawn === 'yes'")
+            drawn_s = time.perf_counter() - start
+            seen_s = tab.run("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3
+            tab.run(f"{WATCH}; document.fonts.ready.then(() => 0)")
+            scroll = intervals(tab.run(SCROLL))
+            tab.run("document.getElementById('filter').focus()")
+            typing = watched(tab, [partial(tab.send, "Input.insertText", text=letter) for letter in "z1 bf16 complete"])
+            tab.run("(() => { const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input')); })()")
+            heads = [f"document.querySelectorAll('#trials thead button')[{column}].click()" for column in (4, 4, 1, 0)]
+            sorting = watched(tab, [partial(tab.run, head) for head in heads])
+            found[str(width)] = {"seen_s": seen_s, "drawn_s": drawn_s, "scroll": scroll, "filter": typing, "sort": sorting}
+    return found
+
+
+def asked_s(app, path: str = STUDY_PAGE) -> float:
     """Seconds until an application has answered."""
     environ = {"PATH_INFO": path, "HTTP_HOST": "localhost", "QUERY_STRING": "after=0", "wsgi.input": io.BytesIO()}
     setup_testing_defaults(environ)
@@ -58,20 +132,44 @@ def asked_s(app, path: str) -> float:
     return time.perf_counter() - start
 
 
+def dashboard_figures(studies: Path, url: str) -> dict[str, list[dict[str, float]]]:
+    """Seconds of the study's page, ours and plain: asked for the first time, and again.
+
+    The first in a round is ours and plain in turns: the second finds the files in the machine's memory.
+    """
+
+    def opened() -> dict:
+        folder_of = partial(store.study_folder, studies=studies, url=url)
+        return {"own": Application(Overlay(store.open_storage(url), folder_of), "127.0.0.1", None), "plain": wsgi(RDBStorage(url))}
+
+    def pair(apps: dict) -> dict[str, float]:
+        return {name: asked_s(app) for name, app in apps.items()}
+
+    pair(opened())  # imports
+    cold, warm = [], []
+    for n in range(ROUNDS):
+        apps = opened()
+        apps = apps if n % 2 else dict(reversed(apps.items()))
+        cold.append(pair(apps))
+        pair(apps)  # what was first above may have forgotten its answer by now
+        for _ in range(WARM_PAIRS):
+            warm.append(pair(apps))
+            apps = dict(reversed(apps.items()))
+    return {"cold_s": cold, "warm_s": warm}
+
+
 def main() -> None:
     n_trials = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        url = grown(folder, n_trials)
         start = time.perf_counter()
-        page = takeaway.write(summary.load("s", url, folder / "s"), folder / "out", single_file=True)[0]
-        report_s = time.perf_counter() - start
-        overlay = Overlay(store.open_storage(url), partial(store.study_folder, studies=folder, url=url))
-        ours, plain = Application(overlay, "127.0.0.1", None), wsgi(RDBStorage(url))
-        first_s = asked_s(ours, "/api/studies/1")
-        pairs = [(asked_s(plain, "/api/studies/1"), asked_s(ours, "/api/studies/1")) for _ in range(ROUNDS)]
-        figures = {"n_trials": n_trials, "report_s": report_s, "report_bytes": page.stat().st_size, "dashboard_first_s": first_s}
-        write("views", {**figures, "dashboard_over_plain": [own / other for other, own in pairs]})
+        url = searched(folder / "studies", n_trials)
+        print(f"searched {n_trials} trials in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        times = [command_s(folder) for _ in range(ROUNDS)]
+        page = folder / "out" / "report.html"
+        figures = {"n_trials": n_trials, "report_s": statistics.median(times), "report_times_s": times}
+        figures |= {"report_bytes": page.stat().st_size, "page": page_figures(page)}
+        write("views", {**figures, "dashboard": dashboard_figures(folder / "studies", url)})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from instant import WORKLOAD, Instant, runner_of
 from instant import report as instant_report
+from zoo import MIB
 
 from autotune import UserError, commands, store, trial
 from autotune.analysis.bottleneck import BOUND_FROM, Evidence, Seen, diagnose
@@ -165,14 +166,49 @@ def test_a_full_device_is_named_where_it_stands_in_the_way():
     assert any("allocator" in note for note in diagnose(evidence(alloc_retries=3), []).notes)
 
 
-def test_larger_micro_batches_that_ran_out_of_memory_are_named():
-    found = diagnose(evidence(), [seen(9, None, outcome="oom", micro_batch_size=32)])
-    assert any("trial 9" in note for note in found.notes)
+def test_larger_micro_batches_that_do_not_fit_are_named_where_nothing_else_differs():
+    others = [
+        seen(8, None, outcome="predicted_oom", micro_batch_size=64, gradient_accumulation_steps=2),
+        seen(9, None, outcome="oom", micro_batch_size=32),
+        seen(10, None, outcome="oom", micro_batch_size=32, precision="fp32"),
+    ]
+    assert next(note for note in diagnose(evidence(), others).notes if "do not fit" in note).endswith("trial 8, 9")
+
+
+def larger(outcome, **knobs):
+    return seen(9, 150.0 if outcome == "complete" else None, outcome=outcome, micro_batch_size=32, **knobs)
+
+
+SMALLER = [seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) for n, b in enumerate((1, 2, 4), start=2)]
+RECOMPUTING = evidence({"recompute": 0.1}, {"recompute": 0.1}, knobs={"checkpoint_every": 2}.items())
+NEARLY_FULL = {"peak_memory_bytes": 90, "memory_limit_bytes": 100}
+CAPACITY = {
+    "a full device keeps the batch small": (evidence(**NEARLY_FULL), SMALLER, "memory capacity"),
+    "a half full one does not": (evidence(peak_memory_bytes=50, memory_limit_bytes=100), SMALLER, "launch overhead"),
+    "nor does a full one on which a larger batch ran": (evidence(**NEARLY_FULL), SMALL_BATCH, "launch overhead"),
+    "a half full one that the larger batch does not fit": (
+        evidence(peak_memory_bytes=50, memory_limit_bytes=100), [*SMALLER, larger("oom")], "memory capacity",
+    ),
+    "a larger batch that surely does not fit": (evidence(), [*SMALLER, larger("predicted_oom")], "memory capacity"),
+    "one of another precision tells nothing": (evidence(), [*SMALLER, larger("oom", precision="fp32")], "launch overhead"),
+    "less recomputed does not fit": (RECOMPUTING, [seen(9, None, outcome="oom", checkpoint_every=0)], "memory capacity"),
+    "less recomputed fits": (RECOMPUTING, [seen(9, 120.0, checkpoint_every=4)], "recomputation"),
+    "what recomputes more tells nothing": (RECOMPUTING, [seen(9, None, outcome="oom", checkpoint_every=1)], "recomputation"),
+    "a batch that keeps the device busy is no matter of memory": (evidence(**NEARLY_FULL), [larger("oom")], "compute"),
+    "nor is a slow loader": (evidence({"data": 0.08}, {"data": 0.08}, **NEARLY_FULL), [larger("oom")], "input pipeline"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "others", "verdict"), CAPACITY.values(), ids=CAPACITY)
+def test_memory_capacity_is_named_where_it_alone_stands_in_the_way(what, others, verdict):
+    found = diagnose(what, others)
+    assert found.bound_by == verdict
+    assert any("does not fit the memory" in note for note in found.notes) == (verdict == "memory capacity")
 
 
 def test_what_was_not_measured_is_said_to_be_so():
     found = diagnose(evidence(ranks=[{}]), [])
-    assert found.bound_by == "" and "were not measured" in found.notes[0]
+    assert found.bound_by == "" and "were not kept" in found.notes[0] and "--profile" in found.notes[0]
     assert {part.name for part in found.parts if part.known == "not measured"} == {"compute", *BOUND_FROM}
     alone = diagnose(evidence(), [])
     assert share(alone, "launch overhead") is None and share(alone, "memory bandwidth") is None
@@ -253,12 +289,12 @@ def test_a_study_whose_trial_folders_are_gone_is_still_answered(tmp_path, monkey
     assert "bound by input pipeline" in capsys.readouterr().out
 
 
-def test_a_target_whose_phases_are_not_timed_is_told_so(tmp_path, monkeypatch, capsys):
+def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(), trials=3).run()
     monkeypatch.chdir(tmp_path)
     commands.diagnose("s", 0, None, profile=False, as_json=False)
     said = capsys.readouterr().out
-    assert "what bounds it is not known" in said and "phases of its step were not measured" in said
+    assert "what bounds it is not known" in said and "phases of its step were not kept" in said
 
 
 def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(tmp_path, monkeypatch):
@@ -300,6 +336,7 @@ REAL = [
     ("many_layers", 2, {"zero_stage": 2, "zero_optimization.reduce_bucket_size": 1024}, "communication"),
     ("heavy_blocks", 1, {"micro": 8, "checkpoint_every": 1, "traced_steps": 1}, "recomputation"),
     ("many_layers", 1, {"micro": 1, "gradient_accumulation_steps": 8, "traced_steps": 1}, "launch overhead"),
+    ("long_streams", 1, {"micro": 4, "traced_steps": 1}, "memory bandwidth"),
 ]
 
 
@@ -310,3 +347,16 @@ def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, 
     assert result.outcome is trial.Outcome.COMPLETE, result.reason
     found = diagnosis.of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4))
     assert found.bound_by == cause, [(part.name, part.share) for part in found.parts]
+
+
+@pytest.mark.slow
+def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo):
+    limit = {"world_size": 1, "device_memory_bytes": 300 * MIB}
+    refused = zoo.run("many_layers", micro=32768, **limit)
+    assert refused.outcome is trial.Outcome.OOM, refused.reason
+    small = zoo.run("many_layers", micro=1, gradient_accumulation_steps=8, traced_steps=1, **limit)
+    assert small.outcome is trial.Outcome.COMPLETE, small.reason
+    other = Seen(trial=1, candidate=refused.candidate, samples_per_s=None, outcome=str(refused.outcome))
+    alone, beside = (diagnosis.of_result(small, zoo.folder.path, WORKLOAD, others) for others in ([], [other]))
+    assert (alone.bound_by, beside.bound_by) == ("launch overhead", "memory capacity")
+    assert 0 < share(alone, "memory capacity") < 1

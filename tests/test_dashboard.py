@@ -2,21 +2,29 @@
 
 import io
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from functools import partial
 from http import HTTPStatus
+from urllib.parse import parse_qsl, urlsplit
 from wsgiref.util import setup_testing_defaults
 
 import optuna
+import plotly.graph_objects as go
 import pytest
-from instant import Instant, failed, report, runner_of
+from instant import Instant, failed, finished, report, runner_of
 
 from autotune import UserError, store
 from autotune.candidate import Candidate
+from autotune.commands import TOKEN_VARIABLE
+from autotune.lock import study_lock
 from autotune.report import dashboard, overlay, readme, summary
 from autotune.report.dashboard import Application
 from autotune.report.overlay import Overlay
@@ -120,11 +128,15 @@ def test_every_picks_json_arrives_in_one_click_as_it_was_recommended(app, study,
         assert got.headers["content-disposition"].startswith("attachment") and f"s-{name}.json" in got.headers["content-disposition"]
 
 
-def test_our_front_is_a_graph_of_the_study_with_the_baseline_and_the_picks_marked(study):
-    graphs = {graph["id"]: json.loads(graph["graph_object"]) for graph in study["plotly_graph_objects"]}
-    names = {trace["name"] for trace in graphs["autotune-front"]["data"]}
-    assert "pick" in names and "baseline" in names
-    assert any(trace["error_x"]["array"] for trace in graphs["autotune-front"]["data"])
+def test_our_front_is_drawn_over_each_two_objectives_with_the_baseline_and_the_picks_marked(study, answer):
+    assert len(answer.study["objectives"]) == 4
+    assert [graph["id"] for graph in study["plotly_graph_objects"]] == [f"autotune-front-{n}" for n in range(1, 7)]
+    for graph in study["plotly_graph_objects"]:
+        figure = json.loads(graph["graph_object"])
+        traces = go.Figure(figure).to_plotly_json()["data"]  # plotly refuses what it does not know
+        assert {"pick", "baseline"} <= {trace["name"] for trace in traces}
+        assert {trace["type"] for trace in traces} == {"scatter"}  # three dimensions would need WebGL
+        assert any(trace["error_x"]["array"] for trace in traces)
 
 
 def test_each_trial_says_what_it_is_and_how_it_ended(study, answer):
@@ -219,15 +231,134 @@ def test_another_page_may_not_change_a_note(app, study):
     assert ask(app, f"/api/studies/{study['id']}").json["note"]["body"] != "theirs"
 
 
-def test_a_study_that_runs_on_is_seen_to_grow(tmp_path, monkeypatch):
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A study of three trials, of which every look asks for another copy."""
     monkeypatch.setattr(overlay, "REFRESH_S", 0.0)
     monkeypatch.setattr(overlay, "REFRESH_SHARE", 0.0)
     runner_of(tmp_path, Instant(), trials=3).run()
-    shown = overlay_of(tmp_path)
+    return tmp_path
+
+
+class Reading:
+    """Stands in for `summary.read`: lets go of a reader when it is told to, and fails if it is to.
+
+    Attributes:
+        by: The threads that have read.
+        go: Set to let them go on.
+        error: What they fail with.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.by, self.go, self.error = [], threading.Event(), None
+        self._read = summary.read
+        monkeypatch.setattr(summary, "read", self)
+
+    def __call__(self, *args, **kwargs):
+        self.by.append(threading.current_thread())
+        assert self.go.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self._read(*args, **kwargs)
+
+    def end(self) -> None:
+        """Lets the readers go on, and waits for those in threads of their own; one at least has begun or will."""
+        self.go.set()
+        while not self.by:
+            time.sleep(0.001)
+        for thread in self.by:
+            if thread is not threading.current_thread():
+                thread.join(60)
+
+
+def test_a_study_that_runs_on_is_seen_to_grow(small):
+    shown = overlay_of(small)
     assert len(shown.shown(1).report.trials) == 3
-    runner_of(tmp_path, Instant(), trials=5).run()
-    assert len(shown.shown(1).report.trials) == 5
+    runner_of(small, Instant(), trials=5).run()
+    deadline = time.monotonic() + 60
+    while len(shown.shown(1).report.trials) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert all("configuration" in trial.user_attrs for trial in shown.get_all_trials(1))
+
+
+def test_readers_see_the_last_copy_while_one_thread_makes_the_next(small, monkeypatch):
+    shown = overlay_of(small)
+    first = shown.shown(1)
+    reading = Reading(monkeypatch)
+    assert all(shown.shown(1) is first for _ in range(5))
+    monkeypatch.setattr(overlay, "REFRESH_S", 3600.0)
+    reading.end()
+    assert shown.shown(1) is not first and len(reading.by) == 1 and reading.by[0] is not threading.current_thread()
+
+
+def test_another_study_is_shown_while_one_is_read(small, monkeypatch):
+    finished(small, "other", trials=3)
+    shown = overlay_of(small)
+    reading = Reading(monkeypatch)
+    slow = threading.Thread(target=shown.shown, args=(1,), daemon=True)
+    slow.start()
+    while not reading.by:
+        time.sleep(0.001)
+    monkeypatch.setattr(summary, "read", reading._read)
+    assert shown.shown(2).report.name == "other" and slow.is_alive()
+    reading.end()
+
+
+def test_those_who_look_first_wait_for_one_reading(small, monkeypatch):
+    monkeypatch.setattr(overlay, "REFRESH_S", 3600.0)
+    shown, seen = overlay_of(small), []
+    reading = Reading(monkeypatch)
+    readers = [threading.Thread(target=lambda: seen.append(shown.shown(1))) for _ in range(4)]
+    for each in readers:
+        each.start()
+    reading.end()
+    for each in readers:
+        each.join(60)
+    assert len(seen) == 4 and len(set(map(id, seen))) == 1 and seen[0] is not None and len(reading.by) == 1
+
+
+def test_a_copy_that_says_nothing_of_today_is_waited_for(small, monkeypatch):
+    monkeypatch.setattr(overlay, "LONGEST_STALE_S", -1.0)
+    shown = overlay_of(small)
+    first = shown.shown(1)
+    assert shown.shown(1) is not first
+
+
+def test_what_a_thread_failed_with_is_told_to_whoever_looks_next(small, monkeypatch):
+    shown = overlay_of(small)
+    first = shown.shown(1)
+    reading = Reading(monkeypatch)
+    reading.error = RuntimeError("the study could not be read")
+    assert shown.shown(1) is first
+    reading.end()
+    with pytest.raises(RuntimeError, match="could not be read"):
+        shown.shown(1)
+    reading.error = None
+    assert len(shown.shown(1).report.trials) == 3
+
+
+def test_a_reading_under_way_does_not_keep_the_process_alive():
+    code = "import threading, time; from autotune.report.overlay import _Kept, Shown; never, calls = threading.Event(), [];"
+    code += "shown = Shown(report=None, note={}, system_attrs={}, trial_attrs={}, trial_notes={});"
+    code += "kept = _Kept(lambda: (calls.append(1), len(calls) > 1 and never.wait(), shown)[-1], lambda: None);"
+    code += "kept.look(); kept._until = time.monotonic(); assert kept.look() is shown; print(threading.active_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+@pytest.mark.parametrize(("time_budget_s", "left"), [(None, "6.0 s"), (9, "5.0 s")])
+def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, time_budget_s, left):
+    def note():
+        return ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json["note"]["body"]
+
+    executor = Instant()
+    executor.stop_at = 4
+    with pytest.raises(KeyboardInterrupt):
+        runner_of(tmp_path, executor, trials=10, time_budget_s=time_budget_s).run()
+    with study_lock(tmp_path / "s"):
+        assert note().startswith(f"**Under way**: 4 of 10 trials, about {left} left.")
+    assert "Under way" not in note()
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "192.0.2.7:8080", "", "localhost.evil.example"])
@@ -319,3 +450,80 @@ def test_the_command_serves_until_it_is_stopped(studies):
             names = {study["study_name"] for study in json.load(got)["study_summaries"]}
         server.send_signal(signal.SIGINT)
         assert names == {"s", "not ours"} and server.wait(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def open_to_all(studies):
+    """`autotune dashboard` at every address of this machine: the address that it printed, its port, its token, its warnings."""
+    command = [
+        sys.executable,
+        "-m",
+        "autotune.cli",
+        "dashboard",
+        "--storage",
+        store.default_url(studies),
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "0",
+    ]
+    environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    with subprocess.Popen(command, cwd=studies, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            address = urlsplit(server.stdout.readline().split()[-1])
+            warned = ""
+            while "ssh -L" not in warned and (line := server.stderr.readline()):
+                warned += line
+            yield address, address.port, dict(parse_qsl(address.query))["token"], warned
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=60) == 0
+        finally:
+            server.kill()
+
+
+def say(port: int, target: str, *headers: str) -> tuple[int, bytes]:
+    """Status and answer to a request as it is, with no client that puts its path right first."""
+    lines = [f"GET {target} HTTP/1.1", f"Host: 127.0.0.1:{port}", *headers, "Connection: close", "", ""]
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return int(answer.split()[1]), answer
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_token_and_a_warning_and_refuses_whoever_does_not_have_it(open_to_all):
+    address, port, token, warned = open_to_all
+    assert address.hostname == socket.gethostname().lower() and dashboard.is_strong(token)
+    assert "can read every study" in warned and TOKEN_VARIABLE in warned and "not encrypted" in warned and token not in warned
+    for target, *headers in (["/api/studies"], ["/?token=wrong"], ["/api/studies", "Authorization: Bearer wrong"]):
+        status, answer = say(port, target, *headers)
+        assert status == HTTPStatus.UNAUTHORIZED and b"study_name" not in answer and token.encode() not in answer
+    status, answer = say(port, f"/?{address.query}")
+    cookie = re.search(rb"Set-Cookie: ([^;]+);", answer)[1].decode()
+    assert status == HTTPStatus.SEE_OTHER and token.encode() not in re.search(rb"Location: (.+)", answer)[1]
+    for header in (f"Cookie: {cookie}", f"Authorization: Bearer {token}"):
+        status, answer = say(port, "/api/studies", header)
+        assert status == HTTPStatus.OK and b"not ours" in answer
+
+
+CLIMBS = (
+    "../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "..%2f..%2fetc%2fpasswd", "%252e%252e/etc/passwd", "..\\..\\etc\\passwd",
+    "..%5c..%5cetc%5cpasswd", "/etc/passwd", "%2fetc%2fpasswd", "....//....//etc/passwd", "..;/..;/etc/passwd",
+    "%c0%ae%c0%ae/etc/passwd", "..%00/etc/passwd",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "start", ["/", "/static/", "/img/", "/dashboard/", "/artifacts/1/", "/artifacts/1/1/", "/autotune/1/picks/", "/csv/", "/api/studies/"]
+)
+def test_a_path_that_climbs_leads_nowhere_over_the_wire(open_to_all, start):
+    _, port, token, _ = open_to_all
+    for target in (
+        f"{before}{start}{up}{climb}" for before in ("", f"http://127.0.0.1:{port}") for up in ("", "../" * 8) for climb in CLIMBS
+    ):
+        status, answer = say(port, target, f"Authorization: Bearer {token}")
+        # Below /dashboard every path is one of the page's own, which reads it itself.
+        page = start == "/dashboard/" and status == HTTPStatus.OK and b"<!doctype html>" in answer.lower()
+        assert page or status in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND), target
+        assert b"root:" not in answer

@@ -1,5 +1,6 @@
 """How a configuration scales: the figures, the configurations compared, and the command on real ranks."""
 
+import io
 import json
 import os
 import re
@@ -7,12 +8,17 @@ import shutil
 from html import unescape
 
 import pytest
+import typer.main
+from rich.console import Console
 from test_cli import autotune, one_sentence
 
-from autotune import UserError, scale
+from autotune import UserError, commands, plan, scale
 from autotune.analysis.scaling import Run, ScalingError, candidates, scaling
 from autotune.candidate import Candidate
+from autotune.cli import app
+from autotune.console import ProgressView
 from autotune.report import scaling as page
+from autotune.spec import StudySpec
 
 BASE = Candidate(micro_batch_size=4, gradient_accumulation_steps=2)
 
@@ -93,19 +99,77 @@ def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
     page.write(found, "strong", "<script>alert(1)</script>", ["a <b>note</b>"], tmp_path / "scaling.html")
     text = (tmp_path / "scaling.html").read_text()
     assert "<script" not in text and "<b>note" not in text and "default-src 'none'" in unescape(text)
-    assert text.count("<circle") == 2 and "1.80x" in text and not re.search(r"(src|href)=", text)
+    assert text.count("<circle") == 12 and "1.80x" in text and not re.search(r"(src|href)=", text)
+
+
+def test_every_quantity_has_a_panel_with_its_intervals_and_what_is_ideal():
+    rounds = [(10, 19), (10, 16), (10, 18)]
+    runs = [run(n, rate, r, communication=0.1 * (n - 1)) for r, rates in enumerate(rounds) for n, rate in enumerate(rates, 1)]
+    found = scaling(runs, 1000)
+    strong, weak = ({panel.title: panel for panel in page.panels(found, mode)} for mode in ("strong", "weak"))
+    assert list(strong) == list(weak) and len(strong) == 6
+    for panel in strong.values():
+        (_, _, _), (two, value, ends) = panel.values
+        assert two == 2 and ends[0] <= value <= ends[1], panel.title
+    ideals = {title: panel.ideal(2) / panel.values[0][1] for title, panel in strong.items() if panel.ideal}
+    assert ideals == pytest.approx({
+        "Training time: one epoch": 0.5, "Time of an optimizer step": 0.5, "Throughput": 2, "Speed-up": 2, "Parallel efficiency": 1,
+    })  # fmt: skip
+    assert weak["Time of an optimizer step"].ideal(2) == found[0].step_s  # twice the batch in the same time
+
+
+def test_what_is_not_known_has_no_panel():
+    titles = [panel.title for panel in page.panels(scaling([run(1, 10.0), run(2, 18.0)], None), "strong")]
+    assert len(titles) == 4 and not any("epoch" in title or "Communication" in title for title in titles)
+
+
+def test_an_interval_without_end_does_not_make_everything_else_flat(tmp_path):
+    wild = scaling([run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 2)]) for n, rate in enumerate(rates, 1)], None)
+    assert wild[1].speedup_ci95[1] > 100
+    page.write(wild, "strong", "wild", [], tmp_path / "scaling.html")
+    panel = (tmp_path / "scaling.html").read_text().split("Speed-up")[2]
+    assert max(float(text) for text in re.findall(r">([\d.]+)</text>", panel.split("</svg>")[0])) < 4
+
+
+def test_ticks_are_round_and_reach_from_zero_past_the_largest():
+    for top in (0.0, 0.013, 0.99, 1.0, 2.0, 7.9, 123.0, 40_000.0):
+        ticks = page._ticks(top)
+        assert ticks[0] == 0 and ticks[-1] >= top and ticks[-2] < max(top, 1.0) * 1.03 and 4 <= len(ticks) <= 9, top
+
+
+@pytest.mark.parametrize(("flags", "mode"), [((), "strong"), (("--strong",), "strong"), (("--weak",), "weak")])
+def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, mode, monkeypatch):
+    asked = []
+    monkeypatch.setattr(commands, "scale", lambda *given, **_: asked.append(given[3]) or 0)
+    typer.main.get_command(app).main(args=["scale", "model.py", *flags], prog_name="autotune", standalone_mode=False)
+    assert asked == [mode]
 
 
 @pytest.mark.slow
 def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
+    """Weakly: two ranks do twice the samples in a step, each what one did."""
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    done = autotune("scale", "ok.py", "--ranks", "1,2", "--rounds", "1", "--base-config", "ds.json", "--json", cwd=tmp_path)
+    done = autotune("scale", "ok.py", "--ranks", "1,2", "--weak", "--rounds", "1", "--base-config", "ds.json", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [each["world_size"] for each in found["scales"]] == [1, 2] and {each["samples_per_step"] for each in found["scales"]} == {16}
-    assert found["scales"][1]["samples_per_s"] > 0 and found["scales"][1]["communication"] is not None
-    assert (tmp_path / "studies" / "ok" / "scaling.html").exists()
+    assert found["mode"] == "weak" and [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [(1, 8), (2, 16)]
+    assert all(each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in found["scales"])
+    assert "Weak scaling" in (tmp_path / "studies" / "ok" / "scaling.html").read_text()
+
+
+@pytest.mark.slow
+def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
+    found = plan.plan(StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path)
+    said = Console(file=io.StringIO())
+    runs, failures = scale.measure(found, executor, tmp_path, candidates(found.baseline, [1, 2], "strong"), 2, ProgressView(said))
+    assert failures == [] and [(each.round, each.world_size, each.samples_per_step) for each in runs] == [
+        (0, 1, 16), (0, 2, 16), (1, 1, 16), (1, 2, 16),
+    ]  # fmt: skip
+    one, two = scaling(runs, found.workload.n_samples)
+    assert one.communication == 0 and two.communication > 0 and two.speedup_ci95 is not None
+    assert "round 2 of 2: 2 ranks" in said.file.getvalue()
 
 
 def test_a_wrong_list_of_ranks_ends_as_one_sentence(tmp_path, models):

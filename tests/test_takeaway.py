@@ -52,10 +52,11 @@ def test_the_command_writes_the_report_of_a_study_and_prints_it_as_json(tmp_path
     runner_of(tmp_path / "studies", Instant(), trials=4).run()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["autotune", "report", "s", "-o", "out"])
+    capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code and {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "report.json", "trials.csv"}
-    capsys.readouterr()
+    assert capsys.readouterr().err == ""  # no progress where nobody looks at a terminal
     monkeypatch.setattr("sys.argv", ["autotune", "report", "s", "--json"])
     with pytest.raises(SystemExit):
         cli.main()
@@ -81,7 +82,15 @@ def test_an_outlier_among_the_steps_is_not_averaged_away(report):
     trials = [dict(report.trials[0], step_times_s=[0.1] * 500 + [3.0] + [0.1] * 500), *report.trials[1:]]
     steps = plots.data(html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials))["steps"]
     first = next(s for s in steps if s["trial"] == 0)
-    assert max(first["high"]) == 3000 and max(first["ms"]) == 100 and len(first["ms"]) <= 2 * plots.PIECES
+    assert max(first["high"]) == 3000 and max(first["ms"]) == 100 and len(first["ms"]) <= plots.STEP_PIECES
+
+
+def test_every_trial_of_a_large_study_has_its_steps(report):
+    timed = [row for row in report.trials if row.get("step_times_s")]
+    trials = [timed[n % len(timed)] | {"trial": n, "step_times_s": [0.1] * 900} for n in range(1000)]
+    steps = plots.data(html.StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))["steps"]
+    assert {found["trial"] for found in steps} == set(range(1000))
+    assert all(60 <= len(found["ms"]) <= 80 and (len(found["ms"]) - 1) * found["size"] < found["n"] == 900 for found in steps)
 
 
 def test_the_study_keeps_the_weights_of_its_objectives(tmp_path):

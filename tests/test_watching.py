@@ -107,6 +107,15 @@ def test_in_a_terminal_seconds_pass_also_while_nobody_says_anything():
         assert wait_until(lambda: "importing torch  8 s" in text.getvalue())
 
 
+def test_what_is_quick_says_nothing_and_what_is_not_says_so_later():
+    text = io.StringIO()
+    shown = ProgressView(Console(file=text, force_terminal=True, width=80, highlight=False), after_s=0.5)
+    with shown:
+        shown.doing("reading the trials")
+        assert "reading" not in text.getvalue()
+        assert wait_until(lambda: "reading the trials" in text.getvalue())
+
+
 def test_looking_does_not_keep_a_run_from_starting(tmp_path):
     stop = threading.Event()
     with study_lock(tmp_path):
@@ -182,3 +191,27 @@ def test_a_study_that_ends_while_it_is_followed_ends_with_its_answer(tmp_path, m
     runner.join()
     found = capsys.readouterr()
     assert "it broke" in found.err and "recommended" in found.out
+
+
+def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_be_in_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "studies" / "s" / watching.SCALING
+    here, _ = view()
+    begun, over = threading.Event(), threading.Event()
+
+    def measure():
+        with study_lock(folder, "s"):
+            journal.Journal(here, folder).say("round 1 of 3: 2 ranks")
+            begun.set()
+            over.wait(10)
+
+    measuring = threading.Thread(target=measure)
+    measuring.start()
+    assert begun.wait(30) and watching.running_studies(tmp_path / "studies") == {"s": os.getpid()}
+    with pytest.raises(UserError, match=r"study 's' is being run by process .*`autotune status s`"), study_lock(folder, "s"):
+        pass
+    threading.Timer(0.5, over.set).start()
+    assert commands.status(None, None, once=False, as_json=False) == 0
+    measuring.join()
+    found = capsys.readouterr()
+    assert "round 1 of 3: 2 ranks" in found.err and "studies/s/scaling.html" in found.out

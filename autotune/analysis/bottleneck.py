@@ -6,6 +6,7 @@ apart from them. What was not timed by itself is estimated from these, and says 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ BOUND_FROM = {
 }
 # With so much of its memory in use a device has no room for a larger micro-batch.
 FULL = 0.85
+NO_ROOM = ("oom", "predicted_oom")
+# What is avoided with more memory: less recomputed, or a larger micro-batch, which keeps the device busy.
+AT_A_PRICE = ("recomputation", "launch overhead")
 # FLOP/s (dense, 16 bits) and bytes/s by a part of the device's name, the first that fits; makers' figures.
 PEAKS = {
     "H200": (989e12, 4.8e12), "H100 PCIe": (756e12, 2.0e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12), "V100": (125e12, 0.9e12),
@@ -182,11 +186,14 @@ def diagnose(evidence: Evidence, others: Sequence[Seen], effects: Effects | None
     ranks = _typical(evidence.ranks)
     total = max((sum(phases.values()) for phases in ranks.values()), default=0.0)
     if total <= 0:
-        why = "the phases of its step were not measured: that takes a `model.py` target, and the trial's folder"
+        why = "the phases of its step were not kept (of a trial of an earlier version, say): --profile runs it again and takes them"
         unknown = [Part(name=name, seconds=None, share=None, known="not measured") for name in ("compute", *BOUND_FROM)]
         return Diagnosis(trial=evidence.seen.trial, bound_by="", parts=[*unknown, memory], advice=[], notes=[why, *notes])
     parts = _parts(evidence, others, ranks)
-    bound = _bound(parts, evidence, memory)
+    bound = worst = _worst(parts)
+    if _no_room(worst, evidence, others, memory):
+        bound = "memory capacity"
+        notes.insert(0, f"{worst} takes the time, and what would avoid it does not fit the memory")
     notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks)]
     # Ranks meet before each collective of the step that is taken apart; what that costs by itself is no part of other steps.
     spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
@@ -239,7 +246,7 @@ def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mappi
     lead, messages, between = _lost_between(evidence, ranks, typical("reduce", "gather"))
     missing = {
         "launch overhead": "takes a trace (--profile), or trials of the same precision with other micro-batches",
-        "memory bandwidth": "takes a trace (--profile), or the profile of a model.py",
+        "memory bandwidth": "takes a trace (--profile), or a profile of the model and the machine's rates",
     }
     found: list[tuple[str, float | None, str]] = [
         (
@@ -340,16 +347,45 @@ def _overhead(evidence: Evidence, others: Sequence[Seen]) -> tuple[float | None,
     return share, f"estimated: what does not grow with the micro-batch over {len(points)} trials"
 
 
-def _bound(parts: Sequence[Part], evidence: Evidence, memory: Part) -> str:
-    """What loses most beyond what is worth the trouble; a device that is full is named where its memory stands in the way."""
+def _worst(parts: Sequence[Part]) -> str:
+    """What loses most beyond what is worth the trouble."""
     arithmetic = next((part.share for part in parts if part.name == "compute"), None) or 0.0
     over = [part for part in parts if part.name in BOUND_FROM and part.share is not None and part.share >= BOUND_FROM[part.name]]
     # Every model moves memory too; it is the bottleneck where it takes longer than the arithmetic.
     over = [part for part in over if part.name != "memory bandwidth" or (part.share or 0.0) > arithmetic]
     # Measured by what is worth the trouble: recomputing can be left off whole, of memory traffic little can be saved.
-    worst = max(over, key=lambda part: (part.share or 0.0) / BOUND_FROM[part.name]).name if over else "compute"
+    return max(over, key=lambda part: (part.share or 0.0) / BOUND_FROM[part.name]).name if over else "compute"
+
+
+def _no_room(worst: str, evidence: Evidence, others: Sequence[Seen], memory: Part) -> bool:
+    """Whether memory alone stands in the way of what would lose less: the device is full, or what would was tried and did not fit."""
+    tried = [seen.outcome for seen in _relief(worst, evidence.seen, others)]
+    if worst not in AT_A_PRICE or "complete" in tried:
+        return False
     full = bool(evidence.alloc_retries) or (memory.share is not None and memory.share >= FULL)
-    return "memory capacity" if full and worst in ("recomputation", "launch overhead") else worst
+    return full or any(outcome in NO_ROOM for outcome in tried)
+
+
+def _relief(worst: str, own: Seen, others: Sequence[Seen]) -> list[Seen]:
+    """The trials that differ from this one only in what would lose less and take more memory."""
+
+    def alike(seen: Seen, *but: str) -> bool:
+        names = {*own.candidate, *seen.candidate} - {*but}
+        return all(own.candidate.get(name) == seen.candidate.get(name) for name in names)
+
+    def recomputed(seen: Seen) -> float:
+        every = int(seen.candidate.get("checkpoint_every") or 0)
+        return 1 / every if every else 0.0
+
+    match worst:
+        case "recomputation":
+            return [seen for seen in others if alike(seen, "checkpoint_every") and recomputed(seen) < recomputed(own)]
+        case "launch overhead":
+            micro = own.candidate.get("micro_batch_size") or math.inf
+            batch = ("micro_batch_size", "gradient_accumulation_steps")
+            return [seen for seen in others if alike(seen, *batch) and (seen.candidate.get("micro_batch_size") or 0) > micro]
+        case _:
+            return []
 
 
 def _memory(evidence: Evidence, others: Sequence[Seen]) -> tuple[Part, list[str]]:
@@ -357,10 +393,9 @@ def _memory(evidence: Evidence, others: Sequence[Seen]) -> tuple[Part, list[str]
     notes = []
     if evidence.alloc_retries:
         notes.append(f"the allocator freed its cache {evidence.alloc_retries} times to go on: memory is short")
-    micro = evidence.seen.candidate.get("micro_batch_size")
-    larger = [seen for seen in others if seen.outcome == "oom" and micro and (seen.candidate.get("micro_batch_size") or 0) > micro]
+    larger = [seen.trial for seen in _relief("launch overhead", evidence.seen, others) if seen.outcome in NO_ROOM]
     if larger:
-        notes.append(f"larger micro-batches ran out of memory: trial {', '.join(str(seen.trial) for seen in larger[:5])}")
+        notes.append(f"larger micro-batches do not fit the memory: trial {', '.join(map(str, larger[:5]))}")
     peak, limit = evidence.peak_memory_bytes, evidence.memory_limit_bytes
     if not peak or not limit:
         return Part(name="memory capacity", seconds=None, share=None, known="not measured: no limit is known"), notes

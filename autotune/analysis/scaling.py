@@ -6,12 +6,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from autotune import UserError, stats
 from autotune.candidate import Candidate
 
 Mode = Literal["strong", "weak"]
+Interval: TypeAlias = tuple[float, float]
 
 
 class ScalingError(UserError):
@@ -41,33 +42,43 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What one rank count gives.
+    """What one rank count gives. Intervals are 95 % ones, from how the rounds scatter; None with one round.
 
     Attributes:
         world_size: Ranks.
-        step_s: Median step time.
+        step_s: Step time, the geometric mean over the rounds.
+        step_ci95: Its interval.
         samples_per_s: Throughput.
+        samples_per_s_ci95: Its interval; wider than that of the speed-up where the machine drifts from round to round.
         samples_per_step: Samples of an optimizer step over all ranks.
         speedup: Throughput over that of the fewest ranks.
-        speedup_ci95: Its 95 % interval, from the rounds; None with one round.
+        speedup_ci95: Its interval.
         efficiency: Speed-up over the ideal one.
+        efficiency_ci95: Its interval.
         serial_share: Karp-Flatt metric: the share of the work that would have to be serial to explain the speed-up. Where it grows
             with the ranks, communication is to blame; where it stays, work that is not divided.
         communication: Share of the step that collectives took.
+        communication_ci95: Its interval.
         epoch_s: Time to train on every sample once; None without a data set of known size.
+        epoch_ci95: Its interval.
         n_rounds: Rounds.
     """
 
     world_size: int
     step_s: float
+    step_ci95: Interval | None
     samples_per_s: float
+    samples_per_s_ci95: Interval | None
     samples_per_step: int
     speedup: float
-    speedup_ci95: tuple[float, float] | None
+    speedup_ci95: Interval | None
     efficiency: float
+    efficiency_ci95: Interval | None
     serial_share: float | None
     communication: float | None
+    communication_ci95: Interval | None
     epoch_s: float | None
+    epoch_ci95: Interval | None
     n_rounds: int
 
 
@@ -113,33 +124,54 @@ def scaling(runs: Sequence[Run], n_samples: int | None) -> list[Scale]:
     fewest = min(by_rank)
     found = []
     for world_size, rounds in sorted(by_rank.items()):
-        speedup, interval = _speedup(rounds, by_rank[fewest]) if world_size != fewest else (1.0, None)
+        speedup, speedup_ci95 = _speedup(rounds, by_rank[fewest]) if world_size != fewest else (1.0, None)
         ideal = world_size / fewest
-        throughput = statistics.median(run.samples_per_s for run in rounds.values())
+        step_s, step_ci95 = _typical([run.step_s for run in rounds.values()])
+        rate, rate_ci95 = _typical([run.samples_per_s for run in rounds.values()])
+        epochs = [n_samples / run.samples_per_s for run in rounds.values()] if n_samples else []
+        epoch_s, epoch_ci95 = _typical(epochs) if epochs else (None, None)
         shares = [run.communication for run in rounds.values() if run.communication is not None]
         found.append(
             Scale(
                 world_size=world_size,
-                step_s=statistics.median(run.step_s for run in rounds.values()),
-                samples_per_s=throughput,
+                step_s=step_s,
+                step_ci95=step_ci95,
+                samples_per_s=rate,
+                samples_per_s_ci95=rate_ci95,
                 samples_per_step=next(iter(rounds.values())).samples_per_step,
                 speedup=speedup,
-                speedup_ci95=interval,
+                speedup_ci95=speedup_ci95,
                 efficiency=speedup / ideal,
+                efficiency_ci95=(speedup_ci95[0] / ideal, speedup_ci95[1] / ideal) if speedup_ci95 else None,
                 serial_share=(1 / speedup - 1 / ideal) / (1 - 1 / ideal) if ideal > 1 else None,
-                communication=statistics.median(shares) if shares else None,
-                epoch_s=n_samples / throughput if n_samples else None,
+                communication=statistics.fmean(shares) if shares else None,
+                communication_ci95=_share_ci95(shares),
+                epoch_s=epoch_s,
+                epoch_ci95=epoch_ci95,
                 n_rounds=len(rounds),
             )
         )
     return found
 
 
-def _speedup(own: Mapping[int, Run], reference: Mapping[int, Run]) -> tuple[float, tuple[float, float] | None]:
-    logs = [math.log(own[n].samples_per_s / reference[n].samples_per_s) for n in own.keys() & reference.keys()]
-    if not logs:  # never measured in one round: medians have to do
-        both = [statistics.median(run.samples_per_s for run in runs.values()) for runs in (own, reference)]
-        return both[0] / both[1], None
-    if len(logs) == 1:
-        return math.exp(logs[0]), None
-    return stats.ratio_ci95(logs)
+def _speedup(own: Mapping[int, Run], reference: Mapping[int, Run]) -> tuple[float, Interval | None]:
+    both = own.keys() & reference.keys()
+    if not both:  # never measured in one round: what is typical of each has to do
+        rates = [_typical([run.samples_per_s for run in runs.values()])[0] for runs in (own, reference)]
+        return rates[0] / rates[1], None
+    return _typical([own[n].samples_per_s / reference[n].samples_per_s for n in both])
+
+
+def _typical(values: Sequence[float]) -> tuple[float, Interval | None]:
+    """Geometric mean with its interval."""
+    if len(values) == 1:
+        return values[0], None
+    return stats.ratio_ci95([math.log(value) for value in values])
+
+
+def _share_ci95(shares: Sequence[float]) -> Interval | None:
+    """Of a share, which may be zero: around the mean, and no less than nothing."""
+    if len(shares) < 2:
+        return None
+    mean, reach = statistics.fmean(shares), stats.t95(len(shares) - 1) * statistics.stdev(shares) / math.sqrt(len(shares))
+    return max(0.0, mean - reach), min(1.0, mean + reach)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from autotune import UserError
+from autotune.analysis.effects import Effects, effects
 from autotune.candidate import Candidate
 from autotune.flights import BESIDE
 from autotune.invocation import Invocation
@@ -37,9 +38,9 @@ class StudyReport:
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `metrics`, `ci95`, `wall_s`, `caveats`, and where
-            known `losses`, `step_times_s`, `censored` (metrics that are extrapolated), `feasible`, `phase_times_s`, `gate` (what the
-            quality gate said), `forecast` (by metric
-            what the trials before led to expect: value and both ends of the 90 % interval).
+            known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored` (metrics that are extrapolated), `feasible`,
+            `phase_times_s`, `gate` (what the quality gate said), `forecast` (by metric what the trials before led to expect: value and
+            both ends of the 90 % interval).
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.
@@ -128,6 +129,18 @@ class StudyReport:
             found.setdefault(self.baseline["trial"], []).append("baseline")
         return found
 
+    @cached_property
+    def effects(self) -> list[Effects]:
+        """What the knobs do to each objective, where the trials tell."""
+        points = [point for point in self.points().values() if "candidate" in point]
+        # The user's own configuration is trial 0, even where it did not run.
+        reference = self.trials[0]["candidate"] if self.trials else {}
+        found = (
+            effects(name, [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)], reference)
+            for name in self.metric_names(all_metrics=False)
+        )
+        return [each for each in found if each is not None]
+
     # With 1,000 trials these are asked for 1,000 times.
     @cached_property
     def _seen(self) -> set[str]:
@@ -175,6 +188,12 @@ def title(pick: str) -> str:
 
 def words(values: Data) -> str:
     """A candidate, given as flat knob values, in a few words."""
+    return _words(tuple(values), *values.values())
+
+
+@lru_cache(maxsize=20_000, typed=True)  # a page says them of each trial ten times; `True` and 1 are not the same words
+def _words(names: tuple[str, ...], *knobs: Any) -> str:
+    values = dict(zip(names, knobs, strict=True))
     try:
         return Candidate.of(values).describe()
     except UserError:  # written by another version

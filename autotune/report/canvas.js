@@ -1,8 +1,22 @@
 "use strict";
 // What plotly draws with WebGL only, drawn on plain canvases: machines that people reach over ssh often have none.
 const Canvas = (() => {
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // The page's colours as they are now, each looked up once for a drawing of thousands of lines.
+  const palette = () => {
+    const style = getComputedStyle(document.documentElement), seen = {};
+    return (name) => (seen[name] ??= style.getPropertyValue(name).trim());
+  };
   const family = () => getComputedStyle(document.body).fontFamily;
+
+  // Does something once a frame, however many events ask for it.
+  function together(run) {
+    let asked = false;
+    return () => {
+      if (asked) return;
+      asked = true;
+      requestAnimationFrame(() => { asked = false; run(); });
+    };
+  }
 
   // A context in CSS pixels, as large as the canvas is shown.
   function context(canvas) {
@@ -27,7 +41,7 @@ const Canvas = (() => {
     };
 
     function draw() {
-      const { pen, width, height } = context(canvas);
+      const { pen, width, height } = context(canvas), colour = palette();
       const size = Math.min(width * 0.56, height * 0.62);
       const place = (at) => {
         const [x, y, depth] = turn(at), near = 1 / (1 + 0.25 * depth);
@@ -112,7 +126,8 @@ const Canvas = (() => {
       tip.style.top = `${Math.max(6, Math.min(box.height - tip.offsetHeight - 6, y + 14))}px`;
     }
 
-    const tilt = (dx, dy) => { yaw += dx; pitch = Math.max(-0.2, Math.min(1.45, pitch + dy)); draw(); };
+    const redraw = together(draw);
+    const tilt = (dx, dy) => { yaw += dx; pitch = Math.max(-0.2, Math.min(1.45, pitch + dy)); redraw(); };
     canvas.addEventListener("pointerdown", (event) => { held = [event.clientX, event.clientY]; canvas.setPointerCapture(event.pointerId); });
     canvas.addEventListener("pointermove", (event) => {
       if (!held) return show(event);
@@ -128,23 +143,24 @@ const Canvas = (() => {
       const step = { ArrowLeft: [0.1, 0], ArrowRight: [-0.1, 0], ArrowUp: [0, 0.08], ArrowDown: [0, -0.08] }[event.key];
       if (step) { event.preventDefault(); tilt(...step); }
     });
-    new ResizeObserver(draw).observe(canvas);
+    new ResizeObserver(redraw).observe(canvas);
     return (next) => { scene = next; draw(); };
   }
 
   /* Lines through parallel axes.
-     axes: [{title, levels: [text]} or {title, low, high}], lines: [{at: [0..1 or null for each axis], shade: 0..1, wide, ink}] */
-  function parallel(canvas) {
+     axes: [{title, levels: [text]} or {title, low, high}], lines: [{at: [0..1 or null for each axis], shade: 0..1, wide, ink}]
+     heard(chosen, n): which level of which axis was chosen, and how many lines are left */
+  function parallel(canvas, heard) {
     let scene = { axes: [], lines: [] }, chosen = new Map(), boxes = [];
 
+    const keeps = (line) => [...chosen].every(([i, level]) => line.at[i] === level);
     const height = (axis, t, top, bottom) => bottom - (axis.levels ? (axis.levels.length < 2 ? 0.5 : t / (axis.levels.length - 1)) : t) * (bottom - top);
 
     function draw() {
       canvas.style.width = `${Math.max(canvas.parentElement.parentElement.clientWidth, 92 * scene.axes.length)}px`;
-      const { pen, width, height: tall } = context(canvas);
+      const { pen, width, height: tall } = context(canvas), colour = palette();
       const top = 76, bottom = tall - 24, left = 70, right = width - 70;
       const x = (i) => left + (scene.axes.length < 2 ? 0 : i / (scene.axes.length - 1)) * (right - left);
-      const keeps = (line) => [...chosen].every(([i, level]) => line.at[i] === level);
       pen.lineJoin = "round";
       const ordered = [...scene.lines].sort((a, b) => a.wide - b.wide || a.shade - b.shade);
       const thin = Math.max(0.12, Math.min(0.6, 60 / (scene.lines.filter(keeps).length + 1)));
@@ -205,17 +221,21 @@ const Canvas = (() => {
       const box = canvas.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
       return boxes.find(([l, t, w, h]) => px >= l && px <= l + w && py >= t && py <= t + h);
     };
+    const redraw = together(draw);
+    const choose = (i, level) => {
+      if (level === "" || chosen.get(i) === Number(level)) chosen.delete(i);
+      else chosen.set(i, Number(level));
+      heard(chosen, scene.lines.filter(keeps).length);
+      redraw();
+    };
     canvas.addEventListener("click", (event) => {
       const hit = under(event);
-      if (!hit) return;
-      if (chosen.get(hit[4]) === hit[5]) chosen.delete(hit[4]);
-      else chosen.set(hit[4], hit[5]);
-      draw();
+      if (hit) choose(hit[4], hit[5]);
     });
     canvas.addEventListener("pointermove", (event) => { canvas.style.cursor = under(event) ? "pointer" : ""; });
-    new ResizeObserver(draw).observe(canvas.parentElement.parentElement);
-    return (next) => { scene = next; draw(); };
+    new ResizeObserver(redraw).observe(canvas.parentElement.parentElement);
+    return { show: (next) => { scene = next; draw(); }, choose };
   }
 
-  return { solid, parallel };
+  return { solid, parallel, together };
 })();

@@ -40,6 +40,14 @@ HEADERS = [
     ("Referrer-Policy", "same-origin"),
 ]
 DROPPED = {"access-control-allow-origin"}
+# Optuna's pages grow as wide as the widest thing in them. With this they fit a phone: text breaks, what is wider scrolls in its own
+# card, and what stands beside each other comes below each other.
+STYLE = b"""<style>
+main { min-width: 0; }
+main p, main li { overflow-wrap: anywhere; }
+@media (max-width: 700px) { main [class*="MuiGrid-grid-xs-"] { flex-basis: 100%; max-width: 100%; } }
+</style>
+"""
 
 
 class DashboardError(UserError):
@@ -90,8 +98,9 @@ class Application:
         def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             return start_response(status, [*(each for each in headers if each[0].lower() not in DROPPED), *HEADERS], *rest)
 
+        environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
         try:
-            return self._refusal(environ, start) or self._download(environ, start) or self._study(environ, start)
+            return self._refusal(environ, start) or self._download(environ, start) or self._answer(environ, start)
         finally:
             self.overlay.remove_session()
 
@@ -166,25 +175,25 @@ class Application:
         start("200 OK", headers)
         return [content]
 
-    def _study(self, environ: Environ, start: StartResponse) -> Iterable[bytes]:
-        """Optuna's answer; into a study's the notes of its trials are put here.
+    def _answer(self, environ: Environ, start: StartResponse) -> Iterable[bytes]:
+        """Optuna's answer; a page gets our style, and a study the notes of its trials.
 
         Optuna keeps them with the study and looks through all of them for each trial, which for 1,000 trials took over a second.
         """
-        found = STUDY.fullmatch(environ.get("PATH_INFO", "")) if environ["REQUEST_METHOD"] == "GET" else None
+        path = environ.get("PATH_INFO", "") if environ["REQUEST_METHOD"] == "GET" else ""
+        found = STUDY.fullmatch(path)
         shown = self._shown(int(found["study"])) if found else None
-        if shown is None:
+        if shown is None and not path.startswith("/dashboard"):
             plain: Iterable[bytes] = self._optuna(environ, start)
             return plain
         kept: list[Any] = []
-        content = b"".join(self._optuna(environ, lambda *answer: kept.extend(answer)))
+        answer = self._optuna(environ, lambda *given: kept.extend(given))
+        content = b"".join(answer)
+        if hasattr(answer, "close"):
+            answer.close()
         status, headers = kept[0], kept[1]
         if status.startswith("200"):
-            told = json.loads(content)
-            for trial in (*told["trials"], *told["best_trials"]):
-                if not trial["note"]["version"]:
-                    trial["note"]["body"] = shown.trial_notes.get(trial["number"], "")
-            content = json.dumps(told).encode()
+            content = content.replace(b"</head>", STYLE + b"</head>", 1) if shown is None else _with_notes(content, shown)
             headers = [(name, str(len(content)) if name.lower() == "content-length" else value) for name, value in headers]
         start(status, headers)
         return [content]
@@ -206,6 +215,15 @@ class Application:
         if row is None:
             return None
         return File(name=f"{report.name}-trial-{name}.json", mimetype="application/json", read=lambda: config_json(report, row))
+
+
+def _with_notes(content: bytes, shown: Shown) -> bytes:
+    told = json.loads(content)
+    for trial in (*told["trials"], *told["best_trials"]):
+        if not trial["note"]["version"]:
+            trial["note"]["body"] = shown.trial_notes.get(trial["number"], "")
+    told["plotly_graph_objects"].sort(key=lambda graph: graph["id"])  # Optuna's are in no order
+    return json.dumps(told).encode()
 
 
 def _say(start: StartResponse, status: HTTPStatus, text: str) -> Iterable[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,14 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
     return found
 
 
-def of_result(result: TrialResult, path: Path, workload: Workload) -> Diagnosis:
+def of_result(result: TrialResult, path: Path, workload: Workload, others: Sequence[Seen] = ()) -> Diagnosis:
     """Diagnoses a trial that belongs to no study.
 
     Args:
         result: Its end; it completed.
         path: Its folder.
         workload: Its target, as it was inspected.
+        others: Other trials of that target.
     """
     seen = Seen(trial=0, candidate=result.candidate, samples_per_s=None, outcome=str(result.outcome), phases_s=result.phase_times_s)
     evidence = Evidence(
@@ -109,11 +110,14 @@ def of_result(result: TrialResult, path: Path, workload: Workload) -> Diagnosis:
         world_size=result.world_size,
         ranks=[phases(path, result.world_size)],
         step_s=result.steps.median_s if result.steps else None,
+        peak_memory_bytes=result.peak_memory_bytes,
+        memory_limit_bytes=_stated_limit(path),
+        alloc_retries=result.alloc_retries,
         tokens_per_step=result.tokens_per_step,
         traced=traces(path, result.world_size),
         **of_workload(workload, result.candidate, result.world_size),
     )
-    return diagnose(evidence, [])
+    return diagnose(evidence, others)
 
 
 def traces(path: Path, world_size: int) -> dict[int, Traced]:
@@ -130,15 +134,20 @@ def phases(path: Path, world_size: int) -> dict[int, Mapping[str, float]]:
 
 def _limit(report: StudyReport, path: Path) -> float | None:
     """What a rank may use: what the user stated, else the device's memory, on a CPU a rank's share of the machine's."""
-    try:
-        stated = trial.read(TrialDir(path).request, TrialRequest).device_memory_bytes
-    except (FileNotFoundError, ValueError):
-        stated = None
+    stated = _stated_limit(path)
     if stated:
-        return float(stated)
+        return stated
     if not report.environment.get("device_memory_bytes"):
         return None
     return TypeAdapter(Environment).validate_python(dict(report.environment)).share_bytes(report.world_size)
+
+
+def _stated_limit(path: Path) -> float | None:
+    try:
+        stated = trial.read(TrialDir(path).request, TrialRequest).device_memory_bytes
+    except (FileNotFoundError, ValueError):
+        return None
+    return float(stated) if stated else None
 
 
 def communication(result: TrialResult, path: Path, n_blocks: int) -> float | None:

@@ -48,12 +48,12 @@ def render(report: StudyReport) -> str:
 
     folder = resources.files("autotune.report")
     scripts = [get_plotlyjs(), *((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)]
-    data, mattered = plots.data(report), plots.what_mattered(report)
+    data = plots.data(report)
     shown = {
         "answer": ("Answer", _answer(report)),
         "picks": (None, _picks(report)),
         "front": ("Front", sections.front(report)),
-        "knobs": ("Knobs", sections.knob(report, mattered)),
+        "knobs": ("Knobs", sections.knob(report)),
         "progress": ("Search", sections.progress(report)),
         "all": ("Trials", table.trials(report)),
         "steps": ("Steps", sections.step() if data["steps"] else None),

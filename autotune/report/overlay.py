@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
+import statistics
 import threading
 import time
 import uuid
@@ -16,6 +18,7 @@ from collections.abc import Callable, Container, ItemsView, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
 import optuna
@@ -29,14 +32,18 @@ from autotune import UserError, masking, store
 from autotune.candidate import CANDIDATE_ATTR
 from autotune.claims import TOLD_BY_ATTR
 from autotune.database import Storage
+from autotune.lock import run_under_way
 from autotune.objective import METRICS
 from autotune.report import Data, StudyReport, figures, measured, readme, speedup, summary, units, words
 from autotune.report.export import deepspeed_config
+from autotune.trial import Outcome
 
 # How our studies and trials are kept; for programs.
 OWN_ATTRS = frozenset({store.RECORD_ATTR, store.MEASURED_ATTR, CANDIDATE_ATTR, TOLD_BY_ATTR, "reason", "outcome"})
 # A study is read again after this long, or after many times what reading it took, so that a large one does not keep the server busy.
 REFRESH_S, REFRESH_SHARE = 10.0, 20.0
+# Meanwhile the last copy is shown, unless nobody has looked for so long that it says nothing of today.
+LONGEST_STALE_S = 600.0
 # Where optuna-dashboard looks for the files of a study or a trial (optuna.artifacts).
 ARTIFACT_PREFIX = "artifacts:"
 # What a reader may change: notes, which live in the study's system attributes.
@@ -75,7 +82,6 @@ class Shown:
         trial_notes: By trial number.
         files: Everything to download by id.
         trial_files: The ids of each trial's files.
-        until: When it has to be made again, on the monotonic clock.
     """
 
     report: StudyReport
@@ -85,7 +91,67 @@ class Shown:
     trial_notes: Mapping[int, str]
     files: Mapping[str, File] = field(default_factory=dict)
     trial_files: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    until: float = 0.0
+
+
+class _Kept:
+    """What is laid over one study, made anew from time to time.
+
+    Whoever looks first waits for it. Later ones see the last copy while one thread makes the next.
+
+    Args:
+        make: Reads the study; None if there is nothing to lay over it.
+        leave: What a thread does at its end.
+
+    Attributes:
+        last: The last copy.
+    """
+
+    def __init__(self, make: Callable[[], Shown | None], leave: Callable[[], None]) -> None:
+        self._make, self._leave = make, leave
+        self.last: Shown | None = None
+        self._until = 0.0
+        self._error: Exception | None = None
+        self._making = threading.Lock()
+
+    def look(self) -> Shown | None:
+        """The copy to show.
+
+        Raises:
+            Exception: What making it raised, here or in the thread.
+        """
+        last, now = self.last, time.monotonic()
+        if last is None or now > self._until + LONGEST_STALE_S:
+            with self._making:
+                return self._renewed()
+        if now >= self._until and self._making.acquire(blocking=False):
+            try:
+                # A daemon, since the server's end does not wait for it.
+                threading.Thread(target=self._renew, name="autotune-overlay", daemon=True).start()
+            except BaseException:
+                self._making.release()
+                raise
+        return last
+
+    def _renew(self) -> None:
+        try:
+            self._renewed()
+        except Exception as error:
+            # There is nobody here to be told: whoever looks next is, and the one after waits for a new copy.
+            self.last, self._error = None, error
+        finally:
+            self._making.release()
+            self._leave()
+
+    def _renewed(self) -> Shown | None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        start = time.monotonic()
+        if self.last is None or start >= self._until:  # nobody else has made it since
+            self.last = self._make()
+            now = time.monotonic()
+            self._until = now + max(REFRESH_S, REFRESH_SHARE * (now - start))
+        return self.last
 
 
 class _Attrs(Mapping[str, Any]):
@@ -122,29 +188,28 @@ class Overlay(BaseStorage):
 
     def __init__(self, storage: Storage, folder_of: Callable[[str], Path]) -> None:
         self._base, self._folder_of = storage, folder_of
-        self._shown: dict[tuple[int, str], Shown] = {}
+        self._kept: dict[tuple[int, str], _Kept] = {}
         self._owners: dict[int, int] = {}  # the study of each trial that was listed
-        self._lock = threading.Lock()
         # File ids cannot be guessed from outside: they are all that stands between a foreign page and a log.
         self._namespace = uuid.uuid4()
 
     def shown(self, study_id: int) -> Shown | None:
         """What is laid over a study; None if autotune did not make it, or it holds no trial yet."""
         name = self._base.get_study_name_from_id(study_id)
-        with self._lock:  # one reader works it out, the others wait for it
-            found = self._shown.get((study_id, name))
-            if found is not None and time.monotonic() < found.until:
-                return found
-            start = time.monotonic()
-            try:
-                study = store.load_study(self._base, name)
-                report = summary.read(study, self._folder_of(name), series=False)
-            except UserError:
-                return None
-            made = show(report, study_id, self._folder_of(name), self._namespace)
-            now = time.monotonic()
-            self._shown[study_id, name] = found = replace(made, until=now + max(REFRESH_S, REFRESH_SHARE * (now - start)))
-            return found
+        kept = self._kept.get((study_id, name))
+        if kept is None:
+            made = _Kept(partial(self._read, study_id, name), self.remove_session)
+            kept = self._kept.setdefault((study_id, name), made)
+        return kept.look()
+
+    def _read(self, study_id: int, name: str) -> Shown | None:
+        try:
+            study = store.load_study(self._base, name)
+            folder = self._folder_of(name)
+            report = summary.read(study, folder, series=False)
+        except UserError:
+            return None
+        return show(report, study_id, folder, self._namespace, _under_way(study, report, folder))
 
     # --- studies -------------------------------------------------------------------------------------------------------
 
@@ -219,8 +284,8 @@ class Overlay(BaseStorage):
         Raises:
             ArtifactNotFound: There is no such file.
         """
-        for shown in list(self._shown.values()):
-            content = shown.files[artifact_id].read() if artifact_id in shown.files else None
+        for shown in [kept.last for kept in list(self._kept.values())]:
+            content = shown.files[artifact_id].read() if shown and artifact_id in shown.files else None
             if content is not None:
                 return io.BytesIO(content)
         raise ArtifactNotFound("no such file")
@@ -249,7 +314,7 @@ def _readable(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attrs.items() if name not in OWN_ATTRS}
 
 
-def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID) -> Shown:
+def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID, left: str = "") -> Shown:
     """What is laid over a study.
 
     Args:
@@ -257,6 +322,7 @@ def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID)
         study_id: Its number in the database.
         folder: Its folder.
         namespace: What file ids are derived from.
+        left: What is left of it while it is under way.
     """
     files: dict[str, File] = {}
     trial_files: dict[int, list[str]] = {}
@@ -276,7 +342,7 @@ def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID)
         trial_files[number] = [keep(str(number), file) for file in kept]
     return Shown(
         report=report,
-        note=_note(report, study_id),
+        note=_note(report, study_id, left),
         system_attrs={**_graphs(report), **_artifact_attrs({artifact: files[artifact] for artifact in picks.values()})},
         trial_attrs={row["trial"]: _beside(report, row, report.points().get(row["trial"], row)) for row in report.trials},
         trial_notes={row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials},
@@ -326,7 +392,7 @@ def _artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:
     }
 
 
-class _Kept:
+class _Written:
     """A storage that only keeps what optuna-dashboard writes, so that its own functions choose the keys."""
 
     def __init__(self) -> None:
@@ -343,11 +409,30 @@ def _scratch() -> optuna.Study:
     return optuna.create_study(storage=optuna.storages.InMemoryStorage())
 
 
-def _note(report: StudyReport, study_id: int) -> dict[str, Any]:
+def _under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
+    """How much of its budget a study that is being run has left; empty where nobody runs it."""
+    stated = study.user_attrs.get(store.SETTINGS_ATTR, {})
+    n_trials = stated.get("trials")
+    if n_trials is None or run_under_way(folder) is None:
+        return ""
+    walls_s = [row["wall_s"] for row in report.trials if row["outcome"] != Outcome.PREDICTED_OOM]
+    # What was predicted not to fit cost nothing, until it is as much as the whole budget (`study.Runner`).
+    n_spent = len(report.trials) - min(len(report.trials) - len(walls_s), n_trials)
+    if n_spent >= n_trials or report.study["ended"]:
+        return "**Under way**: the search is over, and what it found is being checked."
+    left_s = (n_trials - n_spent) * statistics.median(walls_s) if walls_s else math.inf
+    if stated.get("time_budget_s") is not None:
+        left_s = min(left_s, max(0.0, stated["time_budget_s"] - report.study["wall_s"]))
+    about = f", about {units.duration(left_s)} left" if math.isfinite(left_s) else ""
+    return f"**Under way**: {n_spent} of {n_trials} trials{about}."
+
+
+def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
     from optuna_dashboard import save_note
 
     scratch = _scratch()
-    save_note(scratch, readme.study_note(report, lambda name: pick_link(study_id, name)))
+    answer = readme.study_note(report, lambda name: pick_link(study_id, name))
+    save_note(scratch, f"{left}\n\n{answer}" if left else answer)
     found: dict[str, Any] = scratch._storage.get_study_system_attrs(scratch._study_id)
     return {key: value for key, value in found.items() if key.startswith(EDITABLE)}
 
@@ -357,9 +442,9 @@ def _graphs(report: StudyReport) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, figure in figures.front(report).items():
-        scratch, kept = _scratch(), _Kept()
+        scratch, kept = _scratch(), _Written()
         scratch._storage = kept  # type: ignore[assignment]
-        save_plotly_graph_object(scratch, figure, graph_object_id=name)
+        save_plotly_graph_object(scratch, SimpleNamespace(to_json=partial(json.dumps, figure)), graph_object_id=name)
         found |= kept.attrs
     return found
 

@@ -5,7 +5,10 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // Plotly reads tags in its texts; a name is only ever text.
   const inert = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  // When there is nothing else to do; Safari has no such call.
+  const later = window.requestIdleCallback ?? ((run) => setTimeout(run, 20));
   const narrow = () => window.innerWidth < 760;
+  const words = (p) => inert(data.words[p.trial]);
   const config = { responsive: true, displaylogo: false, displayModeBar: false };
 
   // On a logarithmic axis Plotly abbreviates: 2 where it means 200.
@@ -13,6 +16,9 @@
     const steps = Math.max(...values) < 8 * Math.min(...values) ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8] : [1, 2, 5];
     return [...Array(19).keys()].flatMap((i) => steps.map((n) => Number(`${n}e${i - 6}`)));
   };
+  // Making a format takes longer than using it, and 1,000 trials say thousands of numbers.
+  const formats = new Map(data.metrics.map((m) => [m, new Intl.NumberFormat("en", { minimumFractionDigits: m.decimals, maximumFractionDigits: m.decimals })]));
+  const number = (metric, value) => formats.get(metric).format(value / metric.factor);
   const plain = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
 
   const axis = (title, values) => ({
@@ -67,9 +73,9 @@
       array: points.map((p) => at(p, metric, 2) - at(p, metric)), arrayminus: points.map((p) => at(p, metric) - at(p, metric, 1)),
     });
     const hover = (p) => [
-      `<b>trial ${p.trial}</b>${p.marks.length ? ", " + p.marks.map(inert).join(", ") : ""}`, inert(p.words),
+      `<b>trial ${p.trial}</b>${p.marks.length ? ", " + p.marks.map(inert).join(", ") : ""}`, words(p),
       ...data.metrics.filter((m) => p.m[m.name]).map((m) => {
-        const [value, low, high] = p.m[m.name].map((v) => (v / m.factor).toLocaleString("en", { minimumFractionDigits: m.decimals, maximumFractionDigits: m.decimals }));
+        const [value, low, high] = p.m[m.name].map((v) => number(m, v));
         return `${inert(m.label)}: ${value}${low !== high ? ` (${low}–${high})` : ""} ${inert(m.unit)}`;
       }),
     ].join("<br>");
@@ -144,7 +150,7 @@
       return {
         type: "scatter", mode: "lines", x: curve[key], y: curve.loss, name, opacity: named ? 1 : 0.35,
         line: { color: ink, width: best ? 3 : named ? 2 : 1, dash: base && !best ? "dash" : "solid" },
-        hovertemplate: `<b>trial ${curve.trial}</b>${named ? ", " + inert(name) : ""}<br>${inert(curve.words)}<br>loss %{y:.4g}<extra></extra>`,
+        hovertemplate: `<b>trial ${curve.trial}</b>${named ? ", " + inert(name) : ""}<br>${words(curve)}<br>loss %{y:.4g}<extra></extra>`,
       };
     });
     const title = { samples: "samples trained on", seconds: "seconds of training", steps: "optimizer steps" }[key];
@@ -158,7 +164,6 @@
     Plotly.react("loss-plot", traces, layout(axis(title), axis("training loss")), config).then((plot) => legend("loss-legend", plot, entries));
   }
 
-  const number = (metric, value) => (value / metric.factor).toLocaleString("en", { minimumFractionDigits: metric.decimals, maximumFractionDigits: metric.decimals });
 
   // A metric's place between the least and the most that was measured; by ratios where it spans more than a decade.
   function ruler(metric, points) {
@@ -183,14 +188,17 @@
         at: metrics.map((m, i) => rulers[i].place(p.m[m.name][0])), bars: metrics.map((m, i) => p.m[m.name].slice(1).map(rulers[i].place)),
         ink: base ? colour("--text") : picked || p.front ? colour("--accent") : colour("--point"), size: base || picked ? 8 : p.front ? 5.5 : 4,
         diamond: base, name: p.marks.join(", "),
-        tip: [`trial ${p.trial}${p.marks.length ? ": " + p.marks.join(", ") : ""}`, p.words, ...metrics.map((m) => `${m.label} ${number(m, p.m[m.name][0])} ${m.unit}`)].join("\n"),
+        tip: [`trial ${p.trial}${p.marks.length ? ": " + p.marks.join(", ") : ""}`, data.words[p.trial], ...metrics.map((m) => `${m.label} ${number(m, p.m[m.name][0])} ${m.unit}`)].join("\n"),
       };
     });
     solid({ points, axes });
   }
 
   function drawParallel() {
-    parallel ??= Canvas.parallel($("parallel"));
+    parallel ??= Canvas.parallel($("parallel"), (chosen, n) => {
+      data.knobs.forEach((_, i) => ($(`axis-${i}`).value = chosen.get(i) ?? ""));
+      $("parallel-said").textContent = chosen.size ? `${n} of ${data.points.length} trials` : "";
+    });
     const metric = data.metrics[$("parallel-metric").value];
     const objectives = data.metrics.filter((m) => data.objectives.includes(m.name) || m === metric);
     const shown = data.points.filter((p) => p.m[metric.name]);
@@ -207,7 +215,7 @@
         jitter: ((n * 0.618) % 1) * 2 - 1, ink: p.marks.includes("baseline") ? colour("--text") : `color-mix(in oklab, ${colour("--accent")} ${Math.round(100 * shade)}%, ${colour("--c3")})`,
       };
     });
-    parallel({ axes, lines });
+    parallel.show({ axes, lines });
   }
 
   function drawProgress() {
@@ -217,7 +225,7 @@
     const better = metric && metric.direction === "minimize" ? Math.min : Math.max;
     let best = null;
     const line = done.map((p) => (best = best === null ? value(p) : better(best, value(p))));
-    const hover = (p) => `<b>trial ${p.trial}</b><br>${inert(p.words)}<br>${inert(p.outcome)} after ${p.at.toFixed(0)} s`;
+    const hover = (p) => `<b>trial ${p.trial}</b><br>${words(p)}<br>${inert(p.outcome)} after ${p.at.toFixed(0)} s`;
     const values = done.map(value), foot = values.length ? Math.min(...values) : 0;
     const last = data.progress[data.progress.length - 1];
     const traces = [
@@ -237,7 +245,7 @@
     const traces = [
       { type: "scatter", mode: "lines", x: [low * 0.9, high * 1.1], y: [low * 0.9, high * 1.1], line: { color: colour("--muted"), width: 1.5, dash: "dash" }, hoverinfo: "skip" },
       { type: "scatter", mode: "markers", x: said.map((v) => v[0]), y: was, error_x: bars, marker: { size: 8, color: colour("--accent") },
-        text: points.map((p) => `<b>trial ${p.trial}</b><br>${inert(p.words)}`), hovertemplate: "%{text}<br>forecast %{x:.4g}, measured %{y:.4g}<extra></extra>" },
+        text: points.map((p) => `<b>trial ${p.trial}</b><br>${words(p)}`), hovertemplate: "%{text}<br>forecast %{x:.4g}, measured %{y:.4g}<extra></extra>" },
     ];
     const unit = `${metric.label} (${metric.unit})`;
     Plotly.react("forecast-plot", traces, layout(axis(`forecast ${unit}`, log && ends), axis(`measured ${unit}`, log && ends)), config);
@@ -246,15 +254,16 @@
   function drawSteps() {
     const wanted = $("steps-trials").value.match(/[0-9]+/g)?.map(Number) ?? [];
     const found = [...new Set(wanted)].map((n) => data.steps.find((s) => s.trial === n)).filter(Boolean);
-    const missing = wanted.filter((n) => !data.steps.some((s) => s.trial === n));
-    $("steps-said").textContent = missing.length ? `no step times here of trial ${missing.join(", ")}; there are ${data.steps.map((s) => s.trial).sort((a, b) => a - b).join(" ")}` : "";
+    const missing = wanted.filter((n) => !data.steps.some((s) => s.trial === n)), numbers = data.steps.map((s) => s.trial);
+    $("steps-said").textContent = missing.length ? `no steps were timed in trial ${missing.join(", ")}; they were in ${numbers.length} trials from ${Math.min(...numbers)} to ${Math.max(...numbers)}` : "";
     const inks = ["--c1", "--c2", "--c3", "--c4", "--c5", "--text"].map(colour);
     const traces = found.flatMap((s, i) => {
-      const ink = inks[i % inks.length], cut = s.step.findIndex((step) => step > s.warmup), at = cut < 0 ? s.step.length : cut;
-      const text = `<b>trial ${s.trial}</b>${s.marks.length ? ", " + s.marks.map(inert).join(", ") : ""}<br>${inert(s.words)}<br>step %{x:.0f}: %{y:.4g} ms<extra></extra>`;
-      const piece = (from, to, dash) => ({ type: "scatter", mode: "lines", x: s.step.slice(from, to), y: s.ms.slice(from, to), line: { color: ink, width: 1.6, dash }, hovertemplate: text });
-      const band = { type: "scatter", mode: "lines", x: [...s.step, ...[...s.step].reverse()], y: [...s.high, ...[...s.ms].reverse()], fill: "toself", fillcolor: ink, opacity: 0.14, line: { width: 0 }, hoverinfo: "skip" };
-      return [band, piece(0, Math.min(at + 1, s.step.length), "dot"), piece(at, undefined, "solid")];
+      const step = s.ms.map((_, n) => n * s.size + (Math.min(s.size, s.n - n * s.size) + 1) / 2), high = s.size > 1 ? s.high : s.ms;
+      const ink = inks[i % inks.length], cut = step.findIndex((n) => n > s.warmup), at = cut < 0 ? step.length : cut;
+      const text = `<b>trial ${s.trial}</b>${s.marks.length ? ", " + s.marks.map(inert).join(", ") : ""}<br>${words(s)}<br>step %{x:.0f}: %{y:.4g} ms<extra></extra>`;
+      const piece = (from, to, dash) => ({ type: "scatter", mode: "lines", x: step.slice(from, to), y: s.ms.slice(from, to), line: { color: ink, width: 1.6, dash }, hovertemplate: text });
+      const band = { type: "scatter", mode: "lines", x: [...step, ...[...step].reverse()], y: [...high, ...[...s.ms].reverse()], fill: "toself", fillcolor: ink, opacity: 0.14, line: { width: 0 }, hoverinfo: "skip" };
+      return [band, piece(0, Math.min(at + 1, step.length), "dot"), piece(at, undefined, "solid")];
     });
     const entries = found.map((s, i) => ({ name: `trial ${s.trial}${s.marks.length ? ": " + s.marks.join(", ") : ""}`, swatch: stroke(inks[i % inks.length], 2), traces: [3 * i, 3 * i + 1, 3 * i + 2] }));
     const values = $("steps-log").checked && found.length ? found.flatMap((s) => s.ms) : undefined;
@@ -274,18 +283,36 @@
         if (v === "" || w === "") return (v === "") - (w === ""); // what is missing stays last, either way
         return (up ? 1 : -1) * (numeric ? v - w : v.localeCompare(w));
       };
-      body.append(...[...body.rows].sort(compare));
+      const rows = [...body.rows].sort(compare);
+      rows.forEach((row) => (row.style.contentVisibility = ""));
+      body.append(...rows);
+      settleAll();
     }));
-    $("filter").addEventListener("input", (event) => {
-      const wanted = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    // Rows out of sight are left out of a sort, which is quick then, and laid out a few at a time after it, so that they are there when they scroll by.
+    let left = [];
+    const settle = () => {
+      left.splice(0, 25).forEach((row) => (row.style.contentVisibility = "visible"));
+      if (left.length) later(settle);
+    };
+    const settleAll = () => {
+      const idle = !left.length;
+      left = [...body.rows];
+      if (idle) later(settle);
+    };
+    settleAll();
+    const texts = new Map();
+    const filter = () => {
+      const wanted = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+      if (!texts.size) for (const row of body.rows) texts.set(row, row.textContent.toLowerCase());
       let n = 0;
-      for (const row of body.rows) {
-        const text = row.textContent.toLowerCase();
-        row.hidden = !wanted.every((word) => text.includes(word));
-        n += !row.hidden;
+      for (const [row, text] of texts) {
+        const hidden = !wanted.every((word) => text.includes(word));
+        if (row.hidden !== hidden) row.hidden = hidden;
+        n += !hidden;
       }
-      $("filtered").textContent = wanted.length ? `${n} of ${body.rows.length} trials` : "";
-    });
+      $("filtered").textContent = wanted.length ? `${n} of ${texts.size} trials` : "";
+    };
+    $("filter").addEventListener("input", Canvas.together(filter));
   }
 
   async function copy(button) {
@@ -315,22 +342,38 @@
     const named = data.steps.filter((s) => s.marks.length).slice(0, 4);
     $("steps-trials").value = (named.length ? named : data.steps.slice(0, 3)).map((s) => s.trial).join(" ");
     // A first step that compiles or allocates would press the others flat.
-    $("steps-log").checked = data.steps.some((s) => s.marks.length && Math.max(...s.high) > 6 * Math.min(...s.ms));
+    $("steps-log").checked = data.steps.some((s) => s.marks.length && Math.max(...s.ms, ...s.high) > 6 * Math.min(...s.ms));
   }
   const plots = { "front-plot": drawFront, solid: drawSolid, parallel: drawParallel, "progress-plot": drawProgress, "steps-plot": drawSteps, "loss-plot": drawLosses, "forecast-plot": drawForecasts };
-  const draw = () => {
-    for (const [id, redraw] of Object.entries(plots)) if ($(id)) redraw();
-    document.documentElement.dataset.drawn = "yes";
+  // One plot after another, the one nearest to what is seen first: all in one go would keep a large study's page from scrolling for seconds.
+  const waiting = new Set();
+  const far = (id) => Math.abs($(id).getBoundingClientRect().top);
+  const drawNext = () => {
+    const id = [...waiting].reduce((a, b) => (far(b) < far(a) ? b : a));
+    waiting.delete(id);
+    plots[id]();
   };
+  const drawOn = () => {
+    if (waiting.size) drawNext();
+    if (waiting.size) later(drawOn);
+    else document.documentElement.dataset.drawn = "yes";
+  };
+  const draw = () => {
+    const idle = !waiting.size;
+    Object.keys(plots).filter($).forEach((id) => waiting.add(id));
+    if (idle) drawOn();
+  };
+  window.addEventListener("beforeprint", () => { while (waiting.size) drawNext(); });
   document.querySelectorAll("[data-copy]").forEach((button) => button.addEventListener("click", () => copy(button)));
   if ($("trials")) sortable($("trials"));
   ["front-x", "front-y", "front-log"].forEach((id) => $(id)?.addEventListener("change", drawFront));
   $("loss-x")?.addEventListener("change", drawLosses);
   ["solid-x", "solid-y", "solid-z"].forEach((id) => $(id)?.addEventListener("change", drawSolid));
   $("parallel-metric")?.addEventListener("change", drawParallel);
+  data.knobs.forEach((_, i) => $(`axis-${i}`)?.addEventListener("change", (event) => parallel?.choose(i, event.target.value)));
   ["progress-x", "progress-y"].forEach((id) => $(id)?.addEventListener("change", drawProgress));
   $("forecast-metric")?.addEventListener("change", drawForecasts);
-  $("steps-trials")?.addEventListener("input", drawSteps);
+  $("steps-trials")?.addEventListener("input", Canvas.together(drawSteps));
   $("steps-log")?.addEventListener("change", drawSteps);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   matchMedia("(max-width: 759px)").addEventListener("change", draw);

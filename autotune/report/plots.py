@@ -8,20 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune import stats
-from autotune.analysis.effects import Effects, effects
 from autotune.objective import METRICS
 from autotune.report import Data, StudyReport, interval, measured, units, words
 
-# A curve is averaged into this many pieces, and this many curves are kept: enough to see.
+# A loss curve is averaged into this many pieces, and this many curves are drawn together: enough to see.
 PIECES = 60
 CURVES = 80
+# The times of steps are cut into no more pieces than this, fewer where there are many trials: each has its own, and the page stays small.
+STEP_PIECES, LEAST_STEP_PIECES, ALL_STEP_PIECES = 120, 20, 80_000
 
 
 def data(report: StudyReport) -> dict[str, Any]:
     """Everything the page's script draws."""
+    every = {one["trial"]: one for one in report.trials} | report.points()
     return {
         **_points(report),
-        "knobs": [{"name": name, "levels": [said(level) for level in levels]} for name, levels in _knobs(report).items()],
+        "words": {number: words(one["candidate"]) for number, one in every.items()},
+        "knobs": [{"name": name, "levels": [said(level) for level in levels]} for name, levels in knobs(report).items()],
         "losses": losses(report),
         "steps": _steps(report),
         "progress": _progress(report),
@@ -42,24 +45,11 @@ def scales(report: StudyReport) -> dict[str, units.Scale]:
     return {name: units.scale(name, [measured(p)[name] for p in points if name in measured(p)]) for name in report.metric_names()}
 
 
-def what_mattered(report: StudyReport) -> list[Effects]:
-    """The effects of the knobs on each objective, where the trials tell."""
-    points = [point for point in report.points().values() if "candidate" in point]
-    # The user's own configuration is trial 0, even where it did not run.
-    reference = report.trials[0]["candidate"] if report.trials else {}
-    names = report.metric_names(all_metrics=False)
-    found = (
-        effects(name, [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)], reference)
-        for name in names
-    )
-    return [each for each in found if each is not None]
-
-
 def _points(report: StudyReport) -> dict[str, Any]:
     marks, front = report.marks(), {point["trial"] for point in report.front}
     infeasible = {one["trial"] for one in report.trials if one.get("feasible") is False}
-    written, knobs = scales(report), _knobs(report)
-    places = {name: {repr(level): i for i, level in enumerate(levels)} for name, levels in knobs.items()}
+    written = scales(report)
+    places = {name: {repr(level): i for i, level in enumerate(levels)} for name, levels in knobs(report).items()}
     metrics = [
         {"name": name, "label": METRICS[name].label, "direction": METRICS[name].direction}
         | {"unit": scale.unit, "factor": scale.factor, "decimals": scale.decimals}
@@ -68,11 +58,10 @@ def _points(report: StudyReport) -> dict[str, Any]:
     points = [
         {
             "trial": number,
-            "words": words(point["candidate"]),
             "marks": marks.get(number, []),
             "front": number in front,
             "feasible": number not in infeasible,
-            "m": {name: [value, *interval(point, name, value)] for name, value in measured(point).items() if name in written},
+            "m": {name: _short(value, *interval(point, name, value)) for name, value in measured(point).items() if name in written},
             "k": [place[repr(point["candidate"].get(name))] for name, place in places.items()],
         }
         for number, point in report.points().items()
@@ -80,7 +69,12 @@ def _points(report: StudyReport) -> dict[str, Any]:
     return {"metrics": metrics, "points": points, "objectives": report.metric_names(all_metrics=False)}
 
 
-def _knobs(report: StudyReport) -> dict[str, list[Any]]:
+def _short(*values: float) -> list[float]:
+    """Values in as many digits as a plot can show."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def knobs(report: StudyReport) -> dict[str, list[Any]]:
     """The knobs that differ between the trials that were measured, each with its values in order."""
     candidates = [point["candidate"] for point in report.points().values()]
     names = dict.fromkeys(name for candidate in candidates for name in candidate)
@@ -99,12 +93,11 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (1, float(value), "") if isinstance(value, int | float) else (2, 0.0, str(value))
 
 
-def _chosen(report: StudyReport, series: str) -> Iterable[Data]:
-    """The trials whose curves are kept, those of the picks and the baseline first."""
+def _having(report: StudyReport, series: str) -> Iterable[Data]:
+    """The trials that have such a curve, those of the picks and the baseline first."""
     marks, front = report.marks(), {point["trial"] for point in report.front}
     order = sorted(report.trials, key=lambda one: (one["trial"] not in marks, one["trial"] not in front, one["trial"]))
-    having = (one for one in order if sum(value is not None for value in one.get(series) or ()) > 1)
-    return itertools.islice(having, CURVES)
+    return (one for one in order if sum(value is not None for value in one.get(series) or ()) > 1)
 
 
 def _cut(n: int, pieces: int) -> list[range]:
@@ -115,7 +108,7 @@ def _cut(n: int, pieces: int) -> list[range]:
 def losses(report: StudyReport) -> list[dict[str, Any]]:
     """Loss curves, averaged into pieces."""
     marks = report.marks()
-    return [_curve(report, one, marks.get(one["trial"], [])) for one in _chosen(report, "losses")]
+    return [_curve(report, one, marks.get(one["trial"], [])) for one in itertools.islice(_having(report, "losses"), CURVES)]
 
 
 def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, Any]:
@@ -127,7 +120,6 @@ def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, An
     seconds = list(itertools.accumulate(times)) if len(times) == len(values) else []
     return {
         "trial": one["trial"],
-        "words": words(candidate),
         "marks": list(marks),
         "loss": [round(sum(piece) / len(piece), 5) if piece else None for piece in found],
         "steps": middle,
@@ -139,18 +131,19 @@ def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, An
 def _steps(report: StudyReport) -> list[dict[str, Any]]:
     """The time of every step, in pieces of which the median and the longest are kept, so that an outlier is not averaged away."""
     marks, found = report.marks(), []
-    for one in _chosen(report, "step_times_s"):
+    most = max(LEAST_STEP_PIECES, min(STEP_PIECES, ALL_STEP_PIECES // max(1, len(report.trials))))
+    for one in _having(report, "step_times_s"):
         times = [float(value) for value in one["step_times_s"]]
-        pieces = _cut(len(times), 2 * PIECES)
-        sorted_pieces = [sorted(times[piece.start : piece.stop]) for piece in pieces]
+        pieces = [sorted(times[piece.start : piece.stop]) for piece in _cut(len(times), most)]
+        warmup = one.get("n_warmup")
         found.append({
             "trial": one["trial"],
-            "words": words(one["candidate"]),
             "marks": list(marks.get(one["trial"], [])),
-            "step": [piece.start + (len(piece) + 1) / 2 for piece in pieces],
-            "ms": [round(1e3 * piece[len(piece) // 2], 3) for piece in sorted_pieces],
-            "high": [round(1e3 * piece[-1], 3) for piece in sorted_pieces],
-            "warmup": stats.warmup_steps(times),
+            "n": len(times),
+            "size": len(pieces[0]),
+            "ms": _short(*(1e3 * piece[len(piece) // 2] for piece in pieces)),
+            "high": _short(*(1e3 * piece[-1] for piece in pieces)) if len(pieces[0]) > 1 else [],
+            "warmup": stats.warmup_steps(times) if warmup is None else warmup,
         })  # fmt: skip
     return found
 
@@ -168,9 +161,8 @@ def _progress(report: StudyReport) -> list[dict[str, Any]]:
             "trial": one["trial"],
             "at": round(spent, 2),
             "outcome": str(one["outcome"]).replace("_", " "),
-            "words": words(one["candidate"]),
             "gain": _gain(report, one, base, weights) if complete and base else None,
-            "m": {name: value for name, value in measured(one).items() if name in names} if complete else {},
+            "m": {name: _short(value)[0] for name, value in measured(one).items() if name in names} if complete else {},
         })  # fmt: skip
     return found
 
@@ -182,9 +174,7 @@ def forecasts(report: StudyReport) -> dict[str, list[dict[str, Any]]]:
         for name, said_ in (one.get("forecast") or {}).items():
             was = measured(one).get(name)
             if name in METRICS and was and all(math.isfinite(value) for value in said_):
-                found.setdefault(name, []).append(
-                    {"trial": one["trial"], "words": words(one["candidate"]), "said": list(said_), "was": was}
-                )
+                found.setdefault(name, []).append({"trial": one["trial"], "said": _short(*said_), "was": was})
     return found
 
 

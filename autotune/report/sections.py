@@ -10,7 +10,7 @@ from autotune.analysis.effects import Effect, Effects
 from autotune.objective import METRICS
 from autotune.report import StudyReport
 from autotune.report.elements import Html, breakable, choice, controls, each, el, group, plot, section
-from autotune.report.plots import said
+from autotune.report.plots import knobs, said
 
 # Knobs that hardly matter, and values of a knob, beyond these are left to the JSON.
 MOST_KNOBS, MOST_LEVELS = 8, 6
@@ -61,12 +61,15 @@ def _labels(metrics: Sequence[str]) -> dict[str, str]:
     return {str(i): METRICS[metric].label for i, metric in enumerate(metrics)}
 
 
-def knob(report: StudyReport, mattered: Sequence[Effects]) -> Html | None:
+def knob(report: StudyReport) -> Html | None:
     """Every trial as a line through its knobs, and what each knob is worth."""
     if len(report.points()) < 2:
         return None
     metrics = _labels(report.metric_names())
-    note = "Each line is a trial, coloured by a metric. Choose a value on an axis to see only its trials; choose it again to let go."
+    note = (
+        "Each line is a trial, coloured by a metric. Choose a value on an axis, or from the lists below it, to see only its trials;"
+        " choose it again to let go."
+    )
     return section(
         "Knobs",
         "knobs",
@@ -79,8 +82,19 @@ def knob(report: StudyReport, mattered: Sequence[Effects]) -> Html | None:
             id="parallel-plot",
             tabindex=0,
         ),
-        _effects(mattered) if mattered else None,
+        _lists(report),
+        _effects(report.effects) if report.effects else None,
     )
+
+
+def _lists(report: StudyReport) -> Html:
+    """The values on the axes as lists, for whoever has no pointer."""
+    lists = (
+        choice(name.rsplit(".", 1)[-1], f"axis-{i}", {"": "any"} | {str(n): said(level) for n, level in enumerate(levels)})
+        for i, (name, levels) in enumerate(knobs(report).items())
+    )
+    left = el("p", class_="note", id="parallel-said", role="status")
+    return group(el("details", el("summary", "Choose values from lists"), controls(each(lists)), class_="lists"), left)
 
 
 def _effects(mattered: Sequence[Effects]) -> Html:

@@ -168,6 +168,7 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "gate": asdict(seen.verdict) if seen.verdict is not None and folder else None,
                 "losses": _curve(result, seen, folder),
                 "step_times_s": result.step_times_s if result else [],
+                "n_warmup": result.steps.n_warmup if result and result.steps else None,
             }
         )
     return rows

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autotune.objective import METRICS
 from autotune.report import Data, StudyReport, measured, plots, speedup, units, words
 from autotune.report.elements import Html, breakable, controls, each, el, section
+
+# Least widths of the columns in rem; the configuration's is the style sheet's, as it depends on the screen.
+TRIAL, OUTCOME, SPEEDUP, METRIC, WALL = 4.4, 9.6, 5.6, 6.1, 4.4
+# A metric with a longer name than this many letters takes more.
+LETTERS, LONG_METRIC = 20, 8.4
 
 
 def outcomes(report: StudyReport) -> dict[str, int]:
@@ -18,13 +23,20 @@ def outcomes(report: StudyReport) -> dict[str, int]:
     return found
 
 
+def _columns(names: Iterable[str]) -> str:
+    """The widths of the columns, the same in every row: a row that is not seen need not be laid out to know them."""
+    metrics = [LONG_METRIC if len(METRICS[name].label) > LETTERS else METRIC for name in names]
+    least = TRIAL + OUTCOME + SPEEDUP + sum(metrics) + WALL
+    shares = " ".join(f"minmax({width}rem, 1fr)" for width in metrics)
+    columns = f"{TRIAL}rem minmax(var(--config), 4fr) minmax({OUTCOME}rem, 2fr) {SPEEDUP}rem {shares} {WALL}rem"
+    return f"--columns: {columns}; --least: calc(var(--config) + {least:.1f}rem)"
+
+
 def trials(report: StudyReport) -> Html:
     """Every trial with its configuration, its end, what it measured and why it failed."""
     points, marks, scales = report.points(), report.marks(), plots.scales(report)
     heads = [("trial", "", "n"), ("configuration", "", None), ("outcome", "", None), ("speed-up", "", "n")]
-    heads += [
-        (METRICS[name].label, scale.unit, f"n metric{' long' if len(METRICS[name].label) > 20 else ''}") for name, scale in scales.items()
-    ]
+    heads += [(METRICS[name].label, scale.unit, "n") for name, scale in scales.items()]
     heads += [("wall", "s", "n")]
     header = each(
         el("th", el("button", label, el("br") if unit else None, unit, type="button"), scope="col", class_=kind)
@@ -36,7 +48,7 @@ def trials(report: StudyReport) -> Html:
         f"{ends}. A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the defaults."
         " Trials that were measured again show those values; ~ is extrapolated."
     )
-    table = el("table", el("thead", el("tr", header)), el("tbody", rows), class_="trials", id="trials")
+    table = el("table", el("thead", el("tr", header)), el("tbody", rows), class_="trials", id="trials", style=_columns(scales))
     return section(
         "Trials",
         "all",

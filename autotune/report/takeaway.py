@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import files, trial
-from autotune.report import StudyReport, browser, html, interval, measured, plots, speedup, words
+from autotune.report import StudyReport, browser, html, interval, measured, speedup, words
 
 # The plots by file name, and what of the page each one is.
 PLOTS = {
@@ -44,7 +44,7 @@ def as_data(report: StudyReport) -> dict[str, Any]:
         "recommended": dict(report.recommended),
         "front": list(report.front),
         "caveats": report.caveats(),
-        "effects": [asdict(each) for each in plots.what_mattered(report)],
+        "effects": [asdict(each) for each in report.effects],
         "trials": [dict(row) for row in report.trials],
     }
 

@@ -15,6 +15,7 @@ from autotune.executors import base
 from autotune.executors.host import extensions_dir
 from autotune.executors.local import LocalExecutor
 from autotune.invocation import Invocation
+from autotune.report import diagnosis
 from autotune.spec import StudySpec
 from autotune.trial import Outcome, TrialRequest
 
@@ -56,11 +57,11 @@ def planned(executor, home, plans, tmp_path, monkeypatch):
 
 @pytest.fixture
 def measure(executor, tmp_path):
-    def run(found, steps=4, **changes):
+    def run(found, steps=4, traced_steps=0, **changes):
         candidate = replace(found.baseline, **changes)
         request = TrialRequest(
             target=str(found.spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate),
-            world_size=found.world_size, max_steps=steps, deadline_s=60, script=found.script(candidate),
+            world_size=found.world_size, max_steps=steps, deadline_s=60, script=found.script(candidate), traced_steps=traced_steps,
         )  # fmt: skip
         return base.run(executor, tmp_path / "trial", request)
 
@@ -176,6 +177,15 @@ def test_every_style_of_loop_moves_as_far_as_it_can(planned, measure, style, ove
         all(seconds > 0 for seconds in result.phase_times_s.values())
         and {"data", "forward", "backward", "step"} <= result.phase_times_s.keys()
     )
+
+
+def test_a_scripts_step_is_taken_apart_and_traced_and_says_what_it_is_bound_by(planned, measure, tmp_path):
+    found = planned("dict_config.py")
+    result = measure(found, traced_steps=1)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    said = diagnosis.of_result(result, tmp_path / "trial", found.workload)
+    known = {part.name: part.known for part in said.parts}
+    assert said.bound_by and "traced" in known["launch overhead"] and "traced" in known["memory bandwidth"]
 
 
 def test_what_cannot_run_otherwise_is_frozen_with_the_reason(planned):

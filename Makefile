@@ -60,6 +60,7 @@ floors: $(STAMP) ## a small study on the oldest releases that pyproject.toml all
 	@test -x .cache/floors/bin/pip || $(RUN) -m venv --clear .cache/floors
 	@.cache/floors/bin/python .ci/floors.py >.cache/floors.txt
 	@.cache/floors/bin/pip install --quiet --no-input --progress-bar off $(PIP_ARGS) -r .cache/floors.txt </dev/null
+	@.cache/floors/bin/pip install --quiet --no-input --progress-bar off --no-deps --force-reinstall . </dev/null
 	@$(call small_study,floors)
 	@echo 'make floors: the oldest releases work'
 
@@ -73,10 +74,9 @@ newest: ## the same on the newest Python that is installed here, in .cache/newes
 	@$(call small_study,newest)
 	@echo "make newest: $$(.cache/newest/bin/python --version) works"
 
-# $(1): an environment below .cache that has what autotune depends on.
+# $(1): an environment below .cache that has autotune.
 define small_study
-.cache/$(1)/bin/pip install --quiet --no-input --progress-bar off --no-deps --force-reinstall . </dev/null \
-  && rm -rf .cache/$(1)-study && mkdir .cache/$(1)-study && cd .cache/$(1)-study && unset PYTHONPATH && export AUTOTUNE_CACHE="$$PWD/cache" \
+rm -rf .cache/$(1)-study && mkdir .cache/$(1)-study && cd .cache/$(1)-study && unset PYTHONPATH && export AUTOTUNE_CACHE="$$PWD/cache" \
   && autotune=../$(1)/bin/autotune && $$autotune init first && $$autotune run first/study.yaml --ranks 2 --trials 4 --space batch,zero \
   && $$autotune export first -o ds_config.json && $$autotune report first
 endef

@@ -267,7 +267,7 @@ BENCHMARKS = (
     Benchmark(name="ask", command="python benchmarks/ask.py", rows=ask),
     Benchmark(name="driver_overhead", command="python benchmarks/driver_overhead.py 200 physics tpe", rows=driver_overhead),
     Benchmark(name="script_startup", command="python benchmarks/script_startup.py", rows=script_startup),
-    Benchmark(name="hook_overhead", command="python benchmarks/hook_overhead.py 3", rows=hook_overhead),
+    Benchmark(name="hook_overhead", command="python benchmarks/hook_overhead.py 2", rows=hook_overhead),
     Benchmark(name="claim", command="python benchmarks/claim.py", rows=claim),
     Benchmark(name="gate", command="python benchmarks/gate.py", rows=gate),
     Benchmark(name="time_to_target", command="python benchmarks/time_to_target.py", rows=time_to_target),

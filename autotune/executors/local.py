@@ -181,11 +181,11 @@ class LocalJob:
         self._executor, self._server, self._number, self._end = executor, server, number, end
 
     def poll(self) -> Status:
-        """Exited when the server has written how it ended, lost when it died before that.
+        """Exited when the server says that it has carried out the order, lost when it died before it wrote how that ended.
 
-        That the server says so counts as well: where others saw the file first, the folder may be the next trial's by now.
+        Its word, not the file: where others saw that first, the folder may be the next trial's by now.
         """
-        if self._end.exists() or self._executor.n_ended(self._server) >= self._number:
+        if self._executor.n_ended(self._server) >= self._number:
             return Status.EXITED
         if self._server.poll() is not None:
             self._executor.lose(self._server)

@@ -164,7 +164,6 @@
     Plotly.react("loss-plot", traces, layout(axis(title), axis("training loss")), config).then((plot) => legend("loss-legend", plot, entries));
   }
 
-
   // A metric's place between the least and the most that was measured; by ratios where it spans more than a decade.
   function ruler(metric, points) {
     const values = points.filter((p) => p.m[metric.name]).map((p) => p.m[metric.name][0]);

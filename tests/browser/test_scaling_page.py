@@ -53,6 +53,20 @@ def test_all_six_panels_are_large_enough_to_read_and_hold_what_they_draw(page, p
     assert page.run("getComputedStyle(document.querySelector('.panels .ideal')).strokeDasharray") == "5px, 4px"
 
 
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_figures_stand_in_rows_and_columns(page, path, width):
+    page.view(width, 900)
+    page.open(path.as_uri())
+    places = page.run(
+        "[...document.querySelectorAll('table tr')].map((row) => [...row.cells]"
+        ".map((cell) => cell.getBoundingClientRect()).map((box) => [box.left, box.bottom]))"
+    )
+    assert len(places) == 1 + len(RATES)
+    for row in places:
+        assert len({bottom for _, bottom in row}) == 1
+        assert [left for left, _ in row] == [left for left, _ in places[0]] == sorted({left for left, _ in row})
+
+
 def test_the_plots_are_drawn_as_one_picture(page, path, tmp_path):
     assert page is not None
     scaling_page.draw(path, tmp_path / "scaling.png")

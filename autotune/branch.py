@@ -107,7 +107,11 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     ratios = middle / np.maximum(there, middle / 100) / speed
     value = float(np.median(ratios))
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
-    return _told(Branch(confirmed=None, reason="", time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples))
+    return _told(
+        Branch(
+            confirmed=None, reason="", time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
+        )
+    )
 
 
 def _told(found: Branch) -> Branch:

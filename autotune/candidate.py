@@ -66,7 +66,9 @@ SECTION_KEYS: dict[str, frozenset[str]] = {
         leaf_module
         """.split()
     ),
-    "bf16": frozenset("enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()),
+    "bf16": frozenset(
+        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
+    ),
     "fp16": frozenset(
         """
         enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
@@ -101,7 +103,16 @@ SIDE_EFFECT_KEYS = frozenset(
 LARGEST = 2**63 - 1
 LARGEST_BATCH = 2**31 - 1
 DEEPEST = 50
-STAGE_3_PREFIXES = ("stage3_", "zero_hpz", "zero_quantized", "offload_param", "cpu_offload_param", "leaf_module", "mics_", "zeropp_")
+STAGE_3_PREFIXES = (
+    "stage3_",
+    "zero_hpz",
+    "zero_quantized",
+    "offload_param",
+    "cpu_offload_param",
+    "leaf_module",
+    "mics_",
+    "zeropp_",
+)
 
 
 class ConfigError(UserError):
@@ -207,7 +218,10 @@ class Candidate:
         self._set_zero(config)
         if self.optimizer != "keep":
             params = config.get("optimizer", {}).get("params", {})
-            config["optimizer"] = {"type": self.optimizer, "params": {k: v for k, v in params.items() if k in ("lr", "betas")}}
+            config["optimizer"] = {
+                "type": self.optimizer,
+                "params": {k: v for k, v in params.items() if k in ("lr", "betas")},
+            }
         for path, value in self.config:
             set_path(config, path, value)
         return config
@@ -219,7 +233,9 @@ class Candidate:
             return None
         bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
         facts = {field.name: getattr(setting, field.name) for field in fields(setting)} | self.values()
-        return rule.why.format(**(facts | {"global_batch": bounds, "batch": self.global_batch_size(setting.world_size)}))
+        return rule.why.format(
+            **(facts | {"global_batch": bounds, "batch": self.global_batch_size(setting.world_size)})
+        )
 
     def broken_rules(self, setting: Setting) -> Iterator[Rule]:
         """The rules that speak against this candidate in a setting."""
@@ -244,7 +260,9 @@ class Candidate:
             dtype = "float16" if self.precision.endswith("fp16") else "bfloat16"
             config["torch_autocast"] = {**kept["torch_autocast"], "enabled": True, "dtype": dtype}
         if self.precision not in DTYPES and "data_types" in config:
-            config["data_types"] = {key: value for key, value in config["data_types"].items() if key != "grad_accum_dtype"}
+            config["data_types"] = {
+                key: value for key, value in config["data_types"].items() if key != "grad_accum_dtype"
+            }
             if not config["data_types"]:
                 del config["data_types"]
 
@@ -252,7 +270,9 @@ class Candidate:
         zero = config.pop("zero_optimization", {})
         if self.zero_stage == 0:
             return
-        zero = {key: value for key, value in zero.items() if self.zero_stage == 3 or not key.startswith(STAGE_3_PREFIXES)}
+        zero = {
+            key: value for key, value in zero.items() if self.zero_stage == 3 or not key.startswith(STAGE_3_PREFIXES)
+        }
         for section, device in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
             kept = zero.pop(section, None) or {}
             if device != "none":
@@ -278,7 +298,9 @@ AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`Did you mean ...?` for the closest of the known names, or an empty text."""
-    close = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.6)  # comparing takes long where both are
+    close = difflib.get_close_matches(
+        str(name)[:100], list(known), n=1, cutoff=0.6
+    )  # comparing takes long where both are
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -308,7 +330,9 @@ def check_path(path: str) -> None:
         raise ConfigError(f"DeepSpeed has no key {section!r} (in {path!r}).{nearest(section, TOP_LEVEL_KEYS)}")
     key = rest.partition(".")[0]
     if key and section in SECTION_KEYS and key not in SECTION_KEYS[section]:
-        raise ConfigError(f"DeepSpeed's {section!r} has no key {key!r} (in {path!r}).{nearest(key, SECTION_KEYS[section])}")
+        raise ConfigError(
+            f"DeepSpeed's {section!r} has no key {key!r} (in {path!r}).{nearest(key, SECTION_KEYS[section])}"
+        )
 
 
 def check_value(name: str, value: Scalar) -> None:
@@ -339,7 +363,9 @@ def set_path(config: DsConfig, path: str, value: Any) -> None:
             config[section] = {}
         config = config[section]
         if not isinstance(config, dict):
-            raise ConfigError(f"{path}: {section!r} is {config!r} and no section of settings, so that nothing in it can be set")
+            raise ConfigError(
+                f"{path}: {section!r} is {config!r} and no section of settings, so that nothing in it can be set"
+            )
     config[key] = value
 
 
@@ -378,7 +404,9 @@ def check_plain(value: Any, where: str, depth: int = 0) -> None:
             return
         case int():
             if abs(value) > LARGEST:
-                raise ConfigError(f"{where}: a whole number of {value.bit_length()} bits is more than any setting takes")
+                raise ConfigError(
+                    f"{where}: a whole number of {value.bit_length()} bits is more than any setting takes"
+                )
         case float():
             if not math.isfinite(value):
                 raise ConfigError(f"{where}: {value} is no number that can be used; give one, or leave the key out")
@@ -387,8 +415,12 @@ def check_plain(value: Any, where: str, depth: int = 0) -> None:
                 raise ConfigError(f"{where}: {value[:60]!r} holds a character that is none; write plain text")
         case dict() | list() | tuple():
             if depth >= DEEPEST:
-                raise ConfigError(f"{where[:200]}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is")
-            parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else [(None, inner) for inner in value]
+                raise ConfigError(
+                    f"{where[:200]}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is"
+                )
+            parts: Iterable[tuple[Any, Any]] = (
+                value.items() if isinstance(value, dict) else [(None, inner) for inner in value]
+            )
             for key, inner in parts:
                 if key is not None and not (isinstance(key, str) and _is_text(key)):
                     raise ConfigError(f"{where}: {key!r} is no name of a setting; put a name in quotation marks")
@@ -443,12 +475,24 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
 
 
 def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int, int]:
-    total, micro, steps = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    for key, value in (("train_batch_size", total), ("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", steps)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_BATCH):
-            raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})")
+    total, micro, steps = (
+        config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    for key, value in (
+        ("train_batch_size", total),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_BATCH
+        ):
+            raise ConfigError(
+                f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})"
+            )
     if micro is None and total is None:
-        raise ConfigError(f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them")
+        raise ConfigError(
+            f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them"
+        )
     if micro is None:
         assert total is not None
         micro = total // world_size // (steps or 1)
@@ -471,7 +515,8 @@ def precision_of(config: Mapping[str, Any]) -> str:
     if autocast.get("enabled"):
         return (
             "torch_autocast_fp16"
-            if str(autocast.get("dtype", "")).endswith(("float16", "fp16", "half")) and "b" not in str(autocast.get("dtype"))
+            if str(autocast.get("dtype", "")).endswith(("float16", "fp16", "half"))
+            and "b" not in str(autocast.get("dtype"))
             else "torch_autocast"
         )
     return "fp32"
@@ -560,7 +605,10 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def _quantised(config: Mapping[str, Scalar]) -> bool:
-    return any(config.get(f"zero_optimization.zero_quantized_{name}") for name in ("weights", "gradients", "nontrainable_weights"))
+    return any(
+        config.get(f"zero_optimization.zero_quantized_{name}")
+        for name in ("weights", "gradients", "nontrainable_weights")
+    )
 
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
@@ -573,7 +621,10 @@ RULES: tuple[Rule, ...] = (
         lambda c, k, s: c.precision == "torch_autocast_fp16" and not s.fp16,
         "torch_autocast_fp16: this device has no fp16 arithmetic; use torch_autocast",
     ),
-    Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16, "{precision}: this device does not compute in bfloat16"),
+    Rule(
+        lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
+        "{precision}: this device does not compute in bfloat16",
+    ),
     Rule(
         lambda c, k, s: c.precision in s.unsafe_precisions,
         "{precision}: the model mixes types of numbers, which trials ended at; torch_autocast computes in 16 bits over fp32 weights",
@@ -583,14 +634,18 @@ RULES: tuple[Rule, ...] = (
         "checkpoint_every: the model has no repeated block to checkpoint; name them in `blocks`",
     ),
     Rule(
-        lambda c, k, s: c.checkpoint_every > max(s.n_blocks, 1), "checkpoint_every={checkpoint_every}: the model has only {n_blocks} blocks"
+        lambda c, k, s: c.checkpoint_every > max(s.n_blocks, 1),
+        "checkpoint_every={checkpoint_every}: the model has only {n_blocks} blocks",
     ),
     Rule(
         lambda c, k, s: s.n_samples is not None and c.global_batch_size(s.world_size) > s.n_samples,
         "global batch {batch}: the data set has only {n_samples} samples",
     ),
     Rule(
-        lambda c, k, s: s.global_batch is not None and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1],
+        lambda c, k, s: (
+            s.global_batch is not None
+            and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1]
+        ),
         "global batch {batch} is outside {global_batch}",
     ),
     Rule(
@@ -605,7 +660,10 @@ RULES: tuple[Rule, ...] = (
         lambda c, k, s: s.pipeline_stages > 0 and c.checkpoint_every > 0 and c.precision.startswith("torch_autocast"),
         "{precision}: a PipelineModule recomputes its layers outside of autocast, where they meet other types; use bf16",
     ),
-    Rule(lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0, "offload_optimizer needs ZeRO stage 1 or more"),
+    Rule(
+        lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0,
+        "offload_optimizer needs ZeRO stage 1 or more",
+    ),
     Rule(lambda c, k, s: c.offload_param != "none" and c.zero_stage != 3, "offload_param needs ZeRO stage 3"),
     Rule(
         lambda c, k, s: s.accelerator == "cpu" and {c.offload_optimizer, c.offload_param} != {"none"},
@@ -627,15 +685,24 @@ RULES: tuple[Rule, ...] = (
         "zero_optimization settings have no effect at ZeRO stage 0",
     ),
     Rule(
-        lambda c, k, s: c.zero_stage != 3 and any(name.removeprefix("zero_optimization.").startswith(STAGE_3_PREFIXES) for name in k),
+        lambda c, k, s: (
+            c.zero_stage != 3
+            and any(name.removeprefix("zero_optimization.").startswith(STAGE_3_PREFIXES) for name in k)
+        ),
         "stage-3 settings need ZeRO stage 3",
     ),
     Rule(
         lambda c, k, s: bool(k.get("zero_optimization.stage3_module_granularity_threshold")),
         "stage3_module_granularity_threshold fails with a shape error in DeepSpeed",
     ),
-    Rule(lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16", "bf16 settings need precision bf16"),
-    Rule(lambda c, k, s: any(name.startswith("fp16.") for name in k) and c.precision != "fp16", "fp16 settings need precision fp16"),
+    Rule(
+        lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
+        "bf16 settings need precision bf16",
+    ),
+    Rule(
+        lambda c, k, s: any(name.startswith("fp16.") for name in k) and c.precision != "fp16",
+        "fp16 settings need precision fp16",
+    ),
     Rule(
         lambda c, k, s: bool(k.get("bf16.bf16_master_weights_and_grads")) and c.zero_stage == 0,
         "bf16 master weights need ZeRO stage 1, 2 or 3",
@@ -646,7 +713,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c, k, s: (
-            bool(k.get("bf16.bf16_master_weights_and_grads")) and not k.get("bf16.bf16_optimizer_states") and c.offload_optimizer != "cpu"
+            bool(k.get("bf16.bf16_master_weights_and_grads"))
+            and not k.get("bf16.bf16_optimizer_states")
+            and c.offload_optimizer != "cpu"
         ),
         "bf16 master weights without bf16 optimizer states need the optimizer offloaded to the CPU",
     ),
@@ -659,7 +728,9 @@ RULES: tuple[Rule, ...] = (
         "grad_accum_dtype fp32 with 16-bit weights is not implemented at ZeRO stage 0",
     ),
     Rule(
-        lambda c, k, s: k.get("data_types.grad_accum_dtype") is not None and bool(k.get("bf16.bf16_master_weights_and_grads")),
+        lambda c, k, s: (
+            k.get("data_types.grad_accum_dtype") is not None and bool(k.get("bf16.bf16_master_weights_and_grads"))
+        ),
         "grad_accum_dtype contradicts bf16 master weights and gradients",
     ),
     Rule(
@@ -694,9 +765,15 @@ RULES: tuple[Rule, ...] = (
         lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and version(s.deepspeed_version) >= (0, 19, 7),
         "{optimizer} is not in DeepSpeed {deepspeed_version}: it was removed in 0.19.7",
     ),
-    Rule(lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.accelerator != "cuda", "{optimizer} communicates over NCCL or MPI only"),
+    Rule(
+        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.accelerator != "cuda",
+        "{optimizer} communicates over NCCL or MPI only",
+    ),
     Rule(lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and c.zero_stage != 0, "{optimizer} needs ZeRO stage 0"),
-    Rule(lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.client_optimizer, "{optimizer}: the workload makes its own optimizer"),
+    Rule(
+        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.client_optimizer,
+        "{optimizer}: the workload makes its own optimizer",
+    ),
 )
 
 

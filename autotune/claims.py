@@ -202,7 +202,9 @@ class Ledger:
 
         def beat() -> None:
             while not stop.is_set():
-                with contextlib.suppress(SQLAlchemyError, StoreError):  # the next one will do, or whoever tells says what is wrong
+                with contextlib.suppress(
+                    SQLAlchemyError, StoreError
+                ):  # the next one will do, or whoever tells says what is wrong
                     self.look()
                 stop.wait(HEARTBEAT_S)
 
@@ -265,7 +267,9 @@ class Ledger:
                     )
                 if held is not None and not said:
                     said = True
-                    on_wait(f"{held.owner.shown} ran this study; seeing whether it still does (up to {STALE_LOOKS * HEARTBEAT_S:.0f} s)")
+                    on_wait(
+                        f"{held.owner.shown} ran this study; seeing whether it still does (up to {STALE_LOOKS * HEARTBEAT_S:.0f} s)"
+                    )
                 time.sleep(min(HEARTBEAT_S, 1.0))
             try:
                 yield
@@ -287,7 +291,11 @@ class Ledger:
             statement: Any = insert(_leases).values(study=self.study_name, name=name, **fresh)
         else:
             its = (_leases.c.study == self.study_name) & (_leases.c.name == name)
-            statement = update(_leases).where(its & (_leases.c.token == held.token) & (_leases.c.beat == held.beat)).values(**fresh)
+            statement = (
+                update(_leases)
+                .where(its & (_leases.c.token == held.token) & (_leases.c.beat == held.beat))
+                .values(**fresh)
+            )
 
         def take() -> bool:
             try:
@@ -331,7 +339,9 @@ class Ledger:
         row = select(_turns).where(_turns.c.study == self.study_name)
         try:
             if connection.dialect.name == "postgresql":
-                connection.execute(sqlalchemy.text(f"SET LOCAL idle_in_transaction_session_timeout = {LONGEST_TURN_S * 1000}"))
+                connection.execute(
+                    sqlalchemy.text(f"SET LOCAL idle_in_transaction_session_timeout = {LONGEST_TURN_S * 1000}")
+                )
             elif connection.dialect.name in ("mysql", "mariadb"):
                 connection.detach()  # the setting must not go back to the pool
                 connection.execute(sqlalchemy.text(f"SET SESSION wait_timeout = {LONGEST_TURN_S}"))
@@ -368,11 +378,15 @@ class Ledger:
                     return int(session.execute(select(models.TrialModel.trial_id).where(where)).scalar_one())
                 models.StudyModel.find_or_raise_by_id(study._study_id, session, for_update=True)
                 made = backend._get_prepared_new_trial(study._study_id, None, session)
-                session.add(models.TrialUserAttributeModel(trial_id=made.trial_id, key="role", value_json=json.dumps(role)))
+                session.add(
+                    models.TrialUserAttributeModel(trial_id=made.trial_id, key="role", value_json=json.dumps(role))
+                )
                 name = f"trial {made.number}"
                 # What a study of the same name left.
                 session.execute(delete(_leases).where((_leases.c.study == self.study_name) & (_leases.c.name == name)))
-                session.execute(insert(_leases).values(study=self.study_name, name=name, owner=self._me, token=token, beat=0))
+                session.execute(
+                    insert(_leases).values(study=self.study_name, name=name, owner=self._me, token=token, beat=0)
+                )
                 return int(made.trial_id)
 
         trial_id = backend.patiently(begin)
@@ -381,7 +395,11 @@ class Ledger:
         return Trial(study, trial_id)
 
     def describe(
-        self, trial: Trial, params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution], attrs: Mapping[str, Any]
+        self,
+        trial: Trial,
+        params: Mapping[str, Any],
+        distributions: Mapping[str, BaseDistribution],
+        attrs: Mapping[str, Any],
     ) -> None:
         """Notes what a claimed trial is to measure, which nobody else will be given from now on.
 
@@ -436,13 +454,16 @@ class Ledger:
                 ended = session.execute(update(table).where(running).values(state=state, datetime_complete=now))
                 if ended.rowcount != 1:  # type: ignore[attr-defined]
                     return False  # the study was deleted, or somebody told the trial without us
-                session.execute(insert(models.TrialUserAttributeModel), _attr_rows(trial_id, {**attrs, TOLD_BY_ATTR: self._me}))
+                session.execute(
+                    insert(models.TrialUserAttributeModel), _attr_rows(trial_id, {**attrs, TOLD_BY_ATTR: self._me})
+                )
                 if system:
                     session.execute(insert(models.TrialSystemAttributeModel), _attr_rows(trial_id, system))
                 if values:
                     stored = [models.TrialValueModel.value_to_stored_repr(float(value)) for value in values]
                     rows = [
-                        {"trial_id": trial_id, "objective": n, "value": value, "value_type": kind} for n, (value, kind) in enumerate(stored)
+                        {"trial_id": trial_id, "objective": n, "value": value, "value_type": kind}
+                        for n, (value, kind) in enumerate(stored)
                     ]
                     session.execute(insert(models.TrialValueModel), rows)
                 return True
@@ -451,7 +472,9 @@ class Ledger:
 
     def _told_by(self, session: Session, trial_id: int) -> str | None:
         attr = models.TrialUserAttributeModel
-        text = session.execute(select(attr.value_json).where((attr.trial_id == trial_id) & (attr.key == TOLD_BY_ATTR))).scalar()
+        text = session.execute(
+            select(attr.value_json).where((attr.trial_id == trial_id) & (attr.key == TOLD_BY_ATTR))
+        ).scalar()
         return None if text is None else str(json.loads(text))
 
     def abandoned(self, running: Sequence[FrozenTrial]) -> list[tuple[FrozenTrial, Lease | None]]:

@@ -22,25 +22,40 @@ app = typer.Typer(
 )
 
 Target = Annotated[
-    str, typer.Argument(metavar="TARGET", help="A model.py, a training script, a study.yaml, or a launch command in quotation marks.")
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A model.py, a training script, a study.yaml, or a launch command in quotation marks."
+    ),
 ]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The training script's own arguments.")]
 ScriptSet = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script.")
+    list[str] | None,
+    typer.Option("--set", metavar="NAME={micro_batch_size}", help="Replace a constant of the training script."),
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
 Storage = Annotated[
     str | None,
-    typer.Option(metavar="URL", envvar="AUTOTUNE_STORAGE", help="Database, as postgresql://USER@HOST/DB (default: studies/autotune.db)."),
+    typer.Option(
+        metavar="URL",
+        envvar="AUTOTUNE_STORAGE",
+        help="Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
+    ),
 ]
-Executor = Annotated[str | None, typer.Option("--executor", metavar="local|slurm|ray", help="What runs the trials (default: local).")]
-Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that the ranks of a trial are spread over.")]
+Executor = Annotated[
+    str | None, typer.Option("--executor", metavar="local|slurm|ray", help="What runs the trials (default: local).")
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", metavar="N", help="Machines that the ranks of a trial are spread over.")
+]
 ExecutorOptions = Annotated[
     list[str] | None,
-    typer.Option("--executor-option", metavar="NAME=VALUE", help="What the executor is told, as partition=gpu; repeatable."),
+    typer.Option(
+        "--executor-option", metavar="NAME=VALUE", help="What the executor is told, as partition=gpu; repeatable."
+    ),
 ]
 Hostfile = Annotated[
-    Path | None, typer.Option("--hostfile", metavar="FILE", help="Machines for local, over your ssh: HOST slots=N a line.")
+    Path | None,
+    typer.Option("--hostfile", metavar="FILE", help="Machines for local, over your ssh: HOST slots=N a line."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 STUDIES = Path("studies")
@@ -89,7 +104,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -98,39 +115,67 @@ def _options(
 def run(
     target: Target,
     script_args: ScriptArgs = None,
-    study: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the study (default: from the target).")] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the study (default: from the target).")
+    ] = None,
     space: Annotated[str | None, typer.Option(metavar="A,B", help="Search spaces: presets or YAML files.")] = None,
     objective: Annotated[str | None, typer.Option(metavar="A,B", help="Objectives: presets or YAML files.")] = None,
     trials: Annotated[int | None, typer.Option(metavar="N", help="Trials in all, resumed ones included.")] = None,
     time_budget: Annotated[str | None, typer.Option(metavar="10m", help="Wall time in all.")] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks of a trial (default: the launcher's, or one per GPU).")
+    ] = None,
     executor: Executor = None,
     nodes: Nodes = None,
     executor_option: ExecutorOptions = None,
     hostfile: Hostfile = None,
-    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
-    global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
+    base_config: Annotated[
+        Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")
+    ] = None,
+    global_batch: Annotated[
+        str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")
+    ] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="See `autotune ls samplers`.")] = None,
-    stop_below: Annotated[str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")] = None,
-    memory_filter: Annotated[bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")] = None,
-    stop_trials: Annotated[bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")] = None,
-    parallel: Annotated[int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")] = None,
-    overlap: Annotated[bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")] = None,
+    stop_below: Annotated[
+        str | None, typer.Option(metavar="1%", help="End when no larger improvement is expected; 0: never.")
+    ] = None,
+    memory_filter: Annotated[
+        bool | None, typer.Option("--filter/--no-filter", help="Pass by what surely does not fit memory.")
+    ] = None,
+    stop_trials: Annotated[
+        bool | None, typer.Option("--stop-trials/--no-stop-trials", help="End trials that are clearly worse.")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")
+    ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")
+    ] = None,
     storage: Storage = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of weights, data order and search.")] = None,
     learning_rate_rule: Annotated[
-        str | None, typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge.")
+        str | None,
+        typer.Option(metavar="RULE", help="How it follows the batch: auto, none, linear, sqrt, adascale, surge."),
     ] = None,
-    branch: Annotated[bool | None, typer.Option("--branch/--no-branch", help="Check other global batches by a branch.")] = None,
-    branch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens that each side of a branch trains on.")] = None,
+    branch: Annotated[
+        bool | None, typer.Option("--branch/--no-branch", help="Check other global batches by a branch.")
+    ] = None,
+    branch_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens that each side of a branch trains on.")
+    ] = None,
     from_checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Weights that noise probe and branches start from: DeepSpeed's, or a state dict.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Weights that noise probe and branches start from: DeepSpeed's, or a state dict."
+        ),
     ] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
-    no_history: Annotated[bool, typer.Option("--no-history", help="Do not start from what related studies found.")] = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not start from what related studies found.")
+    ] = False,
 ) -> None:
     """Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."""
     from autotune import commands
@@ -171,8 +216,12 @@ def run(
 def worker(
     study: StudyName,
     storage: Storage = None,
-    parallel: Annotated[int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")] = None,
-    overlap: Annotated[bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")] = None,
+    parallel: Annotated[
+        int | None, typer.Option(metavar="N", help="Trials at once, on disjoint devices or nodes.")
+    ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap", help="Let them share a host, where they disturb one another.")
+    ] = None,
 ) -> None:
     """Help `autotune run`, on another machine, with the trials of STUDY; takes a database server and the study's folder."""
     from autotune import helping
@@ -192,7 +241,9 @@ def check(
     executor_option: ExecutorOptions = None,
     hostfile: Hostfile = None,
     base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration.")] = None,
-    global_batch: Annotated[str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")] = None,
+    global_batch: Annotated[
+        str | None, typer.Option(metavar="keep|free|LO..HI", help="Samples per optimizer step.")
+    ] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="4GiB", help="Memory limit of a device.")] = None,
     script_set: ScriptSet = None,
     as_json: AsJson = False,
@@ -221,10 +272,14 @@ def check(
 def predict(
     target: Target,
     script_args: ScriptArgs = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks, also more than this machine has.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device.")] = None,
-    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")] = None,
+    base_config: Annotated[
+        Path | None, typer.Option(metavar="DS.JSON", help="Your DeepSpeed configuration: the baseline.")
+    ] = None,
     study: Annotated[str | None, typer.Option(metavar="NAME", help="Study whose trials correct the forecast.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -252,7 +307,9 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to
 
 @app.command()
 def ls(
-    what: Annotated[str, typer.Argument(metavar="spaces|objectives|samplers|metrics|studies", help="What to list.")] = "studies",
+    what: Annotated[
+        str, typer.Argument(metavar="spaces|objectives|samplers|metrics|studies", help="What to list.")
+    ] = "studies",
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
@@ -275,7 +332,9 @@ def cp(
 
 @app.command()
 def status(
-    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")] = None,
+    study: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
     storage: Storage = None,
     as_json: AsJson = False,
@@ -289,8 +348,12 @@ def status(
 @app.command()
 def explain(
     study: StudyName,
-    why_not: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")] = None,
-    what_if: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")] = None,
+    why_not: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")
+    ] = None,
+    what_if: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")
+    ] = None,
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
@@ -305,7 +368,9 @@ def export(
     study: StudyName,
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
     trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")] = "deepspeed",  # noqa: A002
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")
+    ] = "deepspeed",  # noqa: A002
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
     storage: Storage = None,
 ) -> None:
@@ -322,8 +387,12 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Write there (default: the study's folder).")
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    single_file: Annotated[bool, typer.Option("--single-file", help="Only the page, no JSON and CSV beside it.")] = False,
-    png: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the plots as PNG, too; takes an installed Chromium.")] = None,
+    single_file: Annotated[
+        bool, typer.Option("--single-file", help="Only the page, no JSON and CSV beside it.")
+    ] = False,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw the plots as PNG, too; takes an installed Chromium.")
+    ] = None,
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
@@ -337,7 +406,9 @@ def report(
 def diagnose(
     study: StudyName,
     trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Run it again and trace some steps; the trace is kept.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Run it again and trace some steps; the trace is kept.")
+    ] = False,
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
@@ -352,11 +423,17 @@ def scale(
     target: Target,
     script_args: ScriptArgs = None,
     ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts to compare.")] = "1,2",
-    weak: Annotated[bool, typer.Option("--weak/--strong", help="Let the global batch grow with the ranks, or keep it.")] = False,
+    weak: Annotated[
+        bool, typer.Option("--weak/--strong", help="Let the global batch grow with the ranks, or keep it.")
+    ] = False,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
-    base_config: Annotated[Path | None, typer.Option(metavar="DS.JSON", help="The DeepSpeed configuration to scale.")] = None,
+    base_config: Annotated[
+        Path | None, typer.Option(metavar="DS.JSON", help="The DeepSpeed configuration to scale.")
+    ] = None,
     script_set: ScriptSet = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plots as PNG, too; takes an installed Chromium.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the plots as PNG, too; takes an installed Chromium.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how TARGET's configuration scales over ranks: time, throughput, speed-up, efficiency, communication."""
@@ -367,25 +444,38 @@ def scale(
         "script_set": script_set or None,
         "base_config": base_config and str(base_config),
     }
-    raise typer.Exit(commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, png, as_json=as_json))
+    raise typer.Exit(
+        commands.scale(target, overrides, ranks, "weak" if weak else "strong", rounds, png, as_json=as_json)
+    )
 
 
 @app.command()
 def project(
-    study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Name of a study (default: the only one).")] = None,
+    study: Annotated[
+        str | None, typer.Argument(metavar="STUDY", help="Name of a study (default: the only one).")
+    ] = None,
     devices: Annotated[int, typer.Option(metavar="N", help="Devices of the cluster, one rank each.")] = 8,
     per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
     intra_bandwidth: Annotated[
-        str | None, typer.Option(metavar="300GB/s", help="What a collective reaches within a node (default: as measured here).")
+        str | None,
+        typer.Option(metavar="300GB/s", help="What a collective reaches within a node (default: as measured here)."),
     ] = None,
-    inter_bandwidth: Annotated[str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, each way.")] = None,
+    inter_bandwidth: Annotated[
+        str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, each way.")
+    ] = None,
     intra_latency: Annotated[str | None, typer.Option(metavar="5us", help="Of a message within a node.")] = None,
     inter_latency: Annotated[str | None, typer.Option(metavar="20us", help="Of a message between nodes.")] = None,
-    algorithm: Annotated[str, typer.Option(metavar="NAME", help="Of collectives: auto, ring, tree or hierarchical.")] = "auto",
-    strong: Annotated[bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")] = False,
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="Of collectives: auto, ring, tree or hierarchical.")
+    ] = "auto",
+    strong: Annotated[
+        bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")
+    ] = False,
     pick: Annotated[str, typer.Option(metavar="NAME", help="Which pick of the study.")] = "recommended",
     trial: Annotated[int | None, typer.Option(metavar="N", help="This trial of its front instead of a pick.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the pick's value.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the pick's value.")
+    ] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device there.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -402,15 +492,23 @@ def project(
     except ValueError as error:
         raise UserError(f"--device-memory: {error}") from None
     question = Question(
-        pick=pick, trial=trial, settings=read_settings(settings or []), mode="strong" if strong else "weak", device_memory_bytes=memory
+        pick=pick,
+        trial=trial,
+        settings=read_settings(settings or []),
+        mode="strong" if strong else "weak",
+        device_memory_bytes=memory,
     )
-    raise typer.Exit(commands.project(study, Cluster.of(devices, per_node, links, algorithm), question, as_json=as_json))
+    raise typer.Exit(
+        commands.project(study, Cluster.of(devices, per_node, links, algorithm), question, as_json=as_json)
+    )
 
 
 @app.command()
 def probe(
     target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -447,7 +545,12 @@ def doctor(
 
 StorageOrEnv = Annotated[
     str | None,
-    typer.Option("--storage", metavar="URL", envvar="AUTOTUNE_STORAGE", help="Database URL (default: SQLite, studies/autotune.db)."),
+    typer.Option(
+        "--storage",
+        metavar="URL",
+        envvar="AUTOTUNE_STORAGE",
+        help="Database URL (default: SQLite, studies/autotune.db).",
+    ),
 ]
 
 
@@ -468,12 +571,20 @@ def changes(
 def retune(
     study: StudyName,
     if_due: Annotated[bool, typer.Option("--if-due", help="Only if a schedule of the study says so.")] = False,
-    if_stale: Annotated[bool, typer.Option("--if-stale", help="Only if something that it depends on has changed.")] = False,
+    if_stale: Annotated[
+        bool, typer.Option("--if-stale", help="Only if something that it depends on has changed.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Search although nothing moved.")] = False,
     min_gain: Annotated[str, typer.Option(metavar="3%", help="Replace the configuration from this gain on.")] = "3%",
-    trials: Annotated[int | None, typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's).")] = None,
-    on_change: Annotated[str | None, typer.Option(metavar="COMMAND", help="Run it where the configuration was replaced.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Measure the noise scale from this state.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's).")
+    ] = None,
+    on_change: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Run it where the configuration was replaced.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Measure the noise scale from this state.")
+    ] = None,
     storage: StorageOrEnv = None,
     as_json: AsJson = False,
 ) -> None:
@@ -491,8 +602,12 @@ def retune(
 @app.command()
 def history(
     study: Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.")] = None,
-    what: Annotated[str, typer.Option("--what", metavar="KIND", help="measurements, recommendations or decisions.")] = "decisions",
-    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="The newest so many.")] = 50,
+    what: Annotated[
+        str, typer.Option("--what", metavar="KIND", help="measurements, recommendations or decisions.")
+    ] = "decisions",
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="The newest so many.")
+    ] = 50,
     storage: StorageOrEnv = None,
     as_json: AsJson = False,
 ) -> None:
@@ -522,8 +637,12 @@ app.add_typer(schedule)
 def schedule_add(
     study: StudyName,
     every: Annotated[str | None, typer.Option(metavar="7d", help="This long after the last run.")] = None,
-    cron: Annotated[str | None, typer.Option(metavar='"0 3 * * 0"', help="Five fields, as in a crontab; local time.")] = None,
-    on: Annotated[str | None, typer.Option("--on", metavar="environment-change", help="Only if the environment has changed.")] = None,
+    cron: Annotated[
+        str | None, typer.Option(metavar='"0 3 * * 0"', help="Five fields, as in a crontab; local time.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="environment-change", help="Only if the environment has changed.")
+    ] = None,
     storage: StorageOrEnv = None,
 ) -> None:
     """Re-tune STUDY again and again."""
@@ -542,7 +661,9 @@ def schedule_list(storage: StorageOrEnv = None, as_json: AsJson = False) -> None
 
 @schedule.command("remove")
 def schedule_remove(
-    number: Annotated[int, typer.Argument(metavar="NUMBER", max=2**31 - 1, help="As `autotune schedule list` shows it.")],
+    number: Annotated[
+        int, typer.Argument(metavar="NUMBER", max=2**31 - 1, help="As `autotune schedule list` shows it.")
+    ],
     storage: StorageOrEnv = None,
 ) -> None:
     """Remove a schedule."""
@@ -581,7 +702,10 @@ def schedule_export(
 
 def commands_of(application: typer.Typer = app) -> Iterable[str]:
     """Names of the commands, for the tests that hold the documents to them."""
-    return [command.name or (command.callback.__name__ if command.callback else "") for command in application.registered_commands]
+    return [
+        command.name or (command.callback.__name__ if command.callback else "")
+        for command in application.registered_commands
+    ]
 
 
 if __name__ == "__main__":

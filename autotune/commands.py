@@ -69,7 +69,9 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         return status_of(tuned.stopped)
     _print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)
     if tuned.stopped is not None:
-        again = shlex.join(["autotune", *masking.masked([argument for argument in sys.argv[1:] if argument != "--fresh"])])
+        again = shlex.join(
+            ["autotune", *masking.masked([argument for argument in sys.argv[1:] if argument != "--fresh"])]
+        )
         print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
         return status_of(tuned.stopped)
     if not tuned.report.recommended["picks"]:
@@ -102,7 +104,13 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     interrupted: KeyboardInterrupt | None = None
     storage = store.open_storage(url)  # what is wrong with it is said before seconds of imports
     storage.keeps = True
-    with viewer(show) as view, terminable(), store.failing_in_words(url), study_lock(folder), contextlib.ExitStack() as stack:
+    with (
+        viewer(show) as view,
+        terminable(),
+        store.failing_in_words(url),
+        study_lock(folder),
+        contextlib.ExitStack() as stack,
+    ):
         ledger = claims.Ledger(storage, wanted.name)
         stack.enter_context(ledger.leading(view.say))
         view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
@@ -125,7 +133,9 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
         except KeyboardInterrupt as stop:
             interrupted = stop
     with store.failing_in_words(url):
-        there = wanted.name in store.study_names(storage)  # asked of what is open: also where the file was removed meanwhile
+        there = wanted.name in store.study_names(
+            storage
+        )  # asked of what is open: also where the file was removed meanwhile
         if interrupted is not None and not there:
             return Tuned(report=None, stopped=interrupted)
         report = summary.load(wanted.name, url, folder)
@@ -158,10 +168,14 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
         Exit status: 0 the baseline runs, 1 it does not.
     """
     wanted, notes = wanted_study(target, overrides)
-    around = studies_folder(Path(target)) if wanted.runs_elsewhere else None  # other machines see no temporary files of this one
+    around = (
+        studies_folder(Path(target)) if wanted.runs_elsewhere else None
+    )  # other machines see no temporary files of this one
     if around is not None:
         around.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))  # kept if something fails: logs tell why
+    folder = Path(
+        tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around)
+    )  # kept if something fails: logs tell why
     with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
         with executor_for(wanted, folder, view.waits) as executor:
@@ -189,7 +203,9 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
 def print_check(data: Mapping[str, Any], console: Console) -> None:
     """Prints what `check` found."""
     workload = data["workload"]
-    trainable = "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
+    trainable = (
+        "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
+    )
     console.print(f"model      {workload['n_parameters']:,} parameters{trainable}")
     if workload["script"]:
         _print_start(data["invocation"], console)
@@ -198,7 +214,9 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
     console.print(f"data       {samples}")
     if workload["n_blocks"]:
         share = f"{workload['block_share']:.0%} of the parameters"
-        console.print(f"blocks     {workload['n_blocks']} x {workload['block_class']}, {share}: their activations can be recomputed")
+        console.print(
+            f"blocks     {workload['n_blocks']} x {workload['block_class']}, {share}: their activations can be recomputed"
+        )
     environment = workload["environment"]
     console.print(f"machine    {environment['accelerator']}: {environment['device_name']}; {data['ranks']} rank(s)")
     console.print(f"baseline   {data['baseline']['description']}: {data['baseline']['outcome']}", end="")
@@ -208,7 +226,9 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
     if data["baseline"]["log"]:
         console.print(f"           see {data['baseline']['log']}")
     about = "" if data["exact"] else "about "
-    console.print(f"\n{about}{data['n_legal']:,} candidates can run here, of {data['n_candidates']:,} in the space. Tuned:\n")
+    console.print(
+        f"\n{about}{data['n_legal']:,} candidates can run here, of {data['n_candidates']:,} in the space. Tuned:\n"
+    )
     knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1]
     width = max(len(knob["name"]) for knob in knobs)
     for knob in knobs:
@@ -232,7 +252,9 @@ def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
     console.print(f"starts     {shlex.join([what, *invocation['arguments']])}")
     names = ", ".join(invocation["environment"])
     ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
-    console.print(f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else ""))
+    console.print(
+        f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else "")
+    )
 
 
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
@@ -247,7 +269,10 @@ def _print_script(script: Mapping[str, Any], console: Console) -> None:
 
 def _condition(when: Mapping[str, Sequence[Any]]) -> str:
     """The condition of a knob in words."""
-    terms = [f"{name} is {' or '.join('default' if value is None else str(value) for value in values)}" for name, values in when.items()]
+    terms = [
+        f"{name} is {' or '.join('default' if value is None else str(value) for value in values)}"
+        for name, values in when.items()
+    ]
     return f"   when {', '.join(terms)}" if terms else ""
 
 
@@ -276,11 +301,17 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         "n_legal": n_legal,
         "exact": exact,
         "knobs": [
-            {"name": p.name, "values": p.describe(), "n_values": len(p.all_values()), "when": {k: list(v) for k, v in p.when.items()}}
+            {
+                "name": p.name,
+                "values": p.describe(),
+                "n_values": len(p.all_values()),
+                "when": {k: list(v) for k, v in p.when.items()},
+            }
             for p in found.space.parameters
         ],
         "not_proposed": [
-            {"knob": knob, "value": "default" if value is None else value, "reason": reason} for (knob, value), reason in dead.items()
+            {"knob": knob, "value": "default" if value is None else value, "reason": reason}
+            for (knob, value), reason in dead.items()
         ],
         "notes": found.notes,
     }
@@ -380,7 +411,11 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
         if pid is None:
             raise
         data = {"name": name, "n_trials": 0, "outcomes": {}, "running": 0, "process": pid}
-        print(json.dumps(data, indent=1) if as_json else f"study {name}: process {pid} runs it now; no trial has ended yet")
+        print(
+            json.dumps(data, indent=1)
+            if as_json
+            else f"study {name}: process {pid} runs it now; no trial has ended yet"
+        )
         return 0
     opened = store.open_storage(url, create=False)
     n_running = len(store.running(store.load_study(opened, name)))
@@ -394,7 +429,15 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     _print_answer(report, [], as_json=False)
     if changed:
-        print("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), f"is the answer still right? autotune retune {name}"]))
+        print(
+            "\n".join(
+                [
+                    "\nchanged since:",
+                    *(f"  {line}" for line in changed),
+                    f"is the answer still right? autotune retune {name}",
+                ]
+            )
+        )
     return 0
 
 
@@ -413,7 +456,11 @@ def _watch(what: str, name: str, folder: Path, pid: int) -> KeyboardInterrupt | 
 def _changed(report: StudyReport, url: str) -> list[fingerprint.Change]:
     """What of the study's circumstances is not as it was, as far as it shows at once."""
     kept = store.record(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]))
-    return fingerprint.quick_changes(kept, (Path(report.study["folder"]) / kept.target).resolve()) if kept is not None else []
+    return (
+        fingerprint.quick_changes(kept, (Path(report.study["folder"]) / kept.target).resolve())
+        if kept is not None
+        else []
+    )
 
 
 def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
@@ -424,7 +471,9 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
         raise UserError("explain: give --why-not or --what-if, not both")
     folder, url = locate(study, storage)
     report = summary.load(study, url, folder)
-    evidence = explanations.Evidence(store.load_study(store.open_storage(url, create=False), report.study["stored_as"]), report)
+    evidence = explanations.Evidence(
+        store.load_study(store.open_storage(url, create=False), report.study["stored_as"]), report
+    )
     if why_not is not None:
         said = evidence.why_not(*explanations.read_setting(why_not))
     elif what_if is not None:
@@ -434,7 +483,9 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
     print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))
 
 
-def export(study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None) -> None:
+def export(
+    study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None
+) -> None:
     """`autotune export`: the configuration that a study found, in the form that a training takes."""
     if pick is not None and number is not None:
         raise UserError("export: give --pick or --trial, not both")
@@ -450,7 +501,14 @@ def export(study: str, pick: str | None, number: int | None, form: str, output: 
 
 
 def report(
-    study: str, storage: str | None, output: Path | None, png: Path | None, *, open_it: bool, single_file: bool, as_json: bool
+    study: str,
+    storage: str | None,
+    output: Path | None,
+    png: Path | None,
+    *,
+    open_it: bool,
+    single_file: bool,
+    as_json: bool,
 ) -> None:
     """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
     from autotune.report import takeaway
@@ -490,7 +548,9 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
     row = next(row for row in report.trials if row["trial"] == chosen["trial"])
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
-        raise UserError(f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart")
+        raise UserError(
+            f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take apart"
+        )
     folder = Path(report.study["folder"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}
@@ -505,7 +565,9 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
         print(line)
 
 
-def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, png: Path | None, *, as_json: bool) -> int:
+def scale(
+    target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, png: Path | None, *, as_json: bool
+) -> int:
     """`autotune scale`: measures a configuration on several numbers of ranks, in turns.
 
     Returns:
@@ -520,7 +582,12 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
     counts = measuring.rank_counts(ranks)
     wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)})
     folder = studies_folder(Path(target)) / wanted.name / watching.SCALING
-    with ProgressView() as view, terminable(), measuring.equal_threads(max(counts)) as threads, study_lock(folder, wanted.name):
+    with (
+        ProgressView() as view,
+        terminable(),
+        measuring.equal_threads(max(counts)) as threads,
+        study_lock(folder, wanted.name),
+    ):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         watched = Journal(view, folder)
         watched.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
@@ -528,7 +595,9 @@ def scale(target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rou
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
             if environment.accelerator != "cpu" and environment.n_devices < max(counts):
-                raise UserError(f"scale: {max(counts)} ranks need as many devices; this machine has {environment.n_devices}")
+                raise UserError(
+                    f"scale: {max(counts)} ranks need as many devices; this machine has {environment.n_devices}"
+                )
             notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
             configurations = scaling.candidates(found.baseline, counts, mode)
             runs, failures = measuring.measure(found, executor, folder, configurations, rounds, watched)
@@ -578,7 +647,8 @@ def dashboard(storage: str | None, host: str, port: int) -> None:
         if not server.is_loopback(host):
             print(f"Whoever has this address can read every study. {TOKEN_VARIABLE} sets the token.", file=sys.stderr)
             print(
-                "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use ssh -L.", file=sys.stderr
+                "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use ssh -L.",
+                file=sys.stderr,
             )
         with terminable(), contextlib.suppress(KeyboardInterrupt):
             served.serve_forever()

@@ -49,7 +49,9 @@ class Host(Protocol):
     def measured(self) -> list[Measured]:
         """Every told trial."""
 
-    def progress(self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]) -> None:
+    def progress(
+        self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
+    ) -> None:
         """Tells whoever watches that a trial ended."""
 
     def out_of_time(self) -> bool:
@@ -74,7 +76,9 @@ class Confirmation:
         """Confirms until what is recommended has stood every check; nothing where no finalists are wanted."""
         if not self.spec.finalists:
             return
-        self._gate_s = sum(result.wall_s for path in self.folder.glob("trials/*/*") if (result := _of_gate(path)) is not None)
+        self._gate_s = sum(
+            result.wall_s for path in self.folder.glob("trials/*/*") if (result := _of_gate(path)) is not None
+        )
         found = self._finalists()
         while self._gate(found) or self._branch(found):
             found = self._finalists()  # others have moved up
@@ -87,7 +91,9 @@ class Confirmation:
 
     def _finalists(self) -> list[Measured]:
         measured = self.host.measured()
-        return recommend.finalists(measured, baseline_of(measured), self.host.objectives, self.spec.finalists, self.plan.data_parallel)
+        return recommend.finalists(
+            measured, baseline_of(measured), self.host.objectives, self.spec.finalists, self.plan.data_parallel
+        )
 
     def _contenders(self) -> list[Measured]:
         """Who of those measured again reads better than the baseline, the best first, down to the first that nothing speaks against."""
@@ -111,23 +117,38 @@ class Confirmation:
         """Measures the finalists and the baseline in turns, so that what drifts meets all of them alike."""
         baseline, world = baseline_of(self.host.measured()), self.plan.world_size
         while True:
-            left = recommend.in_race(found, self.host.measured(), baseline and self._now(baseline), self.host.objectives, world)
+            left = recommend.in_race(
+                found, self.host.measured(), baseline and self._now(baseline), self.host.objectives, world
+            )
             if beaten := [f"trial {m.trial}" for m in found if m not in left]:
                 self.host.say(f"{', '.join(beaten)}: clearly beaten, so not measured again")
             found = left
             # A round counts only whole: what an interrupted one or other finalists left was measured at another time.
             turn = [*found, *([baseline] if baseline else [])]
-            rounds = [{n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)} for m in turn]
+            rounds = [
+                {n for n, path in store.repeat_paths(self.folder, m.trial).items() if trial.result_in(path)}
+                for m in turn
+            ]
             n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
             if n_done >= self.spec.repeats and not (n_done < 2 * self.spec.repeats and self._unsettled()):
                 return
             if n_done and self.spec.time_budget_s is not None and self.host.spent_s() >= self.spec.time_budget_s:
                 return
             if n_done == 0:
-                self.host.say(f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns")
+                self.host.say(
+                    f"measuring the best {len(found)} {'and the baseline ' if baseline else ''}again, in turns"
+                )
             for m in turn:
-                result = self.host.execute(m.candidate, store.repeat_path(self.folder, m.trial, last + 1), role="repeat")
-                self.host.progress(m.trial, "repeat", m.candidate, result, {k: e.value for k, e in objective.measure(result, None).items()})
+                result = self.host.execute(
+                    m.candidate, store.repeat_path(self.folder, m.trial, last + 1), role="repeat"
+                )
+                self.host.progress(
+                    m.trial,
+                    "repeat",
+                    m.candidate,
+                    result,
+                    {k: e.value for k, e in objective.measure(result, None).items()},
+                )
 
     def _now(self, measured: Measured) -> Measured:
         """The same trial with what was measured since."""
@@ -162,7 +183,9 @@ class Confirmation:
             if not owed and not self._affordable(batch, baseline):
                 left.append(names)
                 continue
-            self.host.say(f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}")
+            self.host.say(
+                f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}"
+            )
             reference, *replicates = self._references(batch, baseline)
             for m in group:
                 verdict = self._verdict(m, baseline, batch, reference, replicates)
@@ -171,7 +194,9 @@ class Confirmation:
                     refused.append(m)
                     self.host.say(f"trial {m.trial} {verdict.reason}")
         if left:
-            self.host.say(f"how trial {', '.join(left)} trained is not checked: that would take over {GATE_SHARE:.0%} of the study's time")
+            self.host.say(
+                f"how trial {', '.join(left)} trained is not checked: that would take over {GATE_SHARE:.0%} of the study's time"
+            )
         return bool(refused)
 
     def _branch(self, found: Sequence[Measured]) -> bool:
@@ -183,19 +208,28 @@ class Confirmation:
         baseline = baseline_of(self.host.measured())
         done = sum(m.branch is not None for m in self.host.measured())
         found = [self._now(m) for m in found]
-        open_ = [m for m in found if m.branch_wanted and m.branch is None and (m.numerics_kept or (m.verdict and m.verdict.passed))]
+        open_ = [
+            m
+            for m in found
+            if m.branch_wanted and m.branch is None and (m.numerics_kept or (m.verdict and m.verdict.passed))
+        ]
         if baseline is None or not open_ or done >= self.spec.finalists or self.host.out_of_time():
             return False
         start = self._start()
         if start is None:
             return False
         m = open_[0]
-        self.host.say(f"training trial {m.trial} and the baseline from one state on equal data, to see what its global batch is worth")
+        self.host.say(
+            f"training trial {m.trial} and the baseline from one state on equal data, to see what its global batch is worth"
+        )
         world, first_sample = self.plan.data_parallel, start[1]
         n_samples = self._branch_samples(baseline, m.candidate.global_batch_size(world))
         runs = []
         for each in (baseline, m):
-            batch, path = each.candidate.global_batch_size(world), store.trial_path(self.folder, each.trial) / f"branch-{n_samples}"
+            batch, path = (
+                each.candidate.global_batch_size(world),
+                store.trial_path(self.folder, each.trial) / f"branch-{n_samples}",
+            )
             result = trial.result_in(path)
             if result is None or result.outcome is Outcome.LOST:
                 result = self.host.execute(
@@ -255,7 +289,9 @@ class Confirmation:
                 return replace(seen, same_as=other.trial)
         return None
 
-    def _verdict(self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]) -> Verdict:
+    def _verdict(
+        self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]
+    ) -> Verdict:
         if reference.outcome is not Outcome.COMPLETE:
             why = f"the baseline's numerics at a global batch of {batch} ended with {reference.outcome}: {reference.reason}"
             return Verdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
@@ -266,7 +302,9 @@ class Confirmation:
             if (seen := self._alike(m, batch)) is not None:
                 return seen
             step_s = m.value("step_time_s") or self._step_s(batch, baseline)
-            own = self._longer(m.candidate, store.trial_path(self.folder, m.trial) / "gate", len(reference.losses), step_s)
+            own = self._longer(
+                m.candidate, store.trial_path(self.folder, m.trial) / "gate", len(reference.losses), step_s
+            )
         if own.outcome is Outcome.DIVERGED:
             return Verdict(passed=False, reason=own.reason, batch=batch)
         return gate.judge(own.losses, reference.losses, [each.losses for each in replicates], batch)
@@ -280,7 +318,9 @@ class Confirmation:
 
     def _step_s(self, batch: int, baseline: Measured) -> float:
         """About what a step takes with the baseline's numerics."""
-        return baseline.metrics["step_time_s"] * max(1.0, batch / self.plan.baseline.global_batch_size(self.plan.data_parallel))
+        return baseline.metrics["step_time_s"] * max(
+            1.0, batch / self.plan.baseline.global_batch_size(self.plan.data_parallel)
+        )
 
     def _references(self, batch: int, baseline: Measured) -> list[TrialResult]:
         """The baseline's numerics at a global batch, and replicates of that; the baseline's own trial where it has that batch."""
@@ -295,10 +335,14 @@ class Confirmation:
         n_steps = round(min(MOST_STEPS, max(FEWEST_STEPS, allowed_s / step_s)))
         found = [first] if own and first is not None else [self._longer(candidate, folder / "0", n_steps, step_s)]
         if found[0].outcome is Outcome.COMPLETE:
-            found += [self._longer(candidate, folder / str(n), n_steps, step_s, replicate=n) for n in range(1, REPLICATES + 1)]
+            found += [
+                self._longer(candidate, folder / str(n), n_steps, step_s, replicate=n) for n in range(1, REPLICATES + 1)
+            ]
         return [found[0], *(each for each in found[1:] if each.outcome is Outcome.COMPLETE)]
 
-    def _longer(self, candidate: Candidate, path: Path, n_steps: int, step_s: float, *, replicate: int = 0) -> TrialResult:
+    def _longer(
+        self, candidate: Candidate, path: Path, n_steps: int, step_s: float, *, replicate: int = 0
+    ) -> TrialResult:
         """A loss curve of so many steps, which take about so long each; one that is there already is kept."""
         kept = trial.result_in(path)
         if kept is not None and kept.outcome is not Outcome.LOST:
@@ -315,7 +359,9 @@ class Confirmation:
 
     def _budget_s(self, needed_s: float) -> float:
         """How long a run of the checks may train that needs so long, within a trial's deadline."""
-        return min(max(LONGEST * self.spec.trial_budget_s, SPARE * needed_s), WITHIN_DEADLINE * self.spec.trial_deadline_s)
+        return min(
+            max(LONGEST * self.spec.trial_budget_s, SPARE * needed_s), WITHIN_DEADLINE * self.spec.trial_deadline_s
+        )
 
 
 def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Candidate:
@@ -324,7 +370,9 @@ def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Can
     micro = max(m for m in range(1, min(baseline.micro_batch_size, per_rank) + 1) if per_rank % m == 0)
     if per_rank == baseline.micro_batch_size * baseline.gradient_accumulation_steps:
         return baseline
-    return Candidate.of({**baseline.values(), "micro_batch_size": micro, "gradient_accumulation_steps": per_rank // micro})
+    return Candidate.of(
+        {**baseline.values(), "micro_batch_size": micro, "gradient_accumulation_steps": per_rank // micro}
+    )
 
 
 def baseline_of(measured: Sequence[Measured]) -> Measured | None:

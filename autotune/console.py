@@ -46,7 +46,9 @@ class ProgressView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -112,7 +114,11 @@ class ProgressView:
 
 def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
     """A view for the terminal, or one that shows nothing."""
-    return ProgressView(after_s=after_s) if show else ProgressView(Console(file=io.StringIO(), quiet=True, force_terminal=False))
+    return (
+        ProgressView(after_s=after_s)
+        if show
+        else ProgressView(Console(file=io.StringIO(), quiet=True, force_terminal=False))
+    )
 
 
 def _figures(metrics: dict[str, float]) -> str:

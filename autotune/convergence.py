@@ -82,20 +82,27 @@ class NoiseTerms:
     def noise_scale(self) -> NoiseScale:
         """The noise scale after the first third of the steps: near the initial weights it is far below what follows."""
         first = len(self.micro_sq) // 3
-        found = noise_scale(self.micro_sq[first:], self.mean_sq[first:], micro_batch_size=self.micro_batch_size, n_micro=self.n_micro)
+        found = noise_scale(
+            self.micro_sq[first:], self.mean_sq[first:], micro_batch_size=self.micro_batch_size, n_micro=self.n_micro
+        )
         return replace(found, growing=self._grows(first))
 
     def _grows(self, first: int) -> bool:
         """Whether the later half of the steps shows a clearly larger noise scale than the earlier half."""
         middle = (first + len(self.micro_sq)) // 2
-        parts = [np.array([self.micro_sq[part], self.mean_sq[part]]).sum(axis=1) for part in (slice(first, middle), slice(middle, None))]
+        parts = [
+            np.array([self.micro_sq[part], self.mean_sq[part]]).sum(axis=1)
+            for part in (slice(first, middle), slice(middle, None))
+        ]
         (q1, t1), (q2, t2) = parts
         # Cross-multiplied, since a gradient lost in the noise may come out at or below zero: then the noise scale has no end.
         gradients = [max(self.n_micro * t - q, 0.0) for q, t in ((q1, t1), (q2, t2))]
         return bool((q2 - t2) * gradients[0] > GROWTH * (q1 - t1) * gradients[1])
 
 
-def noise_scale(micro_sq: Sequence[float], mean_sq: Sequence[float], *, micro_batch_size: int, n_micro: int) -> NoiseScale:
+def noise_scale(
+    micro_sq: Sequence[float], mean_sq: Sequence[float], *, micro_batch_size: int, n_micro: int
+) -> NoiseScale:
     """Estimates the noise scale from the gradients of M equal micro-batches of b samples in each of several steps.
 
     With q = mean |g_i|^2 over the M micro-gradients and t = |mean g_i|^2 (McCandlish et al., arXiv 1812.06162, appendix A,
@@ -201,13 +208,19 @@ class LearningRateRule:
 
 LEARNING_RATE_RULES: dict[str, LearningRateRule] = {
     "none": LearningRateRule(lambda r, n: 1.0, "the learning rate stays"),
-    "linear": LearningRateRule(lambda r, n: r, "r times the learning rate for r times the batch (Goyal et al., arXiv 1706.02677)"),
-    "sqrt": LearningRateRule(
-        lambda r, n: math.sqrt(r), "the square root of r for r times the batch (Malladi et al., arXiv 2205.10287, for Adam)"
+    "linear": LearningRateRule(
+        lambda r, n: r, "r times the learning rate for r times the batch (Goyal et al., arXiv 1706.02677)"
     ),
-    "adascale": LearningRateRule(_adascale, "AdaScale's gain, (phi / B0 + 1) / (phi / B + 1), for SGD (Johnson et al., arXiv 2007.05105)"),
+    "sqrt": LearningRateRule(
+        lambda r, n: math.sqrt(r),
+        "the square root of r for r times the batch (Malladi et al., arXiv 2205.10287, for Adam)",
+    ),
+    "adascale": LearningRateRule(
+        _adascale, "AdaScale's gain, (phi / B0 + 1) / (phi / B + 1), for SGD (Johnson et al., arXiv 2007.05105)"
+    ),
     "surge": LearningRateRule(
-        _surge, "2 / (sqrt(phi / B) + sqrt(B / phi)) relative to B0: for Adam it falls again above phi (Li et al., arXiv 2405.14578)"
+        _surge,
+        "2 / (sqrt(phi / B) + sqrt(B / phi)) relative to B0: for Adam it falls again above phi (Li et al., arXiv 2405.14578)",
     ),
 }
 

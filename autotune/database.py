@@ -28,7 +28,24 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 SAID_AFTER_S = 2.0
 # What passes by itself, as SQLSTATE or as MySQL's number: deadlocks and serialisation, lock timeouts, too many connections, a
 # server that starts or stops, a connection that was lost.
-PASSING = {"40001", "40P01", "55P03", "53300", "57P01", "57P02", "57P03", "25P03", 1040, 1053, 1205, 1213, 2003, 2006, 2013, 2055}
+PASSING = {
+    "40001",
+    "40P01",
+    "55P03",
+    "53300",
+    "57P01",
+    "57P02",
+    "57P03",
+    "25P03",
+    1040,
+    1053,
+    1205,
+    1213,
+    2003,
+    2006,
+    2013,
+    2055,
+}
 PASSING_CLASS = "08"
 # Of a server that answers and refuses; waiting does not help. libpq gives no code where connecting fails.
 REFUSALS = (
@@ -86,7 +103,9 @@ class Storage(RDBStorage):
                     raise
                 if not said and waited > SAID_AFTER_S:
                     said = True
-                    self.on_wait(f"the database {self.shown} is away ({_reason(error)}); trying again for {self.patience_s / 60:.0f} min")
+                    self.on_wait(
+                        f"the database {self.shown} is away ({_reason(error)}); trying again for {self.patience_s / 60:.0f} min"
+                    )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -163,7 +182,9 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
     except UserError:
         raise
     except Exception as error:  # drivers raise whatever they like at an option or a host that is none
-        raise StoreError(f"storage {urls.masked(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}") from None
+        raise StoreError(
+            f"storage {urls.masked(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}"
+        ) from None
     return storage
 
 
@@ -237,12 +258,18 @@ class _File:
         if self._first is None:
             return  # a name that only SQLite understands
         self._own: set[tuple[int, int] | None] = {self._first}
-        for name, listener in (("do_connect", self._before), ("connect", self._connected), ("checkout", self._checked_out)):
+        for name, listener in (
+            ("do_connect", self._before),
+            ("connect", self._connected),
+            ("checkout", self._checked_out),
+        ):
             sqlalchemy.event.listen(storage.engine, name, listener)
 
     def _before(self, *_: object) -> None:
         if _identity(self._path) is None:  # SQLite would make an empty one
-            raise StoreError(f"storage {self._storage.shown}: the file is gone. Put it back, and run the same command again")
+            raise StoreError(
+                f"storage {self._storage.shown}: the file is gone. Put it back, and run the same command again"
+            )
 
     def _connected(self, _: object, record: Any) -> None:
         record.info["file"] = _identity(self._path)
@@ -280,7 +307,9 @@ class _File:
             ) from None
         found = _identity(self._path)
         _written_anew.add(found)
-        self._storage.on_wait(f"the database {self._storage.shown} was removed; it was written anew, and nothing of it is lost")
+        self._storage.on_wait(
+            f"the database {self._storage.shown} was removed; it was written anew, and nothing of it is lost"
+        )
         return found
 
 
@@ -305,7 +334,9 @@ def failing_in_words(url: str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
+        away = (
+            f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
+        )
         full = ". Free some space" if "disk is full" in _reason(error) else ""
         reason = urls.without_password(_reason(error), url)
         raise StoreError(

@@ -73,7 +73,9 @@ class Decision:
         if self.differences:
             found += ["old against new configuration:"]
             width = max(len(name) for name, _, _ in self.differences)
-            found += [f"  {name:<{width}}  {_said(before)} -> {_said(after)}" for name, before, after in self.differences]
+            found += [
+                f"  {name:<{width}}  {_said(before)} -> {_said(after)}" for name, before, after in self.differences
+            ]
         if self.duel:
             found += [f"  {line}" for line in self.duel.lines()]
         return [*found, *self.explained, *self.notes]
@@ -87,7 +89,11 @@ def explain(differences: Sequence[tuple[str, Any, Any]], changes: Sequence[Chang
         moved = [name for name, _, _ in differences if touches and name.startswith(touches)]
         if moved:
             found.append(f"{', '.join(moved)}: {change.words}")
-    rest = [name for name, _, _ in differences if not any(name.startswith(fingerprint.PARTS[c.part].touches or ("\0",)) for c in changes)]
+    rest = [
+        name
+        for name, _, _ in differences
+        if not any(name.startswith(fingerprint.PARTS[c.part].touches or ("\0",)) for c in changes)
+    ]
     if rest:
         found.append(f"{', '.join(rest)}: nothing that is known of the environment explains it")
     return found
@@ -96,7 +102,9 @@ def explain(differences: Sequence[tuple[str, Any, Any]], changes: Sequence[Chang
 def differences(before: Candidate, after: Candidate) -> list[tuple[str, Any, Any]]:
     """The knobs in which two configurations differ: name, before, after."""
     old, new = before.values(), after.values()
-    return [(name, old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    return [
+        (name, old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
+    ]
 
 
 def _said(value: Any) -> str:

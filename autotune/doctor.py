@@ -75,7 +75,11 @@ def _compiler() -> Finding:
     path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
     missing = [name for name in ("c++", "ninja") if shutil.which(name, path=path) is None]
     if missing:
-        return Finding("warn", "compiler", f"{' and '.join(missing)} not found: DeepSpeed cannot compile its ops (its own Adam, offload)")
+        return Finding(
+            "warn",
+            "compiler",
+            f"{' and '.join(missing)} not found: DeepSpeed cannot compile its ops (its own Adam, offload)",
+        )
     return Finding("ok", "compiler", "c++ and ninja found")
 
 
@@ -112,7 +116,9 @@ def _trial(folder: Path, *, build: bool, on_step: Callable[[str], None]) -> list
         if result.outcome is not Outcome.COMPLETE:
             return [Finding("fail", "worker", result.reason)]
         environment = trial.read(TrialDir(folder / "inspect").workload, Workload).environment
-        findings = [Finding("ok", "device", f"{environment.n_devices} x {environment.accelerator}: {environment.device_name}")]
+        findings = [
+            Finding("ok", "device", f"{environment.n_devices} x {environment.accelerator}: {environment.device_name}")
+        ]
         types = ["fp32", *(["bf16"] if environment.bf16 else []), *(["fp16"] if environment.fp16 else [])]
         findings.append(Finding("ok", "precisions", ", ".join(types)))
         warm = (
@@ -122,9 +128,17 @@ def _trial(folder: Path, *, build: bool, on_step: Callable[[str], None]) -> list
         )
         findings.append(warm)
         ranks = environment.n_devices if environment.accelerator == "cuda" else 2
-        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
         request = TrialRequest(
-            target=str(target), candidate={"micro_batch_size": 2}, ds_config=config, world_size=ranks, budget_s=1.0, deadline_s=120
+            target=str(target),
+            candidate={"micro_batch_size": 2},
+            ds_config=config,
+            world_size=ranks,
+            budget_s=1.0,
+            deadline_s=120,
         )
         result = base.run(executor, folder / "trial", request)
         good = result.outcome is Outcome.COMPLETE

@@ -34,11 +34,21 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             found: Any = super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError, ArithmeticError):  # PyYAML's own functions on 0x_, 9999...9 or !!bool maybe
+        except (
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ):  # PyYAML's own functions on 0x_, 9999...9 or !!bool maybe
             kind = node.tag.removeprefix(PREFIX)
-            raise _refused(node, f"{str(node.value)[:60]!r} cannot be read as {kind}; put a text in quotation marks") from None
+            raise _refused(
+                node, f"{str(node.value)[:60]!r} cannot be read as {kind}; put a text in quotation marks"
+            ) from None
         if isinstance(found, int) and found.bit_length() > LARGEST_BITS:
-            raise _refused(node, f"{str(node.value)[:20]}{'...' if len(node.value) > 20 else ''} is a larger number than any key takes")
+            raise _refused(
+                node,
+                f"{str(node.value)[:20]}{'...' if len(node.value) > 20 else ''} is a larger number than any key takes",
+            )
         return found
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
@@ -88,7 +98,9 @@ def parse_yaml(text: str, where: str) -> Any:
         SpecError: It is none, or more than a person writes; it names the line.
     """
     if len(text) > LARGEST_CHARACTERS:
-        raise SpecError(f"{where}: {len(text):,} characters are more than a person writes ({LARGEST_CHARACTERS:,}); is it the right file?")
+        raise SpecError(
+            f"{where}: {len(text):,} characters are more than a person writes ({LARGEST_CHARACTERS:,}); is it the right file?"
+        )
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -111,8 +123,16 @@ def parse_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}: not YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise SpecError(f"{where}: it is nested more than {DEEPEST} deep, which no key takes") from None
-    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:  # PyYAML's scanner, on \\UFFFFFFFF and the like
-        raise SpecError(f"{where}: not YAML: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        TypeError,
+    ) as error:  # PyYAML's scanner, on \\UFFFFFFFF and the like
+        raise SpecError(
+            f"{where}: not YAML: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from None
 
 
 def read_value(text: str) -> Any:
@@ -126,7 +146,9 @@ def read_value(text: str) -> Any:
 def written(value: Any, *, flow: bool) -> str:
     """A value as YAML that `parse_yaml` reads back: on one line, or a line for each part."""
     if flow:
-        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=10**6)
+        text = yaml.dump(
+            value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=10**6
+        )
         return text.removesuffix("...\n").strip()
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autotune.candidate import DEEPEST, SECTION_KEYS, TOP_LEVEL_KEYS, ConfigError, DsConfig, at_path, check_plain, nearest
+from autotune.candidate import (
+    DEEPEST,
+    SECTION_KEYS,
+    TOP_LEVEL_KEYS,
+    ConfigError,
+    DsConfig,
+    at_path,
+    check_plain,
+    nearest,
+)
 
 # Settings that the tuner itself calculates with or compares, and what DeepSpeed takes for them ("auto" is dropped before).
 _SWITCH, _NUMBER, _TEXT = (bool,), (int, float), (str,)
@@ -25,7 +34,9 @@ KINDS: dict[tuple[type, ...], tuple[str, tuple[str, ...]]] = {
         "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
     )),
 }  # fmt: skip
-_KIND_OF: dict[str, tuple[str, tuple[type, ...]]] = {path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths}
+_KIND_OF: dict[str, tuple[str, tuple[type, ...]]] = {
+    path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths
+}
 SECTIONS = (
     *SECTION_KEYS, "optimizer", "scheduler", "optimizer.params", "scheduler.params", "pipeline", "autotuning",
     "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
@@ -45,7 +56,11 @@ def read_config(text: str, where: str) -> DsConfig:
     try:
         config = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_int=_whole)
     except json.JSONDecodeError as error:
-        said = f"{error.msg} at line {error.lineno}, column {error.colno}{_json_hint(text, error.pos)}" if text.strip() else "it is empty"
+        said = (
+            f"{error.msg} at line {error.lineno}, column {error.colno}{_json_hint(text, error.pos)}"
+            if text.strip()
+            else "it is empty"
+        )
         raise ConfigError(f"{where}: not JSON: {said}") from None
     except RecursionError:
         raise ConfigError(f"{where}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is") from None
@@ -72,7 +87,9 @@ def check_config(config: Any, where: str) -> None:
         if section in SECTION_KEYS:
             for key in value:
                 if key not in SECTION_KEYS[section]:
-                    raise ConfigError(f"{where}: DeepSpeed's {section!r} has no key {key!r}.{nearest(key, SECTION_KEYS[section])}")
+                    raise ConfigError(
+                        f"{where}: DeepSpeed's {section!r} has no key {key!r}.{nearest(key, SECTION_KEYS[section])}"
+                    )
     for path in SECTIONS:
         if not isinstance(value := at_path(config, path), dict | None) and value != "auto":
             raise ConfigError(f"{where}: {path!r} is a section (a JSON object), not {value!r}")

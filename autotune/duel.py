@@ -119,7 +119,9 @@ class Standing:
             found.append(f"step time against the baseline's: {math.expm1(self.shift):+.1%} since then {interval}")
         if self.machine is not None and abs(self.machine) > recommend.DRIFT:
             word = "slower" if self.machine > 0 else "faster"
-            found.append(f"the baseline itself is {math.expm1(abs(self.machine)):.0%} {word} than it was, which no setting here explains")
+            found.append(
+                f"the baseline itself is {math.expm1(abs(self.machine)):.0%} {word} than it was, which no setting here explains"
+            )
         return found
 
 
@@ -223,9 +225,15 @@ def check(then: Then | None, rounds: Rounds) -> Standing:
         taken = rounds(n)
         incumbent, baseline = taken["incumbent"], taken["baseline"]
         if not incumbent.completed:
-            return Standing.cannot_run(f"what is in use does not run any more ({incumbent.outcome}: {incumbent.reason})")
+            return Standing.cannot_run(
+                f"what is in use does not run any more ({incumbent.outcome}: {incumbent.reason})"
+            )
         if not baseline.completed:
-            return Standing(moved=True, reason=f"the baseline does not run any more ({baseline.outcome}: {baseline.reason})", n_rounds=n)
+            return Standing(
+                moved=True,
+                reason=f"the baseline does not run any more ({baseline.outcome}: {baseline.reason})",
+                n_rounds=n,
+            )
         logs.append(math.log(incumbent.metrics["step_time_s"] / baseline.metrics["step_time_s"]))
         base_s.append(baseline.metrics["step_time_s"])
         peaks.append(incumbent.metrics.get("peak_memory_bytes", 0.0))
@@ -236,7 +244,11 @@ def check(then: Then | None, rounds: Rounds) -> Standing:
     if then is None:
         return Standing(moved=True, reason="the baseline is another one than in the study", n_rounds=len(logs))
     machine = math.log(statistics.median(base_s) / then.step_time_s) if then.step_time_s else None
-    grown = math.log(statistics.median(peaks) / then.peak_memory_bytes) if then.peak_memory_bytes and min(peaks) > 0 else 0.0
+    grown = (
+        math.log(statistics.median(peaks) / then.peak_memory_bytes)
+        if then.peak_memory_bytes and min(peaks) > 0
+        else 0.0
+    )
     common: dict[str, Any] = {"n_rounds": len(logs), "machine": machine}
     if abs(grown) > MEMORY_MOVED:
         return Standing(moved=True, reason=f"what is in use needs {math.expm1(grown):+.0%} memory", **common)
@@ -248,7 +260,9 @@ def check(then: Then | None, rounds: Rounds) -> Standing:
     interval = (shift - 1.96 * se, shift + 1.96 * se)
     values: dict[str, Any] = {"shift": shift, "shift_ci95": interval, **common}
     if abs(shift) + UNMOVED_Z * se < math.log1p(MARGIN):
-        return Standing(moved=False, reason="what is in use stands to the baseline as it did, within the noise", **values)
+        return Standing(
+            moved=False, reason="what is in use stands to the baseline as it did, within the noise", **values
+        )
     if abs(shift) > 1.96 * se:
         word = "slower" if shift > 0 else "faster"
         reason = f"what is in use has become {abs(math.expm1(shift)):.1%} {word} against the baseline"
@@ -299,7 +313,10 @@ def fight(
 
 
 def _gain(
-    objectives: Sequence[Objective], both: tuple[Measured | None, Measured | None], own: Mapping[str, float], other: Mapping[str, float]
+    objectives: Sequence[Objective],
+    both: tuple[Measured | None, Measured | None],
+    own: Mapping[str, float],
+    other: Mapping[str, float],
 ) -> float:
     """Weighted mean over the objectives of the logarithm of the gain in one round."""
     total, gain = 0.0, 0.0
@@ -319,7 +336,12 @@ def _log_ratio(
     first, second = both
     if first is None or second is None:
         return None
-    trials = first.metrics.get(metric), second.metrics.get(metric), first.metrics.get("step_time_s"), second.metrics.get("step_time_s")
+    trials = (
+        first.metrics.get(metric),
+        second.metrics.get(metric),
+        first.metrics.get("step_time_s"),
+        second.metrics.get("step_time_s"),
+    )
     if any(value is None or value <= 0 for value in trials):
         return None
     a, b, a_s, b_s = (float(value) for value in trials if value is not None)

@@ -43,7 +43,9 @@ class Recorder:
         patiently: How it is written: again, where the database is away.
     """
 
-    def __init__(self, observer: Observer, history: History, study: str, generation: int, workload: Workload, world_size: int) -> None:
+    def __init__(
+        self, observer: Observer, history: History, study: str, generation: int, workload: Workload, world_size: int
+    ) -> None:
         self.patiently: Callable[[Callable[[], None]], None] = lambda write: write()
         self._observer, self._history, self._study, self._generation = observer, history, study, generation
         self._workload, self._world_size = workload, world_size
@@ -70,10 +72,14 @@ class Recorder:
         Raises:
             GoneError: The study was deleted meanwhile.
         """
-        self.keep(progress.number, progress.role, progress.candidate, str(progress.outcome), progress.metrics, progress.wall_s)
+        self.keep(
+            progress.number, progress.role, progress.candidate, str(progress.outcome), progress.metrics, progress.wall_s
+        )
         self._observer.ended(progress)
 
-    def keep(self, trial: int, role: str, candidate: Candidate, outcome: str, metrics: Mapping[str, float], wall_s: float) -> None:
+    def keep(
+        self, trial: int, role: str, candidate: Candidate, outcome: str, metrics: Mapping[str, float], wall_s: float
+    ) -> None:
         """Keeps one measurement.
 
         Raises:
@@ -136,7 +142,9 @@ def of_study(storage: Storage, name: str, relation: str, doubt: float = transfer
         return None
     if kept is None or kept.search is None:
         return None
-    space = replace(SearchSpace.parse(kept.search.space, f"study {name}"), samples_per_rank=kept.search.samples_per_rank)
+    space = replace(
+        SearchSpace.parse(kept.search.space, f"study {name}"), samples_per_rank=kept.search.samples_per_rank
+    )
     sampler = PhysicsSampler(
         space, Candidate.from_key(kept.baseline), kept.search.setting, 0, prior=generic_prior(kept.workload, kept.search.setting),
         metrics=[o.metric for o in kept.objectives], memory_limit_bytes=kept.search.memory_limit_bytes, bounds=kept.search.bounds,
@@ -155,13 +163,19 @@ def related(storage: Storage, history: History, found: Plan) -> Experience | Non
         if row["study"] == found.spec.name:
             continue
         same = bool(workload.structure) and row["structure"] == workload.structure
-        ratio = max(row["n_parameters"], workload.n_parameters) / max(1, min(row["n_parameters"], workload.n_parameters))
+        ratio = max(row["n_parameters"], workload.n_parameters) / max(
+            1, min(row["n_parameters"], workload.n_parameters)
+        )
         if not same and ratio > RELATED_SIZE:
             continue
         name = store.generation_name(row["study"], row["generation"]) if row["generation"] else row["study"]
         words = "the same model" if same else f"a model of {row['n_parameters']:,} parameters with the same blocks"
-        known = of_study(storage, name, f"{words} on this machine", transfer.SAME_MODEL if same else transfer.RELATED_MODEL)
-        if known is not None and (same or (workload.block_class and known.kept.workload.block_class == workload.block_class)):
+        known = of_study(
+            storage, name, f"{words} on this machine", transfer.SAME_MODEL if same else transfer.RELATED_MODEL
+        )
+        if known is not None and (
+            same or (workload.block_class and known.kept.workload.block_class == workload.block_class)
+        ):
             return known
     return None
 
@@ -188,17 +202,25 @@ def attach(runner: Runner, *, learn: bool = True) -> None:
     runner.warm = known.warm_start(plan, tuple(first))
     if runner.study is None:
         n = len(known.told)
-        runner.observer.say(f"starting from {n} trials of study {known.name} ({known.relation}); --no-history leaves them out")
+        runner.observer.say(
+            f"starting from {n} trials of study {known.name} ({known.relation}); --no-history leaves them out"
+        )
 
 
 def _make_up(recorder: Recorder, history: History, runner: Runner) -> None:
     """Keeps what a run told and was killed before it could keep it."""
     assert runner.study is not None
-    kept = {row["trial"] for row in history.measurements(runner.plan.spec.name) if not row["generation"] and row["role"] != "repeat"}
+    kept = {
+        row["trial"]
+        for row in history.measurements(runner.plan.spec.name)
+        if not row["generation"] and row["role"] != "repeat"
+    }
     for told in store.told_trials(runner.study):
         if told.number not in kept:
             data, role = store.told_data(told), str(told.user_attrs.get(store.ROLE_ATTR, "search"))
-            recorder.keep(told.number, role, store.told_candidate(told), data["outcome"], data["metrics"], data["wall_s"])
+            recorder.keep(
+                told.number, role, store.told_candidate(told), data["outcome"], data["metrics"], data["wall_s"]
+            )
 
 
 def keep_recommendation(storage: Storage, study: str, generation: int, recommended: Mapping[str, Any]) -> None:

@@ -62,7 +62,9 @@ class Flights:
 
     def __init__(self, executors: Sequence[Executor], *, side_by_side: bool = False) -> None:
         self._free, self._side_by_side = list(executors), side_by_side
-        self._pool = futures.ThreadPoolExecutor(len(self._free), thread_name_prefix="trial") if len(self._free) > 1 else None
+        self._pool = (
+            futures.ThreadPoolExecutor(len(self._free), thread_name_prefix="trial") if len(self._free) > 1 else None
+        )
         self._flights: list[_Flight] = []
         self._stop = threading.Event()
 
@@ -99,7 +101,10 @@ class Flights:
             BaseException: Whatever ended the thread of one of them.
         """
         flying = {flight.future for flight in self._flights}
-        while flying and not futures.wait(flying, TICK_S if timeout_s is None else timeout_s, futures.FIRST_COMPLETED).done:
+        while (
+            flying
+            and not futures.wait(flying, TICK_S if timeout_s is None else timeout_s, futures.FIRST_COMPLETED).done
+        ):
             if timeout_s is not None:
                 return []
         ended = [flight for flight in self._flights if flight.future.done()]

@@ -110,7 +110,11 @@ class Answer:
             "largest_tensor_bytes": self.largest_tensor_bytes,
             "binds": self.binds,
             "measured": dict(self.measured),
-            "corrected_by": {"study": self.study, "memory": self.memory.n_measured, "step_time": self.step_time.n_measured},
+            "corrected_by": {
+                "study": self.study,
+                "memory": self.memory.n_measured,
+                "step_time": self.step_time.n_measured,
+            },
             "notes": list(self.notes),
         }
 
@@ -148,7 +152,11 @@ class Answer:
                 " which this forecast knows"
             )
         n = self.memory.n_measured
-        yield f"corrected by {n} trial(s) of study {self.study}" if n else "corrected by no trial: `autotune run` makes it surer"
+        yield (
+            f"corrected by {n} trial(s) of study {self.study}"
+            if n
+            else "corrected by no trial: `autotune run` makes it surer"
+        )
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -240,14 +248,19 @@ def foresee_workload(spec: StudySpec, *, show: bool = True) -> Foreseen:
     target = spec.inspected()
     workload, notes = _known(spec, target, show)
     if workload.script is not None and workload.script.pipeline_stages:
-        raise UserError(f"{spec.target}: what the stages of a pipeline need is not predicted; `autotune run` finds it by measuring")
+        raise UserError(
+            f"{spec.target}: what the stages of a pipeline need is not predicted; `autotune run` finds it by measuring"
+        )
     environment, world_size = workload.environment, _world_size(spec, workload)
     local = _local_ranks(workload, world_size)
     base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
     machine = workload.machine or Machine.guess(environment.accelerator, local, environment.n_cores)
     if local != world_size:
         machine = replace(machine, world_size=world_size)
-        notes = [*notes, f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ"]
+        notes = [
+            *notes,
+            f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ",
+        ]
     return Foreseen(
         profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
@@ -281,9 +294,16 @@ def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, 
         trial_dir = TrialDir(path)
         try:
             request, result = (json.loads(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
-            if request["target"] != str(target) or result["world_size"] != world_size or result["outcome"] != Outcome.COMPLETE:
+            if (
+                request["target"] != str(target)
+                or result["world_size"] != world_size
+                or result["outcome"] != Outcome.COMPLETE
+            ):
                 continue
-            metrics = {"peak_memory_bytes": float(result["peak_memory_bytes"]), "step_time_s": float(result["steps"]["median_s"])}
+            metrics = {
+                "peak_memory_bytes": float(result["peak_memory_bytes"]),
+                "step_time_s": float(result["steps"]["median_s"]),
+            }
             found[Candidate.of(result["candidate"])] = metrics
         except (OSError, ValueError, KeyError, TypeError, UserError):
             continue  # lost, cut short, or of another version
@@ -308,7 +328,9 @@ def _known(spec: StudySpec, target: Target, show: bool) -> tuple[Workload, list[
             ranks = min(spec.ranks or 1, n_devices()) if script else 1
             workload = inspect_workload(spec, executor, folder / "trials" / "inspect", ranks)
             base_config, trials = _base_config(spec, target, workload), folder / "trials"
-            found, notes = profiles.find_out(workload, target.path, base_config, _ranks_here(spec, workload), executor, trials)
+            found, notes = profiles.find_out(
+                workload, target.path, base_config, _ranks_here(spec, workload), executor, trials
+            )
     if script:
         profiles.keep(replace(found, machine=None), key)
     shutil.rmtree(folder, ignore_errors=True)

@@ -24,8 +24,18 @@ WORST_ERROR = 0.005
 # Weights, data and step are the same, so the gradients of the first step are of one size, whatever dropout does.
 WIDEST_NORM_RATIO = 2.0
 # What of a DeepSpeed configuration changes what is computed, rather than where and when.
-NUMERIC_KEYS = ("bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients")
-QUANTISED = "zero_optimization", ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+NUMERIC_KEYS = (
+    "bf16",
+    "fp16",
+    "torch_autocast",
+    "communication_data_type",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+)
+QUANTISED = (
+    "zero_optimization",
+    ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
+)
 # These carry the error of one step over to the next: single gradients are off, their sum is not.
 CARRYING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
@@ -89,7 +99,9 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if "bf16" in found or "fp16" in found:
         steps = int(config.get("gradient_accumulation_steps") or 1)
-        found |= {"gradients": str(dtype)} if dtype is not None else {"accumulated in 16 bits": steps} if steps > 1 else {}
+        found |= (
+            {"gradients": str(dtype)} if dtype is not None else {"accumulated in 16 bits": steps} if steps > 1 else {}
+        )
     return found
 
 
@@ -118,9 +130,16 @@ def judge(
     """
     curves = [_numbers(curve) for curve in (losses, reference, *replicates)]
     n = min((len(curve) for curve in curves), default=0)
-    kept = {"n_steps": n, "losses": curves[1][:n].tolist(), "replicates": [c[:n].tolist() for c in curves[2:]], "batch": batch}
+    kept = {
+        "n_steps": n,
+        "losses": curves[1][:n].tolist(),
+        "replicates": [c[:n].tolist() for c in curves[2:]],
+        "batch": batch,
+    }
     if n < LEAST_STEPS:
-        return Verdict(passed=None, reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s", **kept)
+        return Verdict(
+            passed=None, reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s", **kept
+        )
     own, base, *others = (curve[:n] for curve in curves)
     if not np.isfinite(own).all():
         return Verdict(passed=False, reason="its loss is not finite where the reference's is", **kept)
@@ -128,7 +147,9 @@ def judge(
     for part in (slice(n // 8, n // 2), slice(n // 2, n)):
         difference = (own - base)[part]
         excess, slope = float(difference.mean()), _slope(base, part)
-        limit = max(max(LAG_STEPS, LAG_SHARE * n) * slope, _band([base, *others], part), 3 * _standard_error(difference))
+        limit = max(
+            max(LAG_STEPS, LAG_SHARE * n) * slope, _band([base, *others], part), 3 * _standard_error(difference)
+        )
         found = replace(found, excess=excess, limit=limit)
         if abs(excess) > limit:
             return replace(found, passed=False, reason=_outside(excess, limit, slope, part))

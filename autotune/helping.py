@@ -58,13 +58,18 @@ def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) ->
         except KeyError as error:
             if GONE not in str(error):
                 raise
-            raise UserError(f"study {study!r} was deleted, or begun anew, meanwhile; to help the new one, start the worker again") from None
+            raise UserError(
+                f"study {study!r} was deleted, or begun anew, meanwhile; to help the new one, start the worker again"
+            ) from None
         except KeyboardInterrupt as stop:
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
             return status_of(stop)
     shutil.rmtree(scratch, ignore_errors=True)
     if ledger.leader() is None:
-        print(f"autotune: nobody leads {study} now; `autotune run` measures the finalists again and writes the answer", file=sys.stderr)
+        print(
+            f"autotune: nobody leads {study} now; `autotune run` measures the finalists again and writes the answer",
+            file=sys.stderr,
+        )
     return 0
 
 

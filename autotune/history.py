@@ -20,10 +20,16 @@ Row: TypeAlias = Mapping[str, Any]
 NAME, DIGEST, WORD = sql.String(255), sql.String(64), sql.String(32)
 TABLES = sql.MetaData()
 MIGRATION = sql.Table(
-    "autotune_migration", TABLES, sql.Column("name", sql.String(64), primary_key=True), sql.Column("applied_at", sql.Double, nullable=False)
+    "autotune_migration",
+    TABLES,
+    sql.Column("name", sql.String(64), primary_key=True),
+    sql.Column("applied_at", sql.Double, nullable=False),
 )
 ENVIRONMENT = sql.Table(
-    "autotune_environment", TABLES, sql.Column("digest", DIGEST, primary_key=True), sql.Column("data", sql.JSON, nullable=False)
+    "autotune_environment",
+    TABLES,
+    sql.Column("digest", DIGEST, primary_key=True),
+    sql.Column("data", sql.JSON, nullable=False),
 )
 MEASUREMENT = sql.Table(
     "autotune_measurement",
@@ -165,7 +171,10 @@ class History:
             try:
                 with self._of(row.study) as connection:
                     # The same one again: it was kept, and the answer of the database was lost.
-                    there = [getattr(MEASUREMENT.c, name) == getattr(row, name) for name in ("study", "generation", "trial", "role", "at")]
+                    there = [
+                        getattr(MEASUREMENT.c, name) == getattr(row, name)
+                        for name in ("study", "generation", "trial", "role", "at")
+                    ]
                     if connection.scalar(sql.select(sql.func.count()).select_from(MEASUREMENT).where(*there)):
                         break
                     values = {**vars(row), "environment": self._environment(connection, row.environment)}
@@ -189,16 +198,24 @@ class History:
         }  # fmt: skip
         with self._of(study) as connection:
             last = connection.execute(
-                sql.select(RECOMMENDATION).where(RECOMMENDATION.c.study == study).order_by(RECOMMENDATION.c.id.desc()).limit(1)
+                sql.select(RECOMMENDATION)
+                .where(RECOMMENDATION.c.study == study)
+                .order_by(RECOMMENDATION.c.id.desc())
+                .limit(1)
             ).first()
             if last is None or any(last._mapping[name] != value for name, value in values.items()):
                 connection.execute(RECOMMENDATION.insert().values(at=time.time(), **values))
 
     def measurements(self, study: str | None = None, limit: int | None = None) -> list[Row]:
         """Measurements, newest first, their environment in full."""
-        query = sql.select(MEASUREMENT, ENVIRONMENT.c.data).join(ENVIRONMENT).order_by(MEASUREMENT.c.id.desc()).limit(limit)
+        query = (
+            sql.select(MEASUREMENT, ENVIRONMENT.c.data).join(ENVIRONMENT).order_by(MEASUREMENT.c.id.desc()).limit(limit)
+        )
         rows = self._rows(query if study is None else query.where(MEASUREMENT.c.study == study))
-        return [{**{name: value for name, value in row.items() if name != "data"}, "environment": row["data"]} for row in rows]
+        return [
+            {**{name: value for name, value in row.items() if name != "data"}, "environment": row["data"]}
+            for row in rows
+        ]
 
     def recommendations(self, study: str | None = None) -> list[Row]:
         """Recommendations, newest first."""
@@ -251,7 +268,9 @@ class History:
             GoneError: It was deleted, with its study.
         """
         with self.engine.begin() as connection:
-            if not connection.execute(DECISION.update().where(DECISION.c.id == number).values(**masking.masked(values))).rowcount:
+            if not connection.execute(
+                DECISION.update().where(DECISION.c.id == number).values(**masking.masked(values))
+            ).rowcount:
                 raise GoneError(study)
 
     def decisions(self, study: str | None = None) -> list[Row]:
@@ -330,7 +349,11 @@ class History:
     def drop_orphans(self) -> None:
         """Removes the rows of studies that another program deleted."""
         names = sql.select(STUDIES.c.study_name)
-        found = {row["study"] for table in OF_A_STUDY for row in self._rows(sql.select(table.c.study).where(table.c.study.not_in(names)))}
+        found = {
+            row["study"]
+            for table in OF_A_STUDY
+            for row in self._rows(sql.select(table.c.study).where(table.c.study.not_in(names)))
+        }
         for study in found:
             self.forget(study)
 
@@ -339,13 +362,20 @@ class History:
         """A transaction that writes rows of a study, which must exist at its end too."""
         with self.engine.begin() as connection:
             yield connection
-            if connection.scalar(sql.select(sql.func.count()).select_from(STUDIES).where(STUDIES.c.study_name == study)) != 1:
+            if (
+                connection.scalar(
+                    sql.select(sql.func.count()).select_from(STUDIES).where(STUDIES.c.study_name == study)
+                )
+                != 1
+            ):
                 raise GoneError(study)
 
     def _environment(self, connection: sql.Connection, data: Mapping[str, Any]) -> str:
         text = json.dumps(data, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        known = connection.scalar(sql.select(sql.func.count()).select_from(ENVIRONMENT).where(ENVIRONMENT.c.digest == digest))
+        known = connection.scalar(
+            sql.select(sql.func.count()).select_from(ENVIRONMENT).where(ENVIRONMENT.c.digest == digest)
+        )
         if not known:
             connection.execute(ENVIRONMENT.insert().values(digest=digest, data=json.loads(text)))
         return digest

@@ -18,7 +18,9 @@ ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch_size"}
 DS_CONFIG = "ds_config"
 TEMPLATES = (*FIELDS, *ALIASES, DS_CONFIG)
 # What DeepSpeed's JSON calls a field, in its `autotuning.arg_mappings`.
-MAPPED_KEYS = {path: owner for path, owner in OWNED_PATHS.items() if owner in FIELDS and owner != "precision"} | {n: n for n in FIELDS}
+MAPPED_KEYS = {path: owner for path, owner in OWNED_PATHS.items() if owner in FIELDS and owner != "precision"} | {
+    n: n for n in FIELDS
+}
 # In a launch command that is run once, a number stands for each template: so large that nothing else is it, and no two overlap.
 FIRST_NUMBER, NUMBER_STEP = 715_000_003, 1_000_003
 EXPORTED_CONFIG = "ds_config.json"
@@ -102,7 +104,9 @@ def template_values(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 def masked(command: str) -> tuple[str, dict[str, str]]:
     """A command with a number for each template, so that a launcher can run it; and the numbers by template."""
-    numbers = {name: str(FIRST_NUMBER + n * NUMBER_STEP) for n, name in enumerate(TEMPLATES) if f"{{{name}}}" in command}
+    numbers = {
+        name: str(FIRST_NUMBER + n * NUMBER_STEP) for n, name in enumerate(TEMPLATES) if f"{{{name}}}" in command
+    }
     return fill(command, dict(numbers)), numbers
 
 
@@ -158,7 +162,9 @@ def start_of(invocation: Invocation) -> tuple[str, ...] | None:
         words = shlex.split(invocation.command)
     except ValueError:
         return None
-    own = [argument for argument in invocation.arguments if not re.fullmatch(r"--local[-_]rank=\{local_rank\}", argument)]
+    own = [
+        argument for argument in invocation.arguments if not re.fullmatch(r"--local[-_]rank=\{local_rank\}", argument)
+    ]
     start = words[: len(words) - len(own)]
     if words[len(start) :] != own or any(SHELL_SIGNS.search(word) for word in start):
         return None
@@ -167,7 +173,11 @@ def start_of(invocation: Invocation) -> tuple[str, ...] | None:
 
 
 def pasted(
-    invocation: Invocation, arguments: Sequence[str], values: Mapping[str, Scalar], world_size: int, launcher: Sequence[str] = ()
+    invocation: Invocation,
+    arguments: Sequence[str],
+    values: Mapping[str, Scalar],
+    world_size: int,
+    launcher: Sequence[str] = (),
 ) -> tuple[list[str], str]:
     """The command line that starts the script with other arguments.
 
@@ -197,7 +207,11 @@ def pasted(
         environment = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
     else:
         left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
-        given = {name: value for name, value in invocation.environment.items() if name.isidentifier() and not name.startswith(left_out)}
+        given = {
+            name: value
+            for name, value in invocation.environment.items()
+            if name.isidentifier() and not name.startswith(left_out)
+        }
         environment = [f"{name}={fill(value, values)}" for name, value in given.items()]
     launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     return comments, shlex.join([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])

@@ -67,7 +67,9 @@ class Journal:
     def ended(self, progress: Progress) -> None:
         """A trial was told."""
         best = progress.best and {"trial": progress.best.trial, "candidate": progress.best.candidate.values()}
-        self._note(**{**vars(progress), "ended": progress.number, "candidate": progress.candidate.values(), "best": best})
+        self._note(
+            **{**vars(progress), "ended": progress.number, "candidate": progress.candidate.values(), "best": best}
+        )
         self._view.ended(progress)
 
     def _note(self, **what: Any) -> None:

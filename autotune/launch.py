@@ -69,7 +69,10 @@ def capture(
         InvocationError: No rank came, or none that can run here, and why.
     """
     masked_command, numbers = masked(command)
-    with tempfile.TemporaryDirectory(prefix="autotune-launch-") as name, _running(masked_command, folder, Path(name)) as run:
+    with (
+        tempfile.TemporaryDirectory(prefix="autotune-launch-") as name,
+        _running(masked_command, folder, Path(name)) as run,
+    ):
         until = time.monotonic() + deadline_s
         while (code := run.process.poll()) is None and time.monotonic() < until and not _complete(run.records()):
             run.let_go()
@@ -79,7 +82,9 @@ def capture(
     shown = f"`{command}`"
     if not records:
         if code is None:
-            raise InvocationError(f"{shown} started no training script within {deadline_s:g} s; does it wait for something? It said: {log}")
+            raise InvocationError(
+                f"{shown} started no training script within {deadline_s:g} s; does it wait for something? It said: {log}"
+            )
         if code:
             raise InvocationError(f"{shown} ended with status {code} and started no training script: {log}")
         raise InvocationError(
@@ -89,7 +94,10 @@ def capture(
     chosen, notes = _chosen(records, shown)
     found = _invocation(chosen, records, numbers, run.given, command)
     if start_of(found) is None:
-        notes = [*notes, f"{Path(found.script).name} is the first training that your command starts, and the one that is tuned"]
+        notes = [
+            *notes,
+            f"{Path(found.script).name} is the first training that your command starts, and the one that is tuned",
+        ]
     missing = [name for name in numbers if name not in _names(found)]
     if missing:
         raise InvocationError(
@@ -122,7 +130,13 @@ class _Running:
         shell = shutil.which("bash") or "/bin/sh"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [shell, "-c", command], cwd=folder, env=self.given, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                [shell, "-c", command],
+                cwd=folder,
+                env=self.given,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def records(self) -> list[_Record]:
@@ -190,7 +204,9 @@ def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]
     scripts = {record.script: record for record in reversed(training or ranks or records)}
     if len(scripts) > 1:
         names = ", ".join(sorted(os.path.relpath(path) for path in scripts))
-        raise InvocationError(f"{shown} starts several scripts ({names}); name the one to tune: autotune run train.py -- --its --args")
+        raise InvocationError(
+            f"{shown} starts several scripts ({names}); name the one to tune: autotune run train.py -- --its --args"
+        )
     chosen = next(iter(scripts.values()))
     if chosen.world_size > chosen.local_world_size:
         raise InvocationError(
@@ -205,7 +221,9 @@ def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]
             " install autotune there and run it from there"
         )
     others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
-    return chosen, [f"{', '.join(others)} of your command was not run; run it yourself first if the training needs it"] if others else []
+    return chosen, [
+        f"{', '.join(others)} of your command was not run; run it yourself first if the training needs it"
+    ] if others else []
 
 
 def _trains(path: str) -> bool:
@@ -224,7 +242,9 @@ def _invocation(
         for name, value in chosen.environment.items()
         if given.get(name) != value and not OURS.fullmatch(name)
     }
-    path = os.pathsep.join(part for part in chosen.environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(HOOK))
+    path = os.pathsep.join(
+        part for part in chosen.environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(HOOK)
+    )
     if path != os.environ.get("PYTHONPATH", ""):
         environment["PYTHONPATH"] = path
     return Invocation(

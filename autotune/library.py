@@ -209,7 +209,9 @@ class StudyResult:
         from autotune.report import console
 
         text = io.StringIO()
-        plain = Console(file=text, width=100, highlight=False, force_terminal=False, force_jupyter=False, color_system=None)
+        plain = Console(
+            file=text, width=100, highlight=False, force_terminal=False, force_jupyter=False, color_system=None
+        )
         plain.print(console.render_answer(self._report))
         return text.getvalue().rstrip("\n")
 
@@ -354,7 +356,9 @@ def run(
     """
     said = dict(locals())  # the arguments; nothing else is defined yet
     _outside_of_trials()
-    overrides = {key: _plain(value, key) for key, value in said.items() if key not in ("target", "fresh", "history", "progress")}
+    overrides = {
+        key: _plain(value, key) for key, value in said.items() if key not in ("target", "fresh", "history", "progress")
+    }
     overrides |= {"script_args": _words(script_args), "storage": storage or os.environ.get(urls.VARIABLE) or None}
     from autotune import commands
 

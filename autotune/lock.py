@@ -92,7 +92,9 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
                     continue
                 file.seek(0)
                 pid, name = _owner(file), name or folder.name
-                raise UserError(f"study {name!r} is being run by process {pid}; `autotune status {name}` shows how far it is") from None
+                raise UserError(
+                    f"study {name!r} is being run by process {pid}; `autotune status {name}` shows how far it is"
+                ) from None
         _clear_away(folder, file)
         with files.naming(path):
             note_agent(file, run_mark())

@@ -36,7 +36,9 @@ _NAME = r"[A-Za-z_][\w.-]{0,80}"
 _VALUE = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'&;]+"
 _ASSIGNED = re.compile(rf"(?P<before>(?<![\w.])(?P<name>{_NAME})=)(?P<value>{_VALUE})")
 _FLAG = re.compile(rf"(?P<before>(?<![\w-])--?(?P<name>{_NAME})\s+)(?!-)(?P<value>{_VALUE})")
-_QUOTED = re.compile(rf"(?P<before>([\"'])(?P<name>{_NAME})\2\s*:\s*)(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')")
+_QUOTED = re.compile(
+    rf"(?P<before>([\"'])(?P<name>{_NAME})\2\s*:\s*)(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')"
+)
 # User and password of a URL. A database's password may hold anything, so all up to the last @ is taken for it.
 _DATABASES = "postgres|postgresql|mysql|mariadb|mssql|oracle|cockroachdb|mongodb|redis|rediss|amqp|amqps"
 _LOGINS = (
@@ -176,4 +178,6 @@ def _known() -> re.Pattern[str] | None:
 def _is_telling(value: str) -> bool:
     """Whether a secret is recognised by itself wherever it stands; what names a file is none."""
     plain = value.isalpha() and (value.islower() or value.istitle())
-    return len(value) >= (LEAST_WORD if plain else LEAST_KNOWN) and not _is_harmless(value) and not os.path.exists(value)
+    return (
+        len(value) >= (LEAST_WORD if plain else LEAST_KNOWN) and not _is_harmless(value) and not os.path.exists(value)
+    )

@@ -25,7 +25,17 @@ Floats = NDArray[np.float64]
 EXTRAPOLATION_CAP = 10.0
 REPLICATES = 200
 GOODPUT = "goodput_samples_per_s"
-BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+BYTES = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 # A part of an amount: a number, and a unit or none.
 AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 LARGEST_AMOUNT = 1e18
@@ -106,7 +116,10 @@ class Reference:
         if losses is None or not batch:
             return cls(problem="the baseline's losses are missing or not finite", batch=batch or 0)
         if len(losses) < 4:
-            return cls(batch=batch, problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s")
+            return cls(
+                batch=batch,
+                problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s",
+            )
         n = max(1, len(losses) // 4)
         target = float(losses[-n:].mean())
         error = _standard_error(losses, n)
@@ -354,7 +367,9 @@ def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float
         parts.append((found[1], found[2].lower()))
         at = found.end()
     if not parts or at < len(text) or any(unit not in lower for _, unit in parts if unit or len(parts) > 1):
-        raise ValueError(f"{value!r} is not a number or a number with a unit, as in {example!r}; units: {', '.join(units)}")
+        raise ValueError(
+            f"{value!r} is not a number or a number with a unit, as in {example!r}; units: {', '.join(units)}"
+        )
     return _finite(sum(float(number) * (lower[unit] if unit else 1.0) for number, unit in parts))
 
 
@@ -457,7 +472,9 @@ def check_metric(name: str) -> None:
         ValueError: It lists those that do.
     """
     if name not in METRICS:
-        raise ValueError(f"unknown metric {name!r}.{nearest(name, METRICS)} Known: {', '.join(METRICS)}. See `autotune ls metrics`.")
+        raise ValueError(
+            f"unknown metric {name!r}.{nearest(name, METRICS)} Known: {', '.join(METRICS)}. See `autotune ls metrics`."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,7 +511,9 @@ def measure(result: TrialResult, reference: Reference | None) -> dict[str, Estim
     return {name: estimate for name, estimate in estimates.items() if estimate is not None}
 
 
-def bounds(objectives: Sequence[Objective], constraints: Sequence[Constraint]) -> dict[str, tuple[str, Literal["min", "max"], float]]:
+def bounds(
+    objectives: Sequence[Objective], constraints: Sequence[Constraint]
+) -> dict[str, tuple[str, Literal["min", "max"], float]]:
     """Every bound of a study by its key (`peak_memory_bytes <= max`): metric, which end, and the tightest amount given."""
     found: dict[str, tuple[str, Literal["min", "max"], float]] = {}
     for said in (*objectives, *constraints):
@@ -508,7 +527,10 @@ def bounds(objectives: Sequence[Objective], constraints: Sequence[Constraint]) -
 
 
 def score(
-    result: TrialResult, objectives: Sequence[Objective], constraints: Sequence[Constraint] = (), reference: Reference | None = None
+    result: TrialResult,
+    objectives: Sequence[Objective],
+    constraints: Sequence[Constraint] = (),
+    reference: Reference | None = None,
 ) -> Score:
     """Scores a trial against the objectives and bounds of a study.
 
@@ -518,21 +540,28 @@ def score(
     """
     estimates = measure(result, reference)
     limits = bounds(objectives, constraints)
-    wanted = dict.fromkeys([objective.metric for objective in objectives] + [metric for metric, _, _ in limits.values()])
+    wanted = dict.fromkeys(
+        [objective.metric for objective in objectives] + [metric for metric, _, _ in limits.values()]
+    )
     missing = {metric: _why_missing(metric, reference) for metric in wanted if metric not in estimates}
     complete = all(objective.metric in estimates for objective in objectives)
     return Score(
         values=tuple(estimates[objective.metric].value for objective in objectives) if complete else None,
         metrics={name: estimate.value for name, estimate in estimates.items()},
         ci95={name: (estimate.low, estimate.high) for name, estimate in estimates.items()},
-        violations={key: _violation(estimates.get(metric), end, amount) for key, (metric, end, amount) in limits.items()},
+        violations={
+            key: _violation(estimates.get(metric), end, amount) for key, (metric, end, amount) in limits.items()
+        },
         missing=missing,
         censored=tuple(name for name, estimate in estimates.items() if estimate.censored),
     )
 
 
 def check_measurable(
-    baseline: TrialResult, objectives: Sequence[Objective], constraints: Sequence[Constraint], reference: Reference | None
+    baseline: TrialResult,
+    objectives: Sequence[Objective],
+    constraints: Sequence[Constraint],
+    reference: Reference | None,
 ) -> None:
     """Refuses a study whose objectives or bounds the baseline's (complete) trial does not yield.
 

@@ -100,7 +100,9 @@ class Plan:
         rule: str = self.spec.learning_rate_rule
         if rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
-        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples)
+        return LearningRate(
+            rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples
+        )
 
     @property
     def replicated(self) -> bool:
@@ -122,7 +124,9 @@ class Plan:
 
     def script(self, candidate: Candidate) -> Script | None:
         """How the script is run for a candidate; None where the target is a `model.py`."""
-        return script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
+        return (
+            script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for two runs to belong to one study, without its secrets, which are none of what is measured."""
@@ -193,13 +197,19 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     """
     target = spec.inspected()
     if not spec.runs_elsewhere and (spec.stated_ranks or 1) > (most := most_ranks()):
-        raise UserError(f"--ranks: {spec.stated_ranks} ranks are more than this machine can hold at once ({most}); give fewer")
-    workload = inspect_workload(spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.stated_ranks or 1)
+        raise UserError(
+            f"--ranks: {spec.stated_ranks} ranks are more than this machine can hold at once ({most}); give fewer"
+        )
+    workload = inspect_workload(
+        spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.stated_ranks or 1
+    )
     environment = workload.environment
     nodes = spec.n_nodes
     world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
     if target.kind == "script" and world_size > 1 and not spec.stated_ranks:
-        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", world_size)  # its configuration may depend on the ranks
+        workload = inspect_workload(
+            spec, executor, folder / "trials" / "inspect", world_size
+        )  # its configuration may depend on the ranks
     if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
@@ -210,7 +220,9 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
         workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
         space = space.pinned(_frozen(spec, workload, baseline))
     if spec.global_batch == "keep":
-        space = space.keeping(baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size)
+        space = space.keeping(
+            baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size
+        )
     pruned = space.pruned(baseline, setting)
     if next((c for c in pruned.candidates(baseline) if c != baseline and c.illegal(setting) is None), None) is None:
         why = next(iter(space.refusals(baseline, setting)), "the space holds nothing but the baseline")
@@ -227,7 +239,9 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     )  # fmt: skip
 
 
-def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int) -> tuple[DsConfig, Candidate, Setting]:
+def grounds(
+    spec: StudySpec, target: Target, workload: Workload, world_size: int
+) -> tuple[DsConfig, Candidate, Setting]:
     """The complete configuration of a study's baseline, the baseline, and what legality depends on.
 
     Raises:
@@ -247,7 +261,8 @@ def grounds(spec: StudySpec, target: Target, workload: Workload, world_size: int
         n_blocks=workload.n_blocks,
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
-        client_optimizer=workload.client_optimizer and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
+        client_optimizer=workload.client_optimizer
+        and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
         plain_backward=workload.script is not None and workload.script.plain_backward,
         base=inherited_settings(base_config),
     )
@@ -263,10 +278,17 @@ def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[]
     """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
     spec = found.spec
     trials = folder / "trials"
-    engine = (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), found.workload.environment.device_name)
+    engine = (
+        spec.executor,
+        sorted(spec.executor_options.items()),
+        str(spec.hostfile),
+        found.workload.environment.device_name,
+    )
     where = engine if spec.runs_elsewhere else ()
     place = profiles.Place(spec.nodes_for(found.world_size), where)
-    workload, notes = profiles.find_out(found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait, place)
+    workload, notes = profiles.find_out(
+        found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait, place
+    )
     if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it once more
         profiles.keep(replace(workload, machine=None), profiles.script_key(spec.how(), spec.script_set, spec.ranks))
     return replace(found, workload=workload, notes=[*found.notes, *notes])
@@ -299,7 +321,9 @@ def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size
     if workload.script is not None:
         for name in SCRIPT_BATCH:
             if getattr(workload.script, name) is None:
-                raise UserError(f"{spec.target}: the {name} varies from step to step, so that no trial could be checked")
+                raise UserError(
+                    f"{spec.target}: the {name} varies from step to step, so that no trial could be checked"
+                )
     return workload
 
 
@@ -316,10 +340,14 @@ def _untouched_config(spec: StudySpec) -> DsConfig:
     """What `{ds_config}` stands for before anything is tuned."""
     if DS_CONFIG not in spec.templated():
         return {}
-    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1} | (spec.base_config or {})
+    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1} | (
+        spec.base_config or {}
+    )
 
 
-def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None) -> Script:
+def script_request(
+    spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None
+) -> Script:
     """How the script is run for a candidate; for None as the user would, templates filled with the usual batch."""
     how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
     before = baseline.values() if baseline is not None else UNTOUCHED
@@ -328,7 +356,9 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate 
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
     moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
     shown = templates_in([*how.arguments, *how.environment.values()])
-    changes += [f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown]
+    changes += [
+        f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown
+    ]
     for name, flag in mappings.items():
         if name in moved:
             arguments = with_flag(arguments, (flag,), str(moved[name]))
@@ -368,10 +398,14 @@ def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
     section = (probed.ds_config.get("autotuning") or {}).get("arg_mappings") if probed is not None else None
     own = {key: flag for key, flag in (section or {}).items() if key in MAPPED_KEYS and isinstance(flag, str)}
     templated = spec.templated()
-    return {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated}
+    return {
+        MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated
+    }
 
 
-def _moved(spec: StudySpec, executor: Executor, path: Path, workload: Workload, baseline: Candidate, world_size: int) -> Workload:
+def _moved(
+    spec: StudySpec, executor: Executor, path: Path, workload: Workload, baseline: Candidate, world_size: int
+) -> Workload:
     """Runs the script once with another micro-batch and accumulation, and sees which of them really changed.
 
     If it cannot run so, it is run with one of them changed at a time.
@@ -381,7 +415,10 @@ def _moved(spec: StudySpec, executor: Executor, path: Path, workload: Workload, 
     # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
     keeps = spec.global_batch == "keep"
     halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
-    wanted = {"micro_batch_size": micro // 2 if micro > 1 else 2, "gradient_accumulation_steps": halves if keeps else steps + 1}
+    wanted = {
+        "micro_batch_size": micro // 2 if micro > 1 else 2,
+        "gradient_accumulation_steps": halves if keeps else steps + 1,
+    }
 
     def run(names: Iterable[str], folder: str) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
@@ -401,7 +438,9 @@ def _moved(spec: StudySpec, executor: Executor, path: Path, workload: Workload, 
         changes += [change for change in result.side_changes if change not in changes]
         word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
         if seen is None:
-            caveats.append(f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}")
+            caveats.append(
+                f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
+            )
         elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
             movable.append(name)
         else:

@@ -42,7 +42,9 @@ def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool)
     if world_size < 1:
         raise UserError(f"probe: --ranks takes a number of ranks from 1 on; it was {world_size}")
     if world_size > (most := most_ranks()):
-        raise UserError(f"probe: --ranks: {world_size} ranks are more than this machine can hold at once ({most}); give fewer")
+        raise UserError(
+            f"probe: --ranks: {world_size} ranks are more than this machine can hold at once ({most}); give fewer"
+        )
     if target is not None and inspect_target(target).kind != "model":
         raise UserError(f"probe: {target}: only the data of a model.py can be drawn without its training")
     key = profiles.machine_key(world_size)
@@ -77,7 +79,9 @@ def measure(target: Path | None, world_size: int) -> Probe:
         executor = LocalExecutor(inspect_target(target).imports if target else [], folder / "server.log")
         try:
             executor.start()
-            request = TrialRequest(target=str(target or ""), mode="machine", world_size=world_size, deadline_s=DEADLINE_S)
+            request = TrialRequest(
+                target=str(target or ""), mode="machine", world_size=world_size, deadline_s=DEADLINE_S
+            )
             with executor.turn(view.waiting):  # beside a trial it would read slow
                 view.doing(f"probing the machine with {world_size} rank(s); takes about half a minute")
                 result = base.run(executor, folder / "probe", request, view.tick)

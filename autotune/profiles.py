@@ -57,7 +57,11 @@ def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | Non
     path, folder = Path(how.script), Path(how.working_dir)
     files = [folder / argument for argument in how.arguments]
     files += [file for place in {folder, path.parent} for file in sorted(place.glob("*")) if file.suffix in SETTINGS]
-    texts = {str(file): file.read_text(errors="replace") for file in files if file.is_file() and file.stat().st_size <= LARGEST_SETTINGS}
+    texts = {
+        str(file): file.read_text(errors="replace")
+        for file in files
+        if file.is_file() and file.stat().st_size <= LARGEST_SETTINGS
+    }
     started = [how.arguments, how.working_dir, how.module, how.environment, how.world_size]
     return workload_key(path, [*started, dict(assignments), ranks, texts])
 
@@ -67,7 +71,9 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
     if where:
         return _digest(FORMAT, *_libraries(), *where, world_size)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return _digest(FORMAT, *_libraries(), _accelerator(), _processor(), cores, os.environ.get("OMP_NUM_THREADS"), world_size)
+    return _digest(
+        FORMAT, *_libraries(), _accelerator(), _processor(), cores, os.environ.get("OMP_NUM_THREADS"), world_size
+    )
 
 
 def kept(kind: type[T], key: str) -> T | None:
@@ -83,7 +89,9 @@ def keep(value: Profile | Machine | Workload | Probe, key: str) -> None:
     trial.write(_path(type(value), key), value, sync=False)
 
 
-def known(workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, where: Sequence[Any] = ()) -> Workload:
+def known(
+    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, where: Sequence[Any] = ()
+) -> Workload:
     """The workload with whatever the cache knows of it and of the machine."""
     profile = workload.profile or kept(Profile, workload_key(target, ds_config.get("optimizer"), where))
     machine = workload.machine or kept(Machine, machine_key(world_size, where))

@@ -165,7 +165,9 @@ class Projector:
         limit_bytes: Memory of a device; None for that of the study's.
     """
 
-    def __init__(self, predictor: Predictor, cluster: Cluster, foreseen: Foreseen, limit_bytes: float | None = None) -> None:
+    def __init__(
+        self, predictor: Predictor, cluster: Cluster, foreseen: Foreseen, limit_bytes: float | None = None
+    ) -> None:
         self.predictor, self.cluster, self.foreseen = predictor, cluster, foreseen
         self.limit_bytes = limit_bytes or foreseen.share_bytes
 
@@ -177,7 +179,9 @@ class Projector:
         waiting = sum(term.value for term in time.terms if term.name in LINK_SD)
         samples = candidate.global_batch_size(n)
         per_node = min(n, self.cluster.per_node)
-        setting = replace(self.foreseen.setting, world_size=n, ranks_per_node=per_node, global_batch=None, n_samples=None)
+        setting = replace(
+            self.foreseen.setting, world_size=n, ranks_per_node=per_node, global_batch=None, n_samples=None
+        )
         return Projected(
             world_size=n, candidate=candidate, step_time_s=time.total, peak_memory_bytes=memory.total,
             samples_per_s=samples / time.total.value, samples_per_step=samples, communication=waiting / time.total.value,
@@ -206,13 +210,21 @@ class Projector:
             candidate = replace(candidate, gradient_accumulation_steps=steps)
         found = {n: self.one(each, n) for n, each in scaling.candidates(candidate, counts, mode).items()}
         runs = [
-            Run(world_size=n, round=0, samples_per_s=row.samples_per_s, step_s=row.step_time_s.value, samples_per_step=row.samples_per_step)
+            Run(
+                world_size=n,
+                round=0,
+                samples_per_s=row.samples_per_s,
+                step_s=row.step_time_s.value,
+                samples_per_step=row.samples_per_step,
+            )
             for n, row in found.items()
         ]
         rows = []
         for scale in scaling.scaling(runs, None):
             row = found[scale.world_size]
-            low, high = (scale.efficiency * row.step_time_s.value / end for end in (row.step_time_s.high, row.step_time_s.low))
+            low, high = (
+                scale.efficiency * row.step_time_s.value / end for end in (row.step_time_s.high, row.step_time_s.low)
+            )
             interval = (low, high) if scale.world_size != min(found) else (1.0, 1.0)
             rows.append(replace(row, speedup=scale.speedup, efficiency=scale.efficiency, efficiency_90=interval))
         return rows
@@ -317,7 +329,9 @@ def project(folder: Path, cluster: Cluster, question: Question) -> Projection:
     )  # fmt: skip
 
 
-def calibrated(foreseen: Foreseen, folder: Path, target: Path, front: Sequence[Mapping[str, Any]]) -> tuple[Predictor, int]:
+def calibrated(
+    foreseen: Foreseen, folder: Path, target: Path, front: Sequence[Mapping[str, Any]]
+) -> tuple[Predictor, int]:
     """The study's predictor, corrected by its trials and by the runs of `autotune scale`; where these are gone, by its front."""
     predictor = Predictor(foreseen.profile, foreseen.machine, settings_of(foreseen.base_config))
     n = 0
@@ -379,7 +393,9 @@ def study_folder(study: str | None, studies: Path) -> Path:
         study = ready[0]
     name = Path(study).parent.name if study.endswith((".yaml", ".yml")) else Path(study).name
     if name not in ready:
-        raise UserError(f"project: {study}: no study with a recommendation in {studies}; known: {', '.join(ready) or 'none'}")
+        raise UserError(
+            f"project: {study}: no study with a recommendation in {studies}; known: {', '.join(ready) or 'none'}"
+        )
     return studies / name
 
 
@@ -395,7 +411,9 @@ def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, 
     if trial is not None:
         found = next((row for row in rows if row["trial"] == trial), None)
         if found is None:
-            raise UserError(f"project: trial {trial} is not on the front; there are {', '.join(str(row['trial']) for row in rows)}")
+            raise UserError(
+                f"project: trial {trial} is not on the front; there are {', '.join(str(row['trial']) for row in rows)}"
+            )
         return rows, found
     if pick not in kept["picks"]:
         raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(kept['picks'])}")
@@ -441,7 +459,16 @@ def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, descr
             f"{row.samples_per_s:,.4g}", f"{row.communication:.0%}", sizes.number(row.peak_memory_bytes.value), fits,
         ]  # fmt: skip
         low, high = row.efficiency_90
-        found.append([*cells, *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.99):.0%}"])])
+        found.append(
+            [
+                *cells,
+                *(
+                    [row.candidate.describe()]
+                    if describe
+                    else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.99):.0%}"]
+                ),
+            ]
+        )
     return found
 
 
@@ -450,7 +477,10 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
     last = len(wide) - 1
     for row in rows:
         text = rows[0][last] == "configuration"
-        cells = [cell if i == last and text else cell.rjust(size) for i, (cell, size) in enumerate(zip(row, wide, strict=True))]
+        cells = [
+            cell if i == last and text else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(row, wide, strict=True))
+        ]
         yield "  ".join(cells).rstrip()
 
 

@@ -95,7 +95,9 @@ class Retuning:
         self.report: StudyReport = summary.load(self.name, self.url, self.folder)
         pick = self.report.picks.get("recommended")
         if pick is None:
-            raise UserError(f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}), so there is nothing to re-tune")
+            raise UserError(
+                f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}), so there is nothing to re-tune"
+            )
         self.incumbent = Candidate.of(pick["candidate"])
         stored_as = str(self.report.study["stored_as"])
         self.current: Study = store.load_study(self.storage, stored_as)
@@ -121,13 +123,19 @@ class Retuning:
             attempts = int(self.evidence.get("attempts", 1)) + 1
             if attempts > MOST_ATTEMPTS:
                 reason = f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}"
-                self._close(Decision(verdict=Verdict.FAILED, reason=reason, generation=self.generation, folder=self.path))
-                raise AttemptsError(f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew")
+                self._close(
+                    Decision(verdict=Verdict.FAILED, reason=reason, generation=self.generation, folder=self.path)
+                )
+                raise AttemptsError(
+                    f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew"
+                )
             self.observer.say(f"going on with re-tuning {self.generation}, which was interrupted")
             self._note(attempts=attempts)
             return
         self.number = self.history.begin(self.name, self.asked.cause)
-        self.generation = next(row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number)
+        self.generation = next(
+            row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number
+        )
         shutil.rmtree(self.path, ignore_errors=True)
 
     def run(self, found: Plan, executor: Executor) -> Decision:
@@ -178,12 +186,18 @@ class Retuning:
         standing = self._standing(runner)
         made["standing"] = standing
         opens = fingerprint.opened(news)
-        later = getattr(found.spec, "from_checkpoint", None) is not None  # the noise scale has grown since, so that larger batches pay
+        later = (
+            getattr(found.spec, "from_checkpoint", None) is not None
+        )  # the noise scale has grown since, so that larger batches pay
         if not standing.moved and not opens and not later and not self.asked.forced:
-            return Decision(verdict=Verdict.UNCHANGED, reason=f"{standing.reason}; searching would gain nothing", **made)
+            return Decision(
+                verdict=Verdict.UNCHANGED, reason=f"{standing.reason}; searching would gain nothing", **made
+            )
         opened = "something better may exist now" if opens else "the training has gone on" if later else "as asked for"
         why = standing.reason if standing.moved else opened
-        self.observer.say(f"searching, since {why}: {runner.plan.spec.trials} trials, starting from study {self.current.study_name}")
+        self.observer.say(
+            f"searching, since {why}: {runner.plan.spec.trials} trials, starting from study {self.current.study_name}"
+        )
         runner.run()
         return self._compared(runner, made, standing)
 
@@ -208,7 +222,9 @@ class Retuning:
         explained = explain(changed, made["changes"])
         reason = f"{challenger.describe()} replaces {self.incumbent.describe()}: {outcome.words}"
         decision = Decision(verdict=Verdict.IMPROVED, reason=reason, explained=explained, **made)
-        self._note(replacing={**decision.to_data(), "challenger": challenger.values(), "incumbent": self.incumbent.values()})
+        self._note(
+            replacing={**decision.to_data(), "challenger": challenger.values(), "incumbent": self.incumbent.values()}
+        )
         self._replace(runner.study, decision)
         return decision
 
@@ -265,14 +281,18 @@ class Retuning:
         own = {f"AUTOTUNE_{name}": value for name, value in own.items()}
         done = subprocess.run(self.asked.on_change, shell=True, env={**os.environ, **own}, check=False)
         if done.returncode:
-            raise UserError(f"the configuration is replaced, but --on-change ended with status {done.returncode}: {self.asked.on_change}")
+            raise UserError(
+                f"the configuration is replaced, but --on-change ended with status {done.returncode}: {self.asked.on_change}"
+            )
 
     # Measuring
 
     def _runner(self, found: Plan, executor: Executor, changes: list[Change]) -> Runner:
         """The search: told what the study found, and held to what the change touches."""
         n = self.asked.trials or max(FEWEST, math.ceil(SHARE * found.spec.trials))
-        spec = found.spec.model_copy(update={"name": store.generation_name(self.name, self.generation), "trials": n, "sampler": "physics"})
+        spec = found.spec.model_copy(
+            update={"name": store.generation_name(self.name, self.generation), "trials": n, "sampler": "physics"}
+        )
         good = [Candidate.of(point["candidate"]) for point in self.report.front]
         best = [self.incumbent, *good]
         touched = fingerprint.touched(changes)
@@ -284,7 +304,9 @@ class Retuning:
         if known is not None:
             # The front is known; what is sought is one configuration that is better than the present one.
             runner.warm = replace(known.warm_start(found, first), compromise=True)
-        self.recorder = Recorder(self.observer, self.history, self.name, self.generation, found.workload, found.world_size)
+        self.recorder = Recorder(
+            self.observer, self.history, self.name, self.generation, found.workload, found.world_size
+        )
         runner.observer = self.recorder
         return runner
 
@@ -294,7 +316,9 @@ class Retuning:
         reason = self.incumbent.illegal(plan.setting)
         if reason is not None:
             return Standing.cannot_run(f"what is in use cannot run here any more: {reason}")
-        then = duel.then_of(store.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline)
+        then = duel.then_of(
+            store.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline
+        )
         sides = {"incumbent": self.incumbent, "baseline": plan.baseline}
         self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) and the baseline again, in turns")
         return duel.check(then, self._measurer(runner, "check", sides))
@@ -307,7 +331,9 @@ class Retuning:
         sides = {"challenger": challenger, "incumbent": self.incumbent}
         return duel.fight(runner.objectives, both, self.asked.min_gain, self._measurer(runner, "duel", sides))
 
-    def _measurer(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Callable[[int], dict[str, duel.Taken]]:
+    def _measurer(
+        self, runner: Runner, what: str, sides: Mapping[str, Candidate]
+    ) -> Callable[[int], dict[str, duel.Taken]]:
         """Measures each side once, in turns; what an interrupted run left of a round counts if the round is whole."""
 
         def taken(n: int) -> dict[str, duel.Taken]:
@@ -368,7 +394,9 @@ def spec_file(folder: Path, name: str) -> Path:
     """
     file = folder / "study.yaml"
     if not file.is_file():
-        raise UserError(f"study {name!r}: {file} is missing, so what to run is not known; put it back, or tune anew with `autotune run`")
+        raise UserError(
+            f"study {name!r}: {file} is missing, so what to run is not known; put it back, or tune anew with `autotune run`"
+        )
     return file
 
 
@@ -390,5 +418,8 @@ def _by_worth(candidates: Sequence[Candidate], known: Experience | None) -> list
     if known is None or not unique:
         return unique
     believed = known.guide.beliefs(known.told, unique)
-    worth = [float(mean) - math.log(c.global_batch_size(1)) for c, mean in zip(unique, believed.log_step_time[0], strict=True)]
+    worth = [
+        float(mean) - math.log(c.global_batch_size(1))
+        for c, mean in zip(unique, believed.log_step_time[0], strict=True)
+    ]
     return [c for _, c in sorted(zip(worth, unique, strict=True), key=lambda pair: pair[0])]

@@ -116,13 +116,17 @@ def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | No
             raise ValueError(f"{len(fields)} fields")
         trigger = CronTrigger.from_crontab(_days_by_name(cron))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise ScheduleError(f'--cron "{cron}": {error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0"') from None
+        raise ScheduleError(
+            f'--cron "{cron}": {error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0"'
+        ) from None
     if fields[2] != "*" and fields[4] != "*":
         raise ScheduleError(
             f'--cron "{cron}": give a day of the month or a weekday; both together mean different things to different crons'
         )
     now = datetime.datetime.now().astimezone()
-    trigger.end_date = now + datetime.timedelta(seconds=LONGEST_S)  # or it would look for the 30th of February until the year 9999
+    trigger.end_date = now + datetime.timedelta(
+        seconds=LONGEST_S
+    )  # or it would look for the 30th of February until the year 9999
     if trigger.get_next_fire_time(None, now) is None:
         raise ScheduleError(f'--cron "{cron}": no such day comes within ten years; give another day of the month')
     return None, " ".join(fields)
@@ -133,7 +137,9 @@ def next_after(every_s: float | None, cron: str | None, now: float) -> float:
     if every_s is not None:
         return now + every_s
     assert cron is not None
-    found = CronTrigger.from_crontab(_days_by_name(cron)).get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1).astimezone())
+    found = CronTrigger.from_crontab(_days_by_name(cron)).get_next_fire_time(
+        None, datetime.datetime.fromtimestamp(now + 1).astimezone()
+    )
     return float(found.timestamp()) if found is not None else now + 366 * 86400.0
 
 
@@ -161,7 +167,9 @@ def due(history: History, study: str, now: float | None = None) -> list[Schedule
     now = time.time() if now is None else now
     found = [Schedule.of(row) for row in history.schedules(study)]
     if not found:
-        raise ScheduleError(f"study {study!r} has no schedule, so it is never due; `autotune schedule add {study} --every 7d` makes one")
+        raise ScheduleError(
+            f"study {study!r} has no schedule, so it is never due; `autotune schedule add {study} --every 7d` makes one"
+        )
     return [schedule for schedule in found if schedule.due_at(now) <= now]
 
 
@@ -195,7 +203,11 @@ class Jobs(BaseJobStore):
         if not self.leads:
             return []
         moment, steady = now.timestamp(), time.monotonic()
-        return [self._job(s, now) for s in self._schedules() if s.due_at(moment) <= moment and self.held.get(s.number, 0.0) <= steady]
+        return [
+            self._job(s, now)
+            for s in self._schedules()
+            if s.due_at(moment) <= moment and self.held.get(s.number, 0.0) <= steady
+        ]
 
     def get_next_run_time(self) -> datetime.datetime | None:
         """Never: the daemon is woken every few seconds, whatever the clock says."""
@@ -204,7 +216,10 @@ class Jobs(BaseJobStore):
     def get_all_jobs(self) -> list[Job]:
         """Every schedule."""
         now = time.time()
-        return [self._job(each, datetime.datetime.fromtimestamp(each.due_at(now)).astimezone()) for each in self._schedules()]
+        return [
+            self._job(each, datetime.datetime.fromtimestamp(each.due_at(now)).astimezone())
+            for each in self._schedules()
+        ]
 
     def add_job(self, job: Job) -> None:
         """Schedules are added by `autotune schedule add`."""
@@ -338,7 +353,10 @@ class Daemon:
     def _take_up(self) -> None:
         """Makes a run due again that a killed one left half done; one that outlived its daemon goes on by itself."""
         for schedule in map(Schedule.of, self.history.schedules()):
-            if self.history.interrupted(schedule.study) is not None and run_under_way(self.studies / schedule.study) is None:
+            if (
+                self.history.interrupted(schedule.study) is not None
+                and run_under_way(self.studies / schedule.study) is None
+            ):
                 self.history.update_schedule(schedule.number, next_run_at=min(schedule.next_run_at, time.time()))
 
     def _give_back(self) -> None:

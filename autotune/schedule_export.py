@@ -35,7 +35,9 @@ def export(form: str, schedules: Sequence[Schedule], folder: Path, storage: str 
         try:
             check_name(each.study)
         except ValueError as error:
-            raise UserError(f"schedule export: schedule {each.number}: {error}; autotune schedule remove {each.number}") from None
+            raise UserError(
+                f"schedule export: schedule {each.number}: {error}; autotune schedule remove {each.number}"
+            ) from None
     return FORMS[form](schedules, folder, storage)
 
 
@@ -47,7 +49,9 @@ def _fields(schedule: Schedule) -> str:
 
 
 def _command(schedule: Schedule, program: str = "") -> str:
-    return f"{program or shlex.join([sys.executable, '-m', 'autotune.cli'])} retune {shlex.quote(schedule.study)} --if-due"
+    return (
+        f"{program or shlex.join([sys.executable, '-m', 'autotune.cli'])} retune {shlex.quote(schedule.study)} --if-due"
+    )
 
 
 def _name(schedule: Schedule, schedules: Sequence[Schedule]) -> str:
@@ -61,7 +65,10 @@ def _where(storage: str | None) -> str:
 
 
 def _cron(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> str:
-    lines = [f"# {each.study}: {each.when}; add with `crontab -e`\n{_fields(each)} {_in(folder, _command(each))}\n" for each in schedules]
+    lines = [
+        f"# {each.study}: {each.when}; add with `crontab -e`\n{_fields(each)} {_in(folder, _command(each))}\n"
+        for each in schedules
+    ]
     return _where(storage) + "".join(lines)
 
 
@@ -75,7 +82,11 @@ def _slurm(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> 
         f"#SCRON --job-name={_name(each, schedules)}\n#SCRON --time=02:00:00\n#SCRON --chdir={folder}\n{_fields(each)} {_command(each)}\n"
         for each in schedules
     ]
-    return "# add with `scrontab -e`; partition, account and devices as your cluster wants them\n" + _where(storage) + "".join(lines)
+    return (
+        "# add with `scrontab -e`; partition, account and devices as your cluster wants them\n"
+        + _where(storage)
+        + "".join(lines)
+    )
 
 
 def _systemd(schedules: Sequence[Schedule], folder: Path, storage: str | None) -> str:

@@ -76,5 +76,9 @@ def _unused(names: list[str]) -> list[str]:
     mark, used = f"{FOLDER}/", set[str]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            used |= {line.partition(mark)[2].removesuffix(" (deleted)") for line in maps.read_text().splitlines() if mark in line}
+            used |= {
+                line.partition(mark)[2].removesuffix(" (deleted)")
+                for line in maps.read_text().splitlines()
+                if mark in line
+            }
     return [name for name in names if name not in used]

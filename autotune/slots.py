@@ -43,15 +43,22 @@ def opened(found: Plan, executor: Executor, folder: Path, say: Callable[[str], N
         say("trials run one at a time: each has all the hosts of the hostfile")
         yield [executor]
     elif not found.spec.overlap:
-        say("trials run one at a time: on one host they would disturb one another (--overlap lets them, and the report says so)")
+        say(
+            "trials run one at a time: on one host they would disturb one another (--overlap lets them, and the report says so)"
+        )
         yield [executor]
     else:
         with contextlib.ExitStack() as stack:
-            slots = [Slot(found, share, folder / "trials" / f"server-{n}.log") for n, share in enumerate(shares(found, wanted))]
+            slots = [
+                Slot(found, share, folder / "trials" / f"server-{n}.log")
+                for n, share in enumerate(shares(found, wanted))
+            ]
             for slot in slots:
                 stack.callback(slot.close)
                 slot.start()
-            say(f"{wanted} trials run at once on this host and disturb one another; only what is measured again at the end is undisturbed")
+            say(
+                f"{wanted} trials run at once on this host and disturb one another; only what is measured again at the end is undisturbed"
+            )
             yield list(slots)
 
 
@@ -69,7 +76,9 @@ def shares(found: Plan, n: int) -> list[list[int]]:
     each = len(units) // n if on_cpu else found.world_size
     if not each or each * n > len(units):
         what = "cores" if on_cpu else "devices"
-        raise UserError(f"--parallel {n}: trials of {found.world_size} rank(s) need disjoint {what}, and this machine has {len(units)}")
+        raise UserError(
+            f"--parallel {n}: trials of {found.world_size} rank(s) need disjoint {what}, and this machine has {len(units)}"
+        )
     return [units[k * each : (k + 1) * each] for k in range(n)]
 
 

@@ -12,7 +12,18 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune import UserError
-from autotune.candidate import FIELDS, RULES, SECTION_KEYS, Candidate, Rule, Scalar, Setting, check_knob, check_value, nearest
+from autotune.candidate import (
+    FIELDS,
+    RULES,
+    SECTION_KEYS,
+    Candidate,
+    Rule,
+    Scalar,
+    Setting,
+    check_knob,
+    check_value,
+    nearest,
+)
 from autotune.ds_json import check_setting
 
 if TYPE_CHECKING:
@@ -22,7 +33,9 @@ if TYPE_CHECKING:
 PARAMETER_KEYS = ("choices", "range", "step", "power_of_two", "when")
 BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")
 # What a field is set to while its condition does not hold; the batch has no neutral value and stays the baseline's.
-NEUTRAL = {f.name: f.default for f in fields(Candidate) if f.default is not MISSING and f.name not in (*BATCH_FIELDS, "config")}
+NEUTRAL = {
+    f.name: f.default for f in fields(Candidate) if f.default is not MISSING and f.name not in (*BATCH_FIELDS, "config")
+}
 LARGEST_EXPONENT = 62
 # Draws behind an estimate: a share of 1 % is then known to a tenth of itself.
 DRAWS = 10_000
@@ -169,7 +182,9 @@ class SearchSpace:
         for where, part in parts:
             for parameter in part:
                 if parameter.name in origin:
-                    raise SpaceError(f"{where}: {parameter.name}: already defined by {origin[parameter.name]}; leave out one of the two")
+                    raise SpaceError(
+                        f"{where}: {parameter.name}: already defined by {origin[parameter.name]}; leave out one of the two"
+                    )
                 origin[parameter.name] = where
                 parameters.append(parameter)
         by_name = {parameter.name: parameter for parameter in parameters}
@@ -195,7 +210,10 @@ class SearchSpace:
 
     def pinned(self, values: Mapping[str, Scalar]) -> SearchSpace:
         """The part of the space in which the named knobs have the given values."""
-        kept = [Parameter(name=p.name, choices=(values[p.name],), when=p.when) if p.name in values else p for p in self.parameters]
+        kept = [
+            Parameter(name=p.name, choices=(values[p.name],), when=p.when) if p.name in values else p
+            for p in self.parameters
+        ]
         return SearchSpace(parameters=tuple(kept), samples_per_rank=self.samples_per_rank)
 
     def keeping(self, global_batch: int, world_size: int, micro_batch_size: int | None = None) -> SearchSpace:
@@ -219,14 +237,18 @@ class SearchSpace:
             )
         samples = global_batch // world_size
         if micro_batch_size is not None and samples % micro_batch_size:
-            raise SpaceError(f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples} samples of a rank")
+            raise SpaceError(
+                f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples} samples of a rank"
+            )
         kept = []
         for parameter in self.parameters:
             if parameter.name == "micro_batch_size":
                 divisors = {n for n in parameter.all_values() if isinstance(n, int) and samples % n == 0}
                 divisors |= {micro_batch_size} if micro_batch_size is not None else set()
                 if not divisors:
-                    raise SpaceError(f"micro_batch_size: none of {parameter.describe()} divides the {samples} samples of a rank")
+                    raise SpaceError(
+                        f"micro_batch_size: none of {parameter.describe()} divides the {samples} samples of a rank"
+                    )
                 kept.append(Parameter(name=parameter.name, choices=tuple(sorted(divisors)), when=parameter.when))
             elif parameter.name != "gradient_accumulation_steps":
                 kept.append(parameter)
@@ -276,7 +298,11 @@ class SearchSpace:
             values: Knob values by name.
             default: The baseline.
         """
-        on = {parameter.name: values[parameter.name] for parameter in self.active(values, default) if parameter.name in values}
+        on = {
+            parameter.name: values[parameter.name]
+            for parameter in self.active(values, default)
+            if parameter.name in values
+        }
         return self._build(on, *self._template(default))
 
     def values_of(self, candidate: Candidate) -> dict[str, Scalar]:
@@ -288,7 +314,10 @@ class SearchSpace:
     def contains(self, candidate: Candidate) -> bool:
         """Whether the candidate is one of the space, whatever its knobs that are not tuned."""
         values = self.values_of(candidate)
-        return all(self[name].contains(value) for name, value in values.items()) and self.candidate(values, candidate) == candidate
+        return (
+            all(self[name].contains(value) for name, value in values.items())
+            and self.candidate(values, candidate) == candidate
+        )
 
     def encode(self, candidate: Candidate) -> dict[str, Scalar]:
         """The candidate as Optuna parameters.
@@ -312,7 +341,9 @@ class SearchSpace:
 
     def sample(self, rng: random.Random, default: Candidate) -> Candidate:
         """A random candidate, legal or not: each active parameter uniformly."""
-        return self._build(self.suggest(lambda parameter: rng.choice(parameter.all_values()), default), *self._template(default))
+        return self._build(
+            self.suggest(lambda parameter: rng.choice(parameter.all_values()), default), *self._template(default)
+        )
 
     def draw(self, rng: random.Random, default: Candidate, n: int) -> Iterator[Candidate]:
         """`n` random candidates, legal or not, each candidate of the space equally likely (with repetition)."""
@@ -376,7 +407,9 @@ class SearchSpace:
         dead = self.dead_values(default, setting)
         kept = []
         for parameter in self.parameters:
-            alive = tuple(value for value in parameter.all_values() if (parameter.name, value) not in dead) if dead else ()
+            alive = (
+                tuple(value for value in parameter.all_values() if (parameter.name, value) not in dead) if dead else ()
+            )
             # Without any value the knob would count as absent, and candidates would appear that the space does not have.
             shorter = 0 < len(alive) < len(parameter.all_values())
             kept.append(Parameter(name=parameter.name, choices=alive, when=parameter.when) if shorter else parameter)
@@ -388,7 +421,9 @@ class SearchSpace:
 
     def _holds(self, parameter: Parameter, known: Mapping[str, Scalar], default: Candidate) -> bool:
         when = parameter.when.items()
-        return all(self._decided(parent, known) and self._value(parent, known, default) in allowed for parent, allowed in when)
+        return all(
+            self._decided(parent, known) and self._value(parent, known, default) in allowed for parent, allowed in when
+        )
 
     def _decided(self, name: str, known: Mapping[str, Scalar]) -> bool:
         if name == "gradient_accumulation_steps" and self.samples_per_rank is not None:
@@ -418,7 +453,9 @@ class SearchSpace:
         own = own | {name: value for name, value in values.items() if name in _FIELD_SET}
         if self.samples_per_rank is not None:
             own["gradient_accumulation_steps"] = self.samples_per_rank // own["micro_batch_size"]
-        config = config + [(name, value) for name, value in values.items() if value is not None and name not in _FIELD_SET]
+        config = config + [
+            (name, value) for name, value in values.items() if value is not None and name not in _FIELD_SET
+        ]
         return Candidate(**own, config=tuple(sorted(config, key=_first)))
 
     def _structures(self, default: Candidate) -> Iterator[tuple[dict[str, Scalar], list[Parameter]]]:
@@ -429,7 +466,9 @@ class SearchSpace:
         branches = [parameter for parameter in self.parameters if parameter.name in parents]
         leaves = [parameter for parameter in self.parameters if parameter.name not in parents]
 
-        def walk(depth: int, known: dict[str, Scalar], chosen: dict[str, Scalar]) -> Iterator[tuple[dict[str, Scalar], list[Parameter]]]:
+        def walk(
+            depth: int, known: dict[str, Scalar], chosen: dict[str, Scalar]
+        ) -> Iterator[tuple[dict[str, Scalar], list[Parameter]]]:
             if depth == len(branches):
                 yield chosen, [leaf for leaf in leaves if self._holds(leaf, known, default)]
                 return
@@ -442,10 +481,15 @@ class SearchSpace:
 
         return walk(0, {}, {})
 
-    def _refusal(self, parameter: Parameter, value: Scalar, default: Candidate, setting: Setting, rng: random.Random) -> str | None:
+    def _refusal(
+        self, parameter: Parameter, value: Scalar, default: Candidate, setting: Setting, rng: random.Random
+    ) -> str | None:
         """Why no legal candidate has this value of the parameter; None if one was found."""
         known = default.values()
-        start = {p.name: known[p.name] if p.name in known and p.contains(known[p.name]) else p.all_values()[0] for p in self.parameters}
+        start = {
+            p.name: known[p.name] if p.name in known and p.contains(known[p.name]) else p.all_values()[0]
+            for p in self.parameters
+        }
         reasons: list[tuple[int, str]] = []
         for attempt in range(4):
             pins = self._pins(parameter, value, default, rng)
@@ -464,15 +508,21 @@ class SearchSpace:
                     current, broken = changed, count
             if broken == 0:
                 return None
-            reasons.append((broken, self.candidate(current, default).illegal(setting) or "its conditions never hold together"))
+            reasons.append(
+                (broken, self.candidate(current, default).illegal(setting) or "its conditions never hold together")
+            )
         return None if self._runs(parameter, value, default, setting, rng) else min(reasons)[1]
 
-    def _runs(self, parameter: Parameter, value: Scalar, default: Candidate, setting: Setting, rng: random.Random) -> bool:
+    def _runs(
+        self, parameter: Parameter, value: Scalar, default: Candidate, setting: Setting, rng: random.Random
+    ) -> bool:
         """Whether a legal candidate with this value is among all of them, or among random ones if they are many."""
         fixed = Parameter(name=parameter.name, choices=(value,), when=parameter.when)
         whole = replace(self, parameters=tuple(fixed if p.name == fixed.name else p for p in self.parameters))
         template = whole._template(default)
-        structures = [(chosen, leaves) for chosen, leaves in whole._structures(default) if fixed.name in chosen or fixed in leaves]
+        structures = [
+            (chosen, leaves) for chosen, leaves in whole._structures(default) if fixed.name in chosen or fixed in leaves
+        ]
         weights = [_product(leaves) for _, leaves in structures]
         if not structures:
             return False
@@ -484,7 +534,9 @@ class SearchSpace:
             )
         else:
             drawn = rng.choices(structures, weights, k=CONFIRMING)
-            found = ({**chosen, **{leaf.name: rng.choice(leaf.all_values()) for leaf in leaves}} for chosen, leaves in drawn)
+            found = (
+                {**chosen, **{leaf.name: rng.choice(leaf.all_values()) for leaf in leaves}} for chosen, leaves in drawn
+            )
         return any(_first_broken(whole._build(values, *template), setting) is None for values in found)
 
     def _faults(self, values: Mapping[str, Scalar], needed: Parameter, default: Candidate, setting: Setting) -> int:
@@ -494,7 +546,9 @@ class SearchSpace:
             return len(RULES) + 1
         return _count_broken(self._build(on, *self._template(default)), setting)
 
-    def _pins(self, parameter: Parameter, value: Scalar, default: Candidate, rng: random.Random) -> dict[str, Scalar] | str:
+    def _pins(
+        self, parameter: Parameter, value: Scalar, default: Candidate, rng: random.Random
+    ) -> dict[str, Scalar] | str:
         """Values for the parameter and its ancestors that make it active, or why there are none."""
         pins = {parameter.name: value}
         for parent, allowed in parameter.when.items():
@@ -550,7 +604,9 @@ def parse_parameters(data: Any, where: str) -> tuple[Parameter, ...]:
         SpaceError: It names the place, the knob and what is known.
     """
     if not isinstance(data, dict):
-        raise SpaceError(f"{where}: a search space is a mapping of knobs to their values, as in `zero_stage: {{choices: [0, 1]}}`")
+        raise SpaceError(
+            f"{where}: a search space is a mapping of knobs to their values, as in `zero_stage: {{choices: [0, 1]}}`"
+        )
     return tuple(_parse_parameter(name, value, where) for name, value in data.items())
 
 
@@ -563,12 +619,16 @@ def _parse_parameter(name: Any, data: Any, where: str) -> Parameter:
     except UserError as error:
         raise SpaceError(f"{where}: {error}") from None
     if name in SECTION_KEYS:
-        raise SpaceError(f"{where}: is a section of settings; name one of them, as in `{name}.{min(SECTION_KEYS[name])}`")
+        raise SpaceError(
+            f"{where}: is a section of settings; name one of them, as in `{name}.{min(SECTION_KEYS[name])}`"
+        )
     if not isinstance(data, dict):
         data = {"choices": data if isinstance(data, list) else [data]}
     for key in data:
         if key not in PARAMETER_KEYS:
-            raise SpaceError(f"{where}: unknown key {key!r}.{nearest(str(key), PARAMETER_KEYS)} Known: {', '.join(PARAMETER_KEYS)}")
+            raise SpaceError(
+                f"{where}: unknown key {key!r}.{nearest(str(key), PARAMETER_KEYS)} Known: {', '.join(PARAMETER_KEYS)}"
+            )
     if ("choices" in data) == ("range" in data):
         raise SpaceError(f"{where}: give either `choices: [..]` or `range: [low, high]`")
     when = _parse_when(data.get("when", {}), where)
@@ -585,7 +645,9 @@ def _parse_choices(name: str, data: Mapping[str, Any], where: str) -> tuple[Scal
     if not isinstance(choices, list) or not choices:
         raise SpaceError(f"{where}: choices: a list of at least one value is needed, not {choices!r}")
     if len(choices) > MOST_CHOICES:
-        raise SpaceError(f"{where}: choices: {len(choices):,} values, and at most {MOST_CHOICES:,} can be listed; give a `range`")
+        raise SpaceError(
+            f"{where}: choices: {len(choices):,} values, and at most {MOST_CHOICES:,} can be listed; give a `range`"
+        )
     for index, value in enumerate(choices):
         _check(name, value, f"{where}: choices")
         if value in choices[:index]:
@@ -595,7 +657,12 @@ def _parse_choices(name: str, data: Mapping[str, Any], where: str) -> tuple[Scal
 
 def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scalar, ...]], where: str) -> Parameter:
     bounds, step, power = data["range"], data.get("step", 1), data.get("power_of_two", False)
-    if not isinstance(bounds, list) or len(bounds) != 2 or not all(_is_int(bound) for bound in bounds) or bounds[0] > bounds[1]:
+    if (
+        not isinstance(bounds, list)
+        or len(bounds) != 2
+        or not all(_is_int(bound) for bound in bounds)
+        or bounds[0] > bounds[1]
+    ):
         raise SpaceError(f"{where}: range: two whole numbers are needed, [low, high], not {bounds!r}")
     if not _is_int(step) or not 1 <= step <= LARGEST_BOUND:
         raise SpaceError(f"{where}: step: {step!r} is not a whole number of at least 1")
@@ -604,7 +671,9 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
     if not isinstance(power, bool):
         raise SpaceError(f"{where}: power_of_two: true or false, not {power!r}")
     if power and not 0 <= bounds[0] <= bounds[1] <= LARGEST_EXPONENT:
-        raise SpaceError(f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT}: [16, 29] means 2^16 to 2^29")
+        raise SpaceError(
+            f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT}: [16, 29] means 2^16 to 2^29"
+        )
     if (bounds[1] - bounds[0]) // step >= MOST_OF_A_RANGE:
         raise SpaceError(
             f"{where}: range: {bounds!r} are more than {MOST_OF_A_RANGE:,} values; give a larger `step`, or exponents:"
@@ -621,7 +690,9 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
 
 def _parse_when(data: Any, where: str) -> dict[str, tuple[Scalar, ...]]:
     if not isinstance(data, dict):
-        raise SpaceError(f"{where}: when: a mapping of parents to values is needed, as in `when: {{zero_stage: [1, 2]}}`, not {data!r}")
+        raise SpaceError(
+            f"{where}: when: a mapping of parents to values is needed, as in `when: {{zero_stage: [1, 2]}}`, not {data!r}"
+        )
     when = {}
     for parent, said in data.items():
         allowed = said if isinstance(said, list) else [said]
@@ -651,7 +722,9 @@ def _is_int(value: Any) -> bool:
 def _check_size(parameters: Sequence[Parameter], where: str) -> None:
     """Refuses more knobs, or conditions of more combinations, than can be walked through."""
     if len(parameters) > MOST_KNOBS or _product(parameters) > MOST_CANDIDATES:
-        raise SpaceError(f"{where}: {len(parameters)} knobs are more than can be tuned at once (at most {MOST_KNOBS}); leave some out")
+        raise SpaceError(
+            f"{where}: {len(parameters)} knobs are more than can be tuned at once (at most {MOST_KNOBS}); leave some out"
+        )
     parents = [parameter for parameter in parameters if any(parameter.name in other.when for other in parameters)]
     if _product(parents) > MOST_STRUCTURES:
         names = ", ".join(parameter.name for parameter in parents)
@@ -666,7 +739,9 @@ def _check_parents(parameter: Parameter, by_name: Mapping[str, Parameter], where
         place = f"{where}: {parameter.name}: when: {parent}"
         if parent not in by_name and parent not in FIELDS:
             known = list(dict.fromkeys([*by_name, *FIELDS]))
-            raise SpaceError(f"{place}: is not a knob of this search space.{nearest(parent, known)} Known: {', '.join(known)}")
+            raise SpaceError(
+                f"{place}: is not a knob of this search space.{nearest(parent, known)} Known: {', '.join(known)}"
+            )
         if parent in FIELDS:
             continue
         for value in allowed:
@@ -683,7 +758,9 @@ def _ordered(parameters: Sequence[Parameter], origin: Mapping[str, str]) -> tupl
     done: list[Parameter] = []
     while waiting:
         placed = {parameter.name for parameter in done}
-        ready = next((p for p in waiting if placed >= {stands_in.get(parent, parent) for parent in p.when} & names), None)
+        ready = next(
+            (p for p in waiting if placed >= {stands_in.get(parent, parent) for parent in p.when} & names), None
+        )
         if ready is None:
             circle = ", ".join(parameter.name for parameter in waiting)
             where = origin.get(waiting[0].name, "search space")

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from autotune import masking, urls
 from autotune.candidate import LARGEST_BATCH, DsConfig, nearest, without_auto
@@ -43,7 +52,16 @@ NO_SECRET = (
     " (in a launch command: $NAME), or give the whole command again"
 )
 # Keys that are written only where they say something.
-OPTIONAL = ("script_args", "script_set", "arg_mappings", "working_dir", "nodes", "executor_options", "hostfile", "from_checkpoint")
+OPTIONAL = (
+    "script_args",
+    "script_set",
+    "arg_mappings",
+    "working_dir",
+    "nodes",
+    "executor_options",
+    "hostfile",
+    "from_checkpoint",
+)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # What a study's folder is called; a file system takes 255 bytes, and re-tunings put their number behind it.
 LONGEST_NAME = 200
@@ -190,7 +208,9 @@ class StudySpec(BaseModel):
     from_checkpoint: Path | None = None
 
     @classmethod
-    def load(cls, path: Path, overrides: Mapping[str, Any] | None = None, invocation: Invocation | None = None) -> StudySpec:
+    def load(
+        cls, path: Path, overrides: Mapping[str, Any] | None = None, invocation: Invocation | None = None
+    ) -> StudySpec:
         """Reads a `study.yaml`; paths in it are relative to its folder.
 
         Args:
@@ -211,7 +231,9 @@ class StudySpec(BaseModel):
         return cls._build(data, str(path), path.absolute().parent, overrides, _default_name(path), invocation)
 
     @classmethod
-    def of_command(cls, invocation: Invocation, overrides: Mapping[str, Any] | None = None, path: Path | None = None) -> StudySpec:
+    def of_command(
+        cls, invocation: Invocation, overrides: Mapping[str, Any] | None = None, path: Path | None = None
+    ) -> StudySpec:
         """The study of a launch command.
 
         Args:
@@ -227,7 +249,9 @@ class StudySpec(BaseModel):
             spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
         target = spec.inspected()
         if target.kind != "script":
-            raise SpecError(f"`{invocation.command}` starts {target.path}, which is no training script: autotune run {target.path.name}")
+            raise SpecError(
+                f"`{invocation.command}` starts {target.path}, which is no training script: autotune run {target.path.name}"
+            )
         spec._check_script(target)
         return spec
 
@@ -248,18 +272,24 @@ class StudySpec(BaseModel):
         if target.kind == "script":
             spec._check_script(target)
         elif spec.script_args or spec.script_set:
-            raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}")
+            raise SpecError(
+                f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}"
+            )
         return spec
 
     def inspected(self) -> Target:
         """What the target is, from its syntax tree, or from who starts it."""
-        return inspect_target(self.target, launched=self.invocation is not None and self.invocation.world_size is not None)
+        return inspect_target(
+            self.target, launched=self.invocation is not None and self.invocation.world_size is not None
+        )
 
     def how(self) -> Invocation:
         """How the script is started: as the launch command showed, or as it was named."""
         if self.invocation is not None:
             return self.invocation
-        return Invocation(script=str(self.target), arguments=self.script_args, working_dir=str(self.working_dir or self.target.parent))
+        return Invocation(
+            script=str(self.target), arguments=self.script_args, working_dir=str(self.working_dir or self.target.parent)
+        )
 
     def templated(self) -> tuple[str, ...]:
         """The templates that the user wrote, by the field that they mean."""
@@ -271,7 +301,9 @@ class StudySpec(BaseModel):
             if any(map(masking.holds_mask, texts)):
                 raise SpecError(f"{where}: {NO_SECRET}")
         if not Path(self.how().working_dir).is_dir():
-            raise SpecError(f"working_dir: there is no folder {self.how().working_dir}, which {target.path.name} is to run in")
+            raise SpecError(
+                f"working_dir: there is no folder {self.how().working_dir}, which {target.path.name} is to run in"
+            )
         check_templates([*self.how().arguments, *self.script_set.values(), self.command or ""], str(target.path))
         if self.base_config is not None and DS_CONFIG not in self.templated():
             raise SpecError(
@@ -328,15 +360,22 @@ class StudySpec(BaseModel):
             left_out += ["command"]
         batch = self.global_batch if isinstance(self.global_batch, str) else "{}..{}".format(*self.global_batch)
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
-        data |= {name: masking.masked(data[name]) for name in ("command", "script_args", "script_set", "executor_options", "base_config")}
+        data |= {
+            name: masking.masked(data[name])
+            for name in ("command", "script_args", "script_set", "executor_options", "base_config")
+        }
         if self.invocation is not None and self.ranks == self.invocation.world_size:
             data["ranks"] = None
         if self.working_dir is not None:
-            data["working_dir"] = os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
+            data["working_dir"] = (
+                os.path.relpath(self.working_dir, folder) if folder is not None else str(self.working_dir)
+            )
         if self.hostfile is not None:
             data["hostfile"] = os.path.relpath(self.hostfile, folder) if folder is not None else str(self.hostfile)
         if self.from_checkpoint is not None:
-            data["from_checkpoint"] = os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
+            data["from_checkpoint"] = (
+                os.path.relpath(self.from_checkpoint, folder) if folder is not None else str(self.from_checkpoint)
+            )
         data |= {
             "storage": self.storage and urls.masked(self.storage),
             "target": target,
@@ -365,10 +404,19 @@ class StudySpec(BaseModel):
         given.setdefault("name", _Given(name, f"{where}: name", folder))
         given.setdefault("space", _Given(list(DEFAULT_SPACES), where, folder))
         given.setdefault("objectives", _Given(list(DEFAULT_OBJECTIVES), where, folder))
-        values: dict[str, Any] = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
-        values = {key: value for key, value in values.items() if value is not None or key not in ("constraints", "global_batch")}
+        values: dict[str, Any] = {
+            key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()
+        }
+        values = {
+            key: value
+            for key, value in values.items()
+            if value is not None or key not in ("constraints", "global_batch")
+        }
         values.setdefault(
-            "global_batch", "keep" if _sets_batch(values.get("base_config")) or invocation or is_script(values.get("target")) else "free"
+            "global_batch",
+            "keep"
+            if _sets_batch(values.get("base_config")) or invocation or is_script(values.get("target"))
+            else "free",
         )
         if invocation is not None:
             values["invocation"], values["ranks"] = invocation, values.get("ranks") or invocation.world_size
@@ -384,7 +432,9 @@ class StudySpec(BaseModel):
     def _check_name(cls, name: str) -> str:
         check_name(name)
         if RESERVED.fullmatch(name):
-            raise ValueError(f"{name!r} cannot name a study: databases and re-tunings have such names; choose one with another ending")
+            raise ValueError(
+                f"{name!r} cannot name a study: databases and re-tunings have such names; choose one with another ending"
+            )
         return name
 
     @model_validator(mode="after")
@@ -401,7 +451,9 @@ class StudySpec(BaseModel):
         if self.hostfile is not None and self.executor != "local":
             raise ValueError(f"hostfile: it is for --executor local; {self.executor} chooses the machines itself")
         if self.nodes and self.ranks and self.ranks % self.nodes:
-            raise ValueError(f"ranks: {self.ranks} ranks cannot be spread evenly over {self.nodes} nodes; give a multiple")
+            raise ValueError(
+                f"ranks: {self.ranks} ranks cannot be spread evenly over {self.nodes} nodes; give a multiple"
+            )
         if self.trial_budget_s >= self.trial_deadline_s:
             raise ValueError(
                 f"trial_deadline_s: {self.trial_deadline_s:g} s would end every trial before its trial_budget_s of"
@@ -440,7 +492,9 @@ def check_name(name: str) -> None:
         ValueError: It says what a name may hold.
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot or a dash")
+        raise ValueError(
+            f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot or a dash"
+        )
     if len(name) > LONGEST_NAME:
         raise ValueError(f"{name[:40]!r}... is too long to name a study: at most {LONGEST_NAME} characters")
 
@@ -473,7 +527,12 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
     """
     path = Path(target)
     if os.path.exists(target):
-        if not is_yaml(path) or path.is_dir() or not isinstance(data := read_yaml(path), dict) or data.get("command") is None:
+        if (
+            not is_yaml(path)
+            or path.is_dir()
+            or not isinstance(data := read_yaml(path), dict)
+            or data.get("command") is None
+        ):
             return None
         if not isinstance(data["command"], str):
             raise SpecError(f"{path}: command: a command line is needed, not {data['command']!r}")
@@ -481,7 +540,10 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
             raise SpecError(f"{path}: command: it says which script is run and how; leave out target and script_args")
         if masking.holds_mask(data["command"]):
             raise SpecError(f"{path}: command: {NO_SECRET}")
-        folder = _read_folder(data.get("working_dir"), f"{path}: working_dir", path.absolute().parent) or path.absolute().parent
+        folder = (
+            _read_folder(data.get("working_dir"), f"{path}: working_dir", path.absolute().parent)
+            or path.absolute().parent
+        )
         if not folder.is_dir():
             raise SpecError(f"{path}: working_dir: there is no folder {folder}; the command has to run somewhere")
         return data["command"], folder
@@ -553,22 +615,30 @@ def _read_constraints(value: Any, where: str, folder: Path) -> tuple[Constraint,
     if isinstance(value, dict):
         for metric, said in value.items():
             if not isinstance(said, dict):
-                raise SpecError(f"{where}: {metric}: a mapping with `min` or `max` is needed, as in `{{max: 4GiB}}`, not {said!r}")
+                raise SpecError(
+                    f"{where}: {metric}: a mapping with `min` or `max` is needed, as in `{{max: 4GiB}}`, not {said!r}"
+                )
         value = [{"metric": metric, **said} for metric, said in value.items()]
     if not isinstance(value, list | tuple):
-        raise SpecError(f"{where}: a mapping of metrics to bounds is needed, as in `peak_memory_bytes: {{max: 4GiB}}`, not {value!r}")
+        raise SpecError(
+            f"{where}: a mapping of metrics to bounds is needed, as in `peak_memory_bytes: {{max: 4GiB}}`, not {value!r}"
+        )
     return tuple(item if isinstance(item, Constraint) else _validated(Constraint, item, where) for item in value)
 
 
 def _validated(model: type[M], data: Any, where: str) -> M:
     for key in data if isinstance(data, dict) else ():
         if key not in model.model_fields:
-            raise SpecError(f"{where}: unknown key {key!r}.{nearest(str(key), model.model_fields)} Known: {', '.join(model.model_fields)}")
+            raise SpecError(
+                f"{where}: unknown key {key!r}.{nearest(str(key), model.model_fields)} Known: {', '.join(model.model_fields)}"
+            )
     try:
         return model.model_validate(data)
     except ValidationError as error:
         key = next((str(part) for part in error.errors()[0]["loc"][:1]), "")
-        raise SpecError(_message(error, f"{where}: {key}" if key and error.errors()[0]["type"] != "missing" else where)) from None
+        raise SpecError(
+            _message(error, f"{where}: {key}" if key and error.errors()[0]["type"] != "missing" else where)
+        ) from None
 
 
 def _read_base(value: Any, where: str, folder: Path) -> DsConfig | None:
@@ -628,10 +698,14 @@ def _read_mappings(value: Any, where: str, folder: Path) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise SpecError(f"{where}: a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`, not {value!r}")
+        raise SpecError(
+            f"{where}: a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`, not {value!r}"
+        )
     for key, name in value.items():
         if key not in MAPPED_KEYS:
-            raise SpecError(f"{where}: unknown setting {key!r}.{nearest(str(key), MAPPED_KEYS)} Known: {', '.join(MAPPED_KEYS)}")
+            raise SpecError(
+                f"{where}: unknown setting {key!r}.{nearest(str(key), MAPPED_KEYS)} Known: {', '.join(MAPPED_KEYS)}"
+            )
         if not isinstance(name, str) or not name.startswith("-"):
             raise SpecError(f"{where}: {key}: a flag of the script is needed, as in --bsz, not {name!r}")
     return dict(value)
@@ -646,7 +720,9 @@ def _read_checkpoint(value: Any, where: str, folder: Path) -> Path | None:
         return None
     path = _inside(value, folder, where)
     if not os.path.exists(path):
-        raise SpecError(f"{where}: there is no {path}; give the folder of a DeepSpeed checkpoint, or a state dict's file")
+        raise SpecError(
+            f"{where}: there is no {path}; give the folder of a DeepSpeed checkpoint, or a state dict's file"
+        )
     return path
 
 

@@ -119,7 +119,9 @@ def measured_enough(times_s: Sequence[float]) -> bool:
     return n_readings >= MIN_TIMED_STEPS and summary.relative_ci <= TARGET_RELATIVE_CI
 
 
-def ratio_ci95(log_ratios: Sequence[float], spread: float | None = None, degrees: int | None = None) -> tuple[float, tuple[float, float]]:
+def ratio_ci95(
+    log_ratios: Sequence[float], spread: float | None = None, degrees: int | None = None
+) -> tuple[float, tuple[float, float]]:
     """Geometric mean of paired ratios with its 95 % interval (Student's t on their logarithms).
 
     Args:

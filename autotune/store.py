@@ -36,7 +36,16 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 MEASURED_ATTR, ROLE_ATTR, RECORD_ATTR, ENDED_ATTR = "measured", "role", "autotune", "ended"
 SETTINGS_ATTR = "settings"
 # Fields of a study that a run may change and that its helpers must know; the others are the same for all of its trials.
-SETTINGS = ("trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s", "trial_deadline_s", "min_samples")
+SETTINGS = (
+    "trials",
+    "sampler",
+    "memory_filter",
+    "stop_below",
+    "stop_trials",
+    "trial_budget_s",
+    "trial_deadline_s",
+    "min_samples",
+)
 # Kept beside them for whoever watches; a helper's time is its own.
 WATCHED = ("time_budget_s",)
 # Which re-tuning's study holds the answer of this one today.
@@ -72,7 +81,9 @@ def create_study(storage: Storage, name: str, directions: Sequence[Direction], m
     """Makes the study, or opens it if it is there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        study = optuna.create_study(study_name=name, storage=Cached(storage), directions=list(directions), load_if_exists=True)
+        study = optuna.create_study(
+            study_name=name, storage=Cached(storage), directions=list(directions), load_if_exists=True
+        )
         study.set_metric_names(list(metric_names))
     return study
 
@@ -263,7 +274,8 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
         verdict=verdict,
         branch=branch_in(folder, told.number),
-        branch_wanted=kept.branches and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
+        branch_wanted=kept.branches
+        and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
         numerics_kept=numerics(ds_config) == own_numerics,
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
@@ -298,7 +310,13 @@ def trial_path(folder: Path, number: int) -> Path:
 def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
     """The folders of a trial's re-measurements by round."""
     found = trial_path(folder, number).glob("repeat-*")
-    return dict(sorted((int(path.name.removeprefix("repeat-")), path) for path in found if path.name.removeprefix("repeat-").isdigit()))
+    return dict(
+        sorted(
+            (int(path.name.removeprefix("repeat-")), path)
+            for path in found
+            if path.name.removeprefix("repeat-").isdigit()
+        )
+    )
 
 
 def gate_path(folder: Path, number: int) -> Path:

@@ -270,7 +270,9 @@ class Runner:
             with undisturbed():
                 self._tell(claim.asked, claim.candidate, claim.role, self._judged(claim.candidate, result))
 
-    def _fly(self, claim: Claim, request: TrialRequest | None, executor: Executor, tick: Callable[[], None]) -> TrialResult:
+    def _fly(
+        self, claim: Claim, request: TrialRequest | None, executor: Executor, tick: Callable[[], None]
+    ) -> TrialResult:
         assert request is not None
         return self._measure(request, claim.candidate, self._trial_path(claim.asked.number), claim.role, executor, tick)
 
@@ -293,7 +295,10 @@ class Runner:
         if not self.leads and (why := self.study.user_attrs.get(store.ENDED_ATTR)):
             return str(why)
         self._stop_if_hopeless()
-        n_running, n_ended = len(store.running(self.study)), len(self.study.get_trials(deepcopy=False)) - len(store.running(self.study))
+        n_running, n_ended = (
+            len(store.running(self.study)),
+            len(self.study.get_trials(deepcopy=False)) - len(store.running(self.study)),
+        )
         if self._n_spent() + n_running >= self.spec.trials:
             return None if n_running else ""
         if n_running and self._nothing_since == n_ended:
@@ -320,7 +325,9 @@ class Runner:
         if claim := self._claim():
             return claim
         n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in self._outcomes())
-        return self.study.sampler.why_exhausted + (f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else "")
+        return self.study.sampler.why_exhausted + (
+            f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else ""
+        )
 
     def open(self) -> None:
         """Opens the study if there is one to go on with.
@@ -336,7 +343,9 @@ class Runner:
             return
         kept = store.record(study)
         if kept is None and study.get_trials(deepcopy=False):
-            raise UserError(f"study {self.spec.name!r} in this database was not made by autotune; choose another --study name")
+            raise UserError(
+                f"study {self.spec.name!r} in this database was not made by autotune; choose another --study name"
+            )
         if kept is None or not store.told_trials(study):
             if self.leads:
                 store.delete_study(self.storage, self.spec.name)  # the run that began it died at once
@@ -373,8 +382,12 @@ class Runner:
         else:
             dropped = [o for o in self.objectives if o.metric in (GOODPUT, "time_to_loss_s")]
             if len(dropped) == len(self.objectives):
-                raise UserError(f"convergence is measured against the baseline, which did not complete ({result.outcome}: {result.reason})")
-            self.observer.say(f"the baseline did not complete ({result.outcome}: {result.reason}), so no speed-up can be stated")
+                raise UserError(
+                    f"convergence is measured against the baseline, which did not complete ({result.outcome}: {result.reason})"
+                )
+            self.observer.say(
+                f"the baseline did not complete ({result.outcome}: {result.reason}), so no speed-up can be stated"
+            )
         self.objectives = [o for o in self.objectives if o not in dropped]
         names = [f"{o.name} ({objective.METRICS[o.metric].unit})" for o in self.objectives]
         with undisturbed():
@@ -419,7 +432,9 @@ class Runner:
                 return
         self.reference = replace(self.reference, noise_problem=problem)
         if needs_rate:
-            raise UserError(f"--learning-rate-rule {self.learning_rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`")
+            raise UserError(
+                f"--learning-rate-rule {self.learning_rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`"
+            )
         self._keep_batch(problem)
 
     def _keep_batch(self, problem: str) -> None:
@@ -433,9 +448,19 @@ class Runner:
             return
         name = next(o.name for o in self.objectives if o.metric == GOODPUT)
         batch, world = plan.baseline.global_batch_size(plan.setting.world_size), plan.setting.world_size
-        space = plan.full_space.keeping(batch, world, plan.baseline.micro_batch_size).pruned(plan.baseline, plan.setting)
-        if next((c for c in space.candidates(plan.baseline) if c != plan.baseline and c.illegal(plan.setting) is None), None) is None:
-            raise UserError(f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies nothing else")
+        space = plan.full_space.keeping(batch, world, plan.baseline.micro_batch_size).pruned(
+            plan.baseline, plan.setting
+        )
+        if (
+            next(
+                (c for c in space.candidates(plan.baseline) if c != plan.baseline and c.illegal(plan.setting) is None),
+                None,
+            )
+            is None
+        ):
+            raise UserError(
+                f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies nothing else"
+            )
         self.observer.say(
             f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; raise trial_budget_s, or"
             f" leave {name!r} out of the objectives to vary it all the same"
@@ -539,7 +564,11 @@ class Runner:
         """A candidate whose trial was lost, and which nobody has run or runs since."""
         assert self.study is not None
         trials = self.study.get_trials(deepcopy=False)
-        lost = [text for t in trials if t.state is TrialState.FAIL and (text := t.user_attrs.get(CANDIDATE_ATTR)) is not None]
+        lost = [
+            text
+            for t in trials
+            if t.state is TrialState.FAIL and (text := t.user_attrs.get(CANDIDATE_ATTR)) is not None
+        ]
         if not lost:
             return None
         known = self._known()
@@ -549,7 +578,11 @@ class Runner:
         """The candidates that were told or are under way, by key."""
         assert self.study is not None
         trials = self.study.get_trials(deepcopy=False)
-        return {t.user_attrs[CANDIDATE_ATTR] for t in trials if t.state is not TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs}
+        return {
+            t.user_attrs[CANDIDATE_ATTR]
+            for t in trials
+            if t.state is not TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs
+        }
 
     def _ask(self, role: str) -> Trial:
         assert self.study is not None
@@ -567,7 +600,9 @@ class Runner:
         else:
             candidate = space.candidate(space.suggest(lambda p: p.decode(drawn[p.optuna_name]), baseline), baseline)
             params = {name: drawn[name] for name in encoded(space, candidate)}
-        distributions: dict[str, BaseDistribution] = {p.optuna_name: p.distribution() for p in space.parameters if p.optuna_name in params}
+        distributions: dict[str, BaseDistribution] = {
+            p.optuna_name: p.distribution() for p in space.parameters if p.optuna_name in params
+        }
         self.ledger.describe(asked, params, distributions, {CANDIDATE_ATTR: candidate.key})
         return candidate
 
@@ -583,16 +618,28 @@ class Runner:
             if candidate is None:
                 self.ledger.tell(asked, TrialState.FAIL, None, {}, {})
                 return None
-            asks = self.spec.memory_filter and self.spec.sampler != "physics" and forced is None  # physics has weighed it already
+            asks = (
+                self.spec.memory_filter and self.spec.sampler != "physics" and forced is None
+            )  # physics has weighed it already
             unfit = self._advisor.unfit(self.study, candidate) if asks else None
         except BaseException:
             with undisturbed():
                 if candidate is None:
                     self.ledger.tell(asked, TrialState.FAIL, None, {}, {})
                 else:
-                    self._tell(asked, candidate, "search", TrialResult(outcome=Outcome.LOST, reason="stopped by the user"), quiet=True)
+                    self._tell(
+                        asked,
+                        candidate,
+                        "search",
+                        TrialResult(outcome=Outcome.LOST, reason="stopped by the user"),
+                        quiet=True,
+                    )
             raise
-        result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values()) if unfit is not None else None
+        result = (
+            TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
+            if unfit is not None
+            else None
+        )
         return Claim(asked=asked, candidate=candidate, result=result)
 
     def _judged(self, candidate: Candidate, result: TrialResult) -> TrialResult:
@@ -647,7 +694,9 @@ class Runner:
         self.study.sampler = sampler = self._sampler()
         return sampler
 
-    def _tell(self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False) -> None:
+    def _tell(
+        self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False
+    ) -> None:
         assert self.study is not None
         # A loss curve that was cut off says nothing of the time to the target.
         reference = self.reference if result.outcome is not Outcome.STOPPED_EARLY else None
@@ -655,10 +704,14 @@ class Runner:
         done = result.outcome is Outcome.COMPLETE and score.values is not None
         attrs: dict[str, Any] = {"outcome": str(result.outcome)} | ({"reason": result.reason} if result.reason else {})
         with store.still(self.study, news=False):
-            attrs[store.MEASURED_ATTR] = json.dumps(_measured_data(result, score) | {"forecast": self._foreseen(candidate)})
+            attrs[store.MEASURED_ATTR] = json.dumps(
+                _measured_data(result, score) | {"forecast": self._foreseen(candidate)}
+            )
         constraints = {COMPLETED: 0.0 if done else 1.0}
         constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}
-        state = TrialState.FAIL if result.outcome is Outcome.LOST else TrialState.COMPLETE if done else TrialState.PRUNED
+        state = (
+            TrialState.FAIL if result.outcome is Outcome.LOST else TrialState.COMPLETE if done else TrialState.PRUNED
+        )
         values = list(score.values) if done and score.values is not None else None
         if not self.ledger.tell(asked, state, values, attrs, constraints):
             self.observer.say(
@@ -678,7 +731,10 @@ class Runner:
                 self._learned.add(told.number)
                 metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
                 predictor.learn(store.told_candidate(told), **metrics)
-        said = {"peak_memory_bytes": predictor.memory(candidate).total, "step_time_s": predictor.step_time(candidate).total}
+        said = {
+            "peak_memory_bytes": predictor.memory(candidate).total,
+            "step_time_s": predictor.step_time(candidate).total,
+        }
         return {name: [total.value, total.low, total.high] for name, total in said.items()}
 
     @functools.cached_property
@@ -686,7 +742,9 @@ class Runner:
         """Forecasts from the profile, corrected by what was told before."""
         plan, workload = self.plan, self.plan.workload
         profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
-        machine = workload.machine or Machine.guess(plan.setting.accelerator, plan.world_size, workload.environment.n_cores)
+        machine = workload.machine or Machine.guess(
+            plan.setting.accelerator, plan.world_size, workload.environment.n_cores
+        )
         return Predictor(profile, machine, settings_of(plan.base_config))
 
     def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
@@ -706,7 +764,9 @@ class Runner:
             role: `baseline`, `search`, `repeat`, `noise` or `gate`.
             request_fields: Fields of the request that are to differ from what the study's trials have.
         """
-        return self._measure(replace(self._request(candidate, role), **request_fields), candidate, path, role, self.executor)
+        return self._measure(
+            replace(self._request(candidate, role), **request_fields), candidate, path, role, self.executor
+        )
 
     def _request(self, candidate: Candidate, role: str) -> TrialRequest:
         """What the ranks of a trial are asked to do."""
@@ -808,7 +868,9 @@ class Runner:
         self.observer.say(f"building DeepSpeed's {', '.join(needed)} (once on this machine; may take a minute or two)")
         failure = self.executor.build_ops(needed)
         if failure:
-            self.observer.say(f"DeepSpeed's {', '.join(needed)} cannot be built here, so configurations that need it will fail: {failure}")
+            self.observer.say(
+                f"DeepSpeed's {', '.join(needed)} cannot be built here, so configurations that need it will fail: {failure}"
+            )
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis sees it."""
@@ -856,14 +918,19 @@ class Runner:
         ends = [data for t in self._told() if (data := store.told_data(t))["outcome"] != Outcome.PREDICTED_OOM]
         if len(ends) < HOPELESS_TRIALS:
             return
-        crashed = [Outcome(e["outcome"]) in (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED) for e in ends]
+        crashed = [
+            Outcome(e["outcome"]) in (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
+            for e in ends
+        ]
         alike = len({re.sub(r"[0-9]+", "", e["reason"]).split(":")[0] for e in ends}) == 1
         if all(crashed) and (alike or len(ends) >= 2 * HOPELESS_TRIALS):
             how, log = f"{ends[0]['outcome']}: {ends[0]['reason']}", shown(TrialDir(self._trial_path(0)).log(0))
             said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
             raise UserError(f"the first {len(ends)} trials, the baseline among them, {said} (see {log})")
 
-    def progress(self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]) -> None:
+    def progress(
+        self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
+    ) -> None:
         """Tells whoever watches that a trial ended, and where the study stands."""
         measured = self.measured()
         baseline = baseline_of(measured)
@@ -874,7 +941,9 @@ class Runner:
             speedup = math.exp(recommend.log_ratio(best, baseline, "samples_per_s"))
         walls, n_spent = self._walls_s(), self._n_spent()
         n_left = max(0, self.spec.trials - n_spent)
-        left = (n_left + (self.spec.finalists + 1) * self.spec.repeats / 2) * (statistics.median(walls) if walls else 0.0)
+        left = (n_left + (self.spec.finalists + 1) * self.spec.repeats / 2) * (
+            statistics.median(walls) if walls else 0.0
+        )
         if self.spec.time_budget_s is not None:
             left = min(left, max(0.0, self.spec.time_budget_s - self.spent_s()))
         self.observer.ended(
@@ -889,7 +958,9 @@ class Runner:
 def _wall_s(told: Sequence[FrozenTrial]) -> float:
     """Seconds that trials took; what ran beside something else counts once."""
     # Where a trial ended follows from what it took: a clock that was set in between would make it years long.
-    spans = sorted((t.datetime_start, t.datetime_start + timedelta(seconds=_took_s(t))) for t in told if t.datetime_start)
+    spans = sorted(
+        (t.datetime_start, t.datetime_start + timedelta(seconds=_took_s(t))) for t in told if t.datetime_start
+    )
     twice_s, until = 0.0, None
     for start, end in spans:
         if until is not None:
@@ -914,7 +985,9 @@ def ops_needed(ds_config: DsConfig) -> list[str]:
     """DeepSpeed's compiled ops that a configuration calls for, by builder name."""
     optimizer = ds_config.get("optimizer") or {}
     zero = ds_config.get("zero_optimization") or {}
-    if str(optimizer.get("type", "")).lower() not in ("adam", "adamw") or (optimizer.get("params") or {}).get("torch_adam"):
+    if str(optimizer.get("type", "")).lower() not in ("adam", "adamw") or (optimizer.get("params") or {}).get(
+        "torch_adam"
+    ):
         return []
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     return ["cpu_adam" if offloaded else "fused_adam"]

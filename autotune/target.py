@@ -23,7 +23,16 @@ OPTIONAL = ("optimizer", "loss", "collate", "blocks")
 SIGNATURES = {"model": (0, "model()"), "data": (0, "data()"), "batch": (1, "batch(n)"), "loss": (2, "loss(model, batch)"),
               "optimizer": (1, "optimizer(params)"), "collate": (1, "collate(samples)")}  # fmt: skip
 # What only a training script calls.
-SCRIPT_CALLS = ("initialize", "backward", "Trainer", "LightningCLI", "Accelerator", "PipelineModule", "fit", "parse_args")
+SCRIPT_CALLS = (
+    "initialize",
+    "backward",
+    "Trainer",
+    "LightningCLI",
+    "Accelerator",
+    "PipelineModule",
+    "fit",
+    "parse_args",
+)
 
 # What a script imports that has a Trainer (or subclasses of one) from transformers.
 TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
@@ -74,7 +83,9 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
     """
     if os.path.isdir(path):
         inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
-        raise SpecError(f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it"))
+        raise SpecError(
+            f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it")
+        )
     text = read_text(path, "target")
     if is_yaml(path):
         return Target(path=path, kind="study")
@@ -86,7 +97,9 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
         raise SpecError(f"{path}: not Python: nested too deeply for the interpreter") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        raise SpecError(f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}") from None
+        raise SpecError(
+            f"{path}:{f' line {line}:' if line else ''} not Python: {getattr(error, 'msg', error)}"
+        ) from None
 
 
 def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
@@ -99,7 +112,9 @@ def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     if not _callable(names.get("model")):
         raise SpecError(f"{path}: {_why_no_model(names)}")
     if source is None:
-        raise SpecError(f"{path}: defines model() but neither data() -> Dataset nor batch(n); add one of them (`autotune init` shows how)")
+        raise SpecError(
+            f"{path}: defines model() but neither data() -> Dataset nor batch(n); add one of them (`autotune init` shows how)"
+        )
     for name, (count, reads) in SIGNATURES.items():
         if isinstance(node := names.get(name), ast.FunctionDef) and not _takes(node.args, count):
             raise SpecError(f"{path}: line {node.lineno}: {name} must be callable as {reads}")
@@ -191,7 +206,9 @@ def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *
     modules = {name.partition(".")[0] for each in whole for node in ast.walk(each) for name in _modules(node)}
     lightning = bool(modules & LIGHTNING_MODULES)
     if "Fabric" in calls and (lightning or "lightning_fabric" in modules):
-        raise SpecError(f"{path}: a training script with Lightning Fabric cannot be tuned yet; one with Lightning's Trainer can")
+        raise SpecError(
+            f"{path}: a training script with Lightning Fabric cannot be tuned yet; one with Lightning's Trainer can"
+        )
     trainer = any(name.endswith("Trainer") for name in calls) and bool(modules & TRAINER_MODULES)
     if not launched and not trainer and not lightning and not modules & {"deepspeed", "accelerate"}:
         raise SpecError(
@@ -273,7 +290,9 @@ def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
             case ast.Import():
                 found |= dict.fromkeys(alias.name for alias in node.names)
             case ast.ImportFrom(module=str(module), level=0) if module != "__future__":
-                found[f"{module}:{','.join(alias.name for alias in node.names if alias.name != '*')}".rstrip(":")] = None
+                found[f"{module}:{','.join(alias.name for alias in node.names if alias.name != '*')}".rstrip(":")] = (
+                    None
+                )
     beside = set[str]()
     with contextlib.suppress(OSError):  # a folder that may be entered and not listed
         beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
@@ -296,17 +315,23 @@ def read_text(path: Path, where: str) -> str:
         if stat.S_ISDIR(found.st_mode):
             raise SpecError(f"{where}: {path} is a folder, not a file")
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may never end
-            raise SpecError(f"{where}: {path} is no regular file but a pipe, a socket or a device; write to a file and name that")
+            raise SpecError(
+                f"{where}: {path} is no regular file but a pipe, a socket or a device; write to a file and name that"
+            )
         if found.st_size > LARGEST_BYTES:
             size, most = found.st_size / 2**20, LARGEST_BYTES / 2**20
-            raise SpecError(f"{where}: {path} has {size:,.1f} MiB, more than a person writes ({most:.0f} MiB); is it the right file?")
+            raise SpecError(
+                f"{where}: {path} has {size:,.1f} MiB, more than a person writes ({most:.0f} MiB); is it the right file?"
+            )
         return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
     except FileNotFoundError:
         raise SpecError(f"{where}: there is no file {path}.{similar(path)}") from None
     except UnicodeDecodeError:
         raise SpecError(f"{where}: {path} is not a text file in UTF-8; save it as UTF-8") from None
     except UnicodeEncodeError:
-        raise SpecError(f"{where}: the name {str(path)!r} is not UTF-8, as a study.yaml that names it has to be; rename it") from None
+        raise SpecError(
+            f"{where}: the name {str(path)!r} is not UTF-8, as a study.yaml that names it has to be; rename it"
+        ) from None
     except ValueError:
         raise SpecError(f"{where}: {str(path)!r} cannot be the name of a file") from None
     except OSError as error:
@@ -336,7 +361,9 @@ def sources(target: Path) -> Iterator[Path]:
             continue
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
+            names += (
+                [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
+            )
             for name in names:
                 beside = path.parent.joinpath(*name.split("."))
                 pending += [beside.with_suffix(".py"), beside / "__init__.py"] if name else []

@@ -35,7 +35,9 @@ def _elsewhere(folder: Path) -> str:
     return f"on the machines of {stated['hostfile']}" if stated.get("hostfile") else ""
 
 
-def run(folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]) -> None:
+def run(
+    folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]
+) -> None:
     """Runs a trial of a study again as it ran before, and traces it.
 
     Args:
@@ -57,11 +59,20 @@ def run(folder: Path, number: int, environment: Mapping[str, str], on_wait: Call
             " it is diagnosed from what was kept"
         ) from None
     if elsewhere := _elsewhere(folder):
-        raise UserError(f"diagnose: the trials of this study ran {elsewhere}, and only what ran on this machine alone can be traced here")
+        raise UserError(
+            f"diagnose: the trials of this study ran {elsewhere}, and only what ran on this machine alone can be traced here"
+        )
     target = Path(request.target)
     if not target.is_file():
         raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")
-    request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=min(request.budget_s, BUDGET_S), traced_steps=TRACED_STEPS)
+    request = replace(
+        request,
+        rivals=(),
+        noise=False,
+        min_samples=0,
+        budget_s=min(request.budget_s, BUDGET_S),
+        traced_steps=TRACED_STEPS,
+    )
     executor = LocalExecutor(inspect_target(target).imports, folder / "trials" / "server.log", environment)
     try:
         executor.start()

@@ -79,7 +79,11 @@ class Environment:
 
     def share_bytes(self, ranks: int) -> float:
         """What a rank may use: its device's memory but for what CUDA itself takes; on a CPU its share of the machine's."""
-        return max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES) if self.accelerator == "cuda" else self.device_memory_bytes / ranks
+        return (
+            max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES)
+            if self.accelerator == "cuda"
+            else self.device_memory_bytes / ranks
+        )
 
 
 def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:
@@ -278,7 +282,9 @@ class Rival:
 
     def beats(self, step_time_s: float, peak_memory_bytes: float) -> bool:
         """Whether a trial that can do no better than this is beaten."""
-        return step_time_s >= self.step_time_s and (self.peak_memory_bytes is None or peak_memory_bytes >= self.peak_memory_bytes)
+        return step_time_s >= self.step_time_s and (
+            self.peak_memory_bytes is None or peak_memory_bytes >= self.peak_memory_bytes
+        )
 
 
 def beaten_by(rivals: Sequence[Rival], times_s: Sequence[float], peak_memory_bytes: float) -> Rival | None:
@@ -706,7 +712,9 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
     """
     missing = [node for node in range(nodes) if node not in found]
     # What one machine saw fail first is the cause; on the others it is a peer's failure.
-    first = min((end for end in found.values() if end.failed_at is not None), key=lambda end: end.failed_at or 0.0, default=None)
+    first = min(
+        (end for end in found.values() if end.failed_at is not None), key=lambda end: end.failed_at or 0.0, default=None
+    )
     whys = {end.killed for end in found.values()} | ({"lost"} if missing else set())
     silent = f"machine {missing[0]} of {nodes} left no word" if missing else ""
     return Exit(
@@ -786,7 +794,9 @@ def phases(trial_dir: TrialDir) -> dict[int, str]:
     return last
 
 
-def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, entered: Mapping[int, str] | None = None) -> TrialResult:
+def merge(
+    request: TrialRequest, found: Mapping[int, RankReport], end: Exit, entered: Mapping[int, str] | None = None
+) -> TrialResult:
     """One result from the ranks' reports and the way their processes ended.
 
     Args:
@@ -797,7 +807,10 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
     """
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
     by_phase = _highest(report.peak_memory_bytes for report in found.values())
-    peaks = [*by_phase.values(), *(report.reserved_memory_bytes for report in found.values() if report.reserved_memory_bytes)]
+    peaks = [
+        *by_phase.values(),
+        *(report.reserved_memory_bytes for report in found.values() if report.reserved_memory_bytes),
+    ]
     result = TrialResult(
         outcome=outcome,
         reason=reason,
@@ -824,7 +837,9 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
         result,
         steps=timed,
         step_times_s=lead.step_times_s,
-        cpu_s_per_step=sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in found.values()) if timed else None,
+        cpu_s_per_step=sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in found.values())
+        if timed
+        else None,
         losses=lead.losses,
         samples_per_step=lead.observed.samples_per_step,
         tokens_per_step=lead.observed.tokens_per_step,
@@ -838,7 +853,9 @@ def merge(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, ent
     )
 
 
-def _verdict(request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
+def _verdict(
+    request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str
+) -> tuple[Outcome, str, str, int | None]:
     if end.killed == "cancel":
         return Outcome.LOST, end.note or "stopped before it ended", phase, None
     if end.killed == "processes":

@@ -52,7 +52,9 @@ def changes(study: str, storage: str | None, *, quick: bool, as_json: bool) -> N
     print("\n".join(fingerprint.lines(found)) or f"nothing that study {study!r} depends on has changed")
 
 
-def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoint: Path | None, *, as_json: bool) -> int:
+def retune(
+    study: str, storage: str | None, options: Mapping[str, Any], checkpoint: Path | None, *, as_json: bool
+) -> int:
     """`autotune retune`: measures whether a study's answer is still right, and finds a better one if it is not.
 
     Args:
@@ -70,7 +72,9 @@ def retune(study: str, storage: str | None, options: Mapping[str, Any], checkpoi
         raise UserError("retune: give one of --if-due, --if-stale, --force")
     cause = {"if_due": "due", "if_stale": "stale", "force": "forced"}[given[0]] if given else "asked"
     folder, url = locate(study, storage)
-    asked = Asked(cause=cause, min_gain=options["min_gain"], trials=options["trials"], on_change=options["on_change"] or "")
+    asked = Asked(
+        cause=cause, min_gain=options["min_gain"], trials=options["trials"], on_change=options["on_change"] or ""
+    )
     history = _open(url)
     _record(study, url)  # what is no study is said before anything else
     due = _due(history, study, folder, url) if cause == "due" else []
@@ -180,7 +184,9 @@ def schedule_list(storage: str | None, *, as_json: bool) -> None:
     if not rows:
         print("no schedule; `autotune schedule add STUDY --every 7d` makes one", file=sys.stderr)
     for row in rows:
-        print(f"{row.number:>3}  {row.study}: {row.when}; last {schedule.moment(row.last_run_at)}, next {schedule.moment(row.next_run_at)}")
+        print(
+            f"{row.number:>3}  {row.study}: {row.when}; last {schedule.moment(row.last_run_at)}, next {schedule.moment(row.next_run_at)}"
+        )
 
 
 def schedule_remove(number: int, storage: str | None) -> None:
@@ -194,7 +200,9 @@ def schedule_remove(number: int, storage: str | None) -> None:
 
 def schedule_run(storage: str | None) -> None:
     """`autotune schedule run`: runs what is due until Ctrl-C or SIGTERM."""
-    daemon = Daemon(storage or store.default_url(STUDIES.absolute()), STUDIES.absolute(), lambda text: print(text, flush=True))
+    daemon = Daemon(
+        storage or store.default_url(STUDIES.absolute()), STUDIES.absolute(), lambda text: print(text, flush=True)
+    )
     print("Ctrl-C ends it.", file=sys.stderr)
     daemon.run()
 
@@ -261,11 +269,17 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[str]:
             yield f"{at}  {name} trial {row['trial']} {row['role']}: {row['outcome']}{step}; {row['world_size']} ranks, {device}"
         elif what == "recommendations":
             low, high = row["speedup_low"], row["speedup_high"]
-            speedup = f", {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput" if row["speedup"] and low else ""
+            speedup = (
+                f", {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput"
+                if row["speedup"] and low
+                else ""
+            )
             yield f"{at}  {name} trial {row['trial']}{speedup}"
         else:
             verdict = row["verdict"] or "under way, or interrupted"
-            yield f"{at}  {name} {row['cause']}: {verdict}" + (f": {row['evidence']['reason']}" if row["evidence"].get("reason") else "")
+            yield f"{at}  {name} {row['cause']}: {verdict}" + (
+                f": {row['evidence']['reason']}" if row["evidence"].get("reason") else ""
+            )
 
 
 def _record(study: str, url: str) -> StudyRecord:

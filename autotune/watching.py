@@ -20,7 +20,9 @@ SCALING = "scaling"
 def running_studies(studies: Path) -> dict[str, int]:
     """The studies of a folder that a process runs now, or measures the scaling of, with its number."""
     found = {path.parent.name: run_under_way(path.parent) for path in sorted(studies.glob("*/.lock"))}
-    scaled = {path.parent.parent.name: run_under_way(path.parent) for path in sorted(studies.glob(f"*/{SCALING}/.lock"))}
+    scaled = {
+        path.parent.parent.name: run_under_way(path.parent) for path in sorted(studies.glob(f"*/{SCALING}/.lock"))
+    }
     both = [*scaled.items(), *found.items()]
     return {name: pid for name, pid in sorted(both) if pid is not None}
 
@@ -35,10 +37,14 @@ def only_running(studies: Path) -> str:
     if len(running) == 1:
         return next(iter(running))
     if running:
-        raise UserError(f"status: {len(running)} studies run now: {', '.join(running)}. Name one: autotune status {next(iter(running))}")
+        raise UserError(
+            f"status: {len(running)} studies run now: {', '.join(running)}. Name one: autotune status {next(iter(running))}"
+        )
     there = sorted(path.parent.name for path in studies.glob("*/study.yaml"))
     if not there:
-        raise UserError(f"status: no study lies in {studies}; `autotune run TARGET` begins one, --storage names another database")
+        raise UserError(
+            f"status: no study lies in {studies}; `autotune run TARGET` begins one, --storage names another database"
+        )
     raise UserError(f"status: no study runs now; name one to see what it has found: {', '.join(there)}")
 
 
@@ -69,5 +75,9 @@ def lines(data: Mapping[str, Any]) -> str:
     """How far a study is, in a line."""
     outcomes = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in data["outcomes"].items())
     process = f"; process {data['process']} runs it now" if data["process"] else ""
-    left = "" if data["process"] or not data["running"] else f"; {data['running']} begun and not told (lost, or run elsewhere)"
+    left = (
+        ""
+        if data["process"] or not data["running"]
+        else f"; {data['running']} begun and not told (lost, or run elsewhere)"
+    )
     return f"study {data['name']}: {data['n_trials']} trials in {duration(data['wall_s'])} ({outcomes}){process}{left}"

@@ -50,7 +50,13 @@ def main() -> None:
             assert guide.suggest(told[: n + 1]) is not None
             seconds.append(time.perf_counter() - start)
     common.write(
-        "ask", {"candidates": len(candidates), "trials_told": N_TOLD, "median_s": statistics.median(seconds), "largest_s": max(seconds)}
+        "ask",
+        {
+            "candidates": len(candidates),
+            "trials_told": N_TOLD,
+            "median_s": statistics.median(seconds),
+            "largest_s": max(seconds),
+        },
     )
 
 
@@ -67,7 +73,11 @@ def measured(candidates: list[Candidate], prior: AnalyticPrior) -> list[Told]:
             told.append(Told(candidate=candidate, outcome=Outcome.OOM))
             continue
         batch = candidate.global_batch_size(RANKS)
-        metrics = {"step_time_s": seconds, "samples_per_s": batch / seconds, "time_to_loss_s": seconds * (500 + batch) / batch}
+        metrics = {
+            "step_time_s": seconds,
+            "samples_per_s": batch / seconds,
+            "time_to_loss_s": seconds * (500 + batch) / batch,
+        }
         micro_s = seconds / candidate.gradient_accumulation_steps
         told.append(
             Told(

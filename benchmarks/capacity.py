@@ -64,8 +64,12 @@ class Meter(Silent):
     def say(self, _: str) -> None: ...
 
     def ended(self, progress: Progress) -> None:
-        size = sum(f.stat().st_size for f in self.database.parent.glob(f"{self.database.name}*")) if self.database else 0
-        self.rows.append({"told": progress.n_told, "cpu_s": time.process_time(), "statements": self.statements, "bytes": size})
+        size = (
+            sum(f.stat().st_size for f in self.database.parent.glob(f"{self.database.name}*")) if self.database else 0
+        )
+        self.rows.append(
+            {"told": progress.n_told, "cpu_s": time.process_time(), "statements": self.statements, "bytes": size}
+        )
 
 
 @contextmanager
@@ -148,7 +152,9 @@ def together(n_studies: int) -> dict[str, float]:
         engine = sqlalchemy.create_engine(store.open_storage(server.url).engine.url)
         with engine.connect() as connection:
             while any(process.is_alive() for process in processes):
-                count = connection.execute(sqlalchemy.text("select count(*) from pg_stat_activity where backend_type = 'client backend'"))
+                count = connection.execute(
+                    sqlalchemy.text("select count(*) from pg_stat_activity where backend_type = 'client backend'")
+                )
                 most = max(most, int(count.scalar_one()) - 1)
                 connection.rollback()
                 time.sleep(0.2)
@@ -157,7 +163,11 @@ def together(n_studies: int) -> dict[str, float]:
         failed = [process.exitcode for process in processes if process.exitcode]
         if failed:
             raise RuntimeError(f"{len(failed)} of {n_studies} studies failed")
-        return {"trials_per_s": n_studies * TRIALS_EACH / wall, "connections": most, "connections_per_study": most / n_studies}
+        return {
+            "trials_per_s": n_studies * TRIALS_EACH / wall,
+            "connections": most,
+            "connections_per_study": most / n_studies,
+        }
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -208,7 +218,8 @@ def tables(found: dict[str, Any]) -> str:
     ]
     for sampler, by in found["growing"].items():
         lines += [
-            f"| {int(n):,} | {sampler} | {row['cpu_s']:.2f} s | {row['statements']:.0f} | {size(row['bytes'])} |" for n, row in by.items()
+            f"| {int(n):,} | {sampler} | {row['cpu_s']:.2f} s | {row['statements']:.0f} | {size(row['bytes'])} |"
+            for n, row in by.items()
         ]
         end = ahead[sampler]
         lines.append(
@@ -219,7 +230,11 @@ def tables(found: dict[str, Any]) -> str:
     lines += [f"| {ranks} | {row['files']} | {size(row['bytes'])} |" for ranks, row in found["footprints"].items()]
     lines.append(f"| {DEVICES:,} (extrapolated) | {ahead['trial_files']:.0f} | {size(ahead['trial_bytes'])} |")
     if found.get("together"):
-        lines += ["", "| studies at once, one PostgreSQL | trials told per second, all together | connections |", "| --- | --- | --- |"]
+        lines += [
+            "",
+            "| studies at once, one PostgreSQL | trials told per second, all together | connections |",
+            "| --- | --- | --- |",
+        ]
         lines += [f"| {n} | {row['trials_per_s']:.1f} | {row['connections']} |" for n, row in found["together"].items()]
         lines.append(
             f"| {STUDIES} (extrapolated, with drivers and server on these cores) | a trial of each study every"

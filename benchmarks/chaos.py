@@ -159,7 +159,10 @@ class Play:
         found, wanted = [], f"{MARK}={self.mark}".encode()
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
-                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and psutil.Process(pid).status() != "zombie":
+                if (
+                    wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    and psutil.Process(pid).status() != "zombie"
+                ):
                     found.append(pid)
         return found
 
@@ -216,7 +219,9 @@ class Play:
             status = self.ended(driver)
             polite = kill.signal != "KILL" and not kill.early  # who has hardly begun need not say much
             if polite and status not in (STATUS[kill.signal], 0):
-                raise Broken(f"SIG{kill.signal} ended the driver with status {status}, not {STATUS[kill.signal]}: {self.last_words()}")
+                raise Broken(
+                    f"SIG{kill.signal} ended the driver with status {status}, not {STATUS[kill.signal]}: {self.last_words()}"
+                )
             if polite and status and "To go on" not in self.last_words() and "nothing to keep" not in self.last_words():
                 raise Broken(f"after SIG{kill.signal} the driver does not say how to go on: {self.last_words()}")
             self.over_and_done = status == 0
@@ -225,7 +230,9 @@ class Play:
         if kill.victim in ("server", "rank"):
             found = below(driver.pid)
             if kill.victim == "rank":
-                self.until(lambda: not found or not found[0].is_running() or bool(below(found[0].pid)), "a rank runs", 20)
+                self.until(
+                    lambda: not found or not found[0].is_running() or bool(below(found[0].pid)), "a rank runs", 20
+                )
                 found = below(found[0].pid) if found else []
             if not found:
                 return f"no {kill.victim} was there"
@@ -306,7 +313,12 @@ class Play:
     def refused(self, status: int) -> None:
         """Accepts the end of a run only where something was struck that it cannot do without, and only in a sentence."""
         said = self.said()[self.said_from :]
-        if status not in (1, 2) or "Traceback" in said or not self.last_words().startswith("autotune: ") or not sum(self.struck.values()):
+        if (
+            status not in (1, 2)
+            or "Traceback" in said
+            or not self.last_words().startswith("autotune: ")
+            or not sum(self.struck.values())
+        ):
             raise Broken(f"the run ended with status {status}: {said[-1500:]}")
 
     def said(self) -> str:
@@ -322,7 +334,9 @@ class Play:
             if self.over_and_done:
                 return
             status = self.ended(self.run())
-            self.over_and_done = status == 0 or (status == 1 and self.struck["rank"] > 0)  # the baseline's rank may have been struck
+            self.over_and_done = status == 0 or (
+                status == 1 and self.struck["rank"] > 0
+            )  # the baseline's rank may have been struck
             if not self.over_and_done:
                 self.refused(status)
         if not self.over_and_done:
@@ -356,11 +370,13 @@ class Play:
             "no trial is told twice": len(set(keys)) == len(keys),
             "numbers have no gap": sorted(t.number for t in trials) == list(range(len(trials))),
             "no row is left running": not store.running(study),
-            "only what ran is run again": len(lost) <= self.struck["driver"] + self.struck["server"] + self.struck["database"],
+            "only what ran is run again": len(lost)
+            <= self.struck["driver"] + self.struck["server"] + self.struck["database"],
             "nobody holds a lease": claims.leases(storage, self.name) == [],
             "each told trial is kept once in the history": self.kept(storage) == sorted(t.number for t in told),
             "each told trial has its result": all(self.has_result(t) for t in told),
-            "the lock is free": lockable(self.study / ".lock") and all(map(lockable, (self.folder / "tmp").glob("autotune-*.lock"))),
+            "the lock is free": lockable(self.study / ".lock")
+            and all(map(lockable, (self.folder / "tmp").glob("autotune-*.lock"))),
             "no compiler's lock is left": not list(extensions_dir().glob("**/lock")),
             "nothing is left in /dev/shm": not self.left_in_shared_memory(),
             "files are whole": not broken_files(self.folder / "studies"),
@@ -369,7 +385,9 @@ class Play:
         storage.engine.dispose()
         for name, holds in facts.items():
             if not holds:
-                raise Broken(f"{name}: told {keys}, trials {[(t.number, t.state.name) for t in trials]}, files {broken_files(self.study)}")
+                raise Broken(
+                    f"{name}: told {keys}, trials {[(t.number, t.state.name) for t in trials]}, files {broken_files(self.study)}"
+                )
         return {"told": len(told), "run_again": len(lost)}
 
     def kept(self, storage: Any) -> list[int]:
@@ -384,7 +402,9 @@ class Play:
         return result is not None and result.candidate == store.told_candidate(told).values()
 
     def left_in_shared_memory(self) -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "nccl-", "deepspeed"))} - self.shared
+        return {
+            name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "nccl-", "deepspeed"))
+        } - self.shared
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -446,7 +466,9 @@ def is_whole(storage: Any) -> bool:
     return True
 
 
-def play(kills: Sequence[Kill], folder: Path, name: str, server: postgres.Postgres | None, seed: str) -> tuple[list[Kill], dict[str, int]]:
+def play(
+    kills: Sequence[Kill], folder: Path, name: str, server: postgres.Postgres | None, seed: str
+) -> tuple[list[Kill], dict[str, int]]:
     """A study with its kills, run to its end and looked at.
 
     Raises:
@@ -474,7 +496,10 @@ def databases() -> Iterator[postgres.Postgres | None]:
     """A private PostgreSQL, where one is installed."""
     programs = postgres.binaries()
     if programs is None:
-        print("PostgreSQL is not installed (on Debian: apt-get install postgresql); all studies are in SQLite", file=sys.stderr)
+        print(
+            "PostgreSQL is not installed (on Debian: apt-get install postgresql); all studies are in SQLite",
+            file=sys.stderr,
+        )
         yield None
     else:
         with postgres.running(programs, durable=True) as server:
@@ -486,8 +511,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="strikes in all, those that came too late not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="no further study is begun after so long")
-    parser.add_argument("--first", type=int, default=0, help="begin with the study of this kill; what an earlier part wrote is kept")
-    parser.add_argument("--only", type=int, default=None, help="play the study of this kill, up to it, and write nothing")
+    parser.add_argument(
+        "--first", type=int, default=0, help="begin with the study of this kill; what an earlier part wrote is kept"
+    )
+    parser.add_argument(
+        "--only", type=int, default=None, help="play the study of this kill, up to it, and write nothing"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders")
     options = parser.parse_args()
     began, rows, studies = time.monotonic(), list[dict[str, Any]](), list[dict[str, Any]]()
@@ -519,13 +548,18 @@ def main() -> int:
                     f"{kill.number:>4}  {backend:<10}  {kill.victim:<9}  {kill.signal:<4}  {kill.after_s:>5.2f} s  {kill.outcome}",
                     flush=True,
                 )
-            studies.append({"study": number, "database": backend, "wall_s": round(time.monotonic() - start, 1), **found})
+            studies.append(
+                {"study": number, "database": backend, "wall_s": round(time.monotonic() - start, 1), **found}
+            )
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
             number += 1
             if options.only is not None:
                 return 0
-    write("chaos", {"seed": options.seed, "struck": n_struck(rows), **table(rows, studies), "studies": studies, "rows": rows})
+    write(
+        "chaos",
+        {"seed": options.seed, "struck": n_struck(rows), **table(rows, studies), "studies": studies, "rows": rows},
+    )
     return 0
 
 
@@ -537,7 +571,9 @@ def table(rows: Sequence[dict[str, Any]], studies: Sequence[dict[str, Any]]) -> 
     """What was struck, and what it cost."""
     struck = [row for row in rows if not row["outcome"].startswith("no")]
     return {
-        "by_victim": Counter(f"{row['victim']} SIG{row['signal']}" if row["victim"] == "driver" else row["victim"] for row in struck),
+        "by_victim": Counter(
+            f"{row['victim']} SIG{row['signal']}" if row["victim"] == "driver" else row["victim"] for row in struck
+        ),
         "by_database": Counter(row["database"] for row in struck),
         "came_too_late": len(rows) - len(struck),
         "invariants_broken": 0,

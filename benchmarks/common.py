@@ -57,7 +57,9 @@ def plain_environment() -> dict[str, str]:
     return environment
 
 
-def plain_trial(target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2) -> tuple[float, list[float]]:
+def plain_trial(
+    target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2
+) -> tuple[float, list[float]]:
     """Runs a configuration the ordinary way, torchrun on a hand-written script; returns wall seconds and step times."""
     config = folder / "plain.json"
     trial.write(config, ds_config)

@@ -32,7 +32,9 @@ def peers(figures: Mapping[str, Any]) -> str:
         if "error" in row:
             reached = [row["error"], ""]
         else:
-            over = f" ({row['throughput_over_deepspeed']:.2f}x DeepSpeed's)" if "throughput_over_deepspeed" in row else ""
+            over = (
+                f" ({row['throughput_over_deepspeed']:.2f}x DeepSpeed's)" if "throughput_over_deepspeed" in row else ""
+            )
             rate = format(row["samples_per_s"], ",.0f" if row["samples_per_s"] >= 100 else ".3g")
             reached = [f"{rate}{over}", f"{row['claim_over_measured']:.2f}"]
         lines.append(f"| {words} | {row['wall_s']:.0f} | {row.get('trials', '')} | {' | '.join(reached)} |")
@@ -46,7 +48,9 @@ def search(figures: Mapping[str, Any]) -> str:
         for n in ("10", "20", "30"):
             shown = {kind: found[n]["hypervolume"] for kind, found in kinds.items() if n in found}
             if shown:
-                lines.append(f"| {table} | {n} | {', '.join(f'`{kind}` {share:.2f}' for kind, share in shown.items())} |")
+                lines.append(
+                    f"| {table} | {n} | {', '.join(f'`{kind}` {share:.2f}' for kind, share in shown.items())} |"
+                )
     return "\n".join([*lines, "", f"Medians of {figures['seeds']} studies. {measured_on(figures)}"]) + "\n"
 
 

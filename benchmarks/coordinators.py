@@ -89,10 +89,18 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
 
 def times(folder: Path, n_trials: int) -> dict[str, Any]:
     """Medians over all trials, and over the last hundred."""
-    rows = [json.loads(line) for path in folder.glob("times-*.jsonl") for line in path.read_text().splitlines() if line.endswith("}")]
+    rows = [
+        json.loads(line)
+        for path in folder.glob("times-*.jsonl")
+        for line in path.read_text().splitlines()
+        if line.endswith("}")
+    ]
     found: dict[str, Any] = {}
     for label, first in (("all", 0), (f"last_{LAST}", n_trials - LAST)):
-        asked, told = [r for r in rows if "claim_s" in r and r["n"] >= first], [r for r in rows if "tell_s" in r and r["n"] >= first]
+        asked, told = (
+            [r for r in rows if "claim_s" in r and r["n"] >= first],
+            [r for r in rows if "tell_s" in r and r["n"] >= first],
+        )
         names = dict.fromkeys(("wait_s", "decide_s", "claim_s"), asked) | {"tell_s": told}
         medians = {name: statistics.median(r[name] for r in where) for name, where in names.items() if where}
         found[label] = medians | {"ask_and_tell_s": medians["decide_s"] + medians["tell_s"]}

@@ -44,7 +44,9 @@ class Instant:
         request = trial.read(folder.request, TrialRequest)
         candidate = Candidate.of(request.candidate)
         batch = candidate.global_batch_size(request.world_size)
-        step_s = 0.02 + 0.001 * batch * (0.6 if candidate.precision == "bf16" else 1.0) * (1.3 if candidate.checkpoint_every else 1.0)
+        step_s = 0.02 + 0.001 * batch * (0.6 if candidate.precision == "bf16" else 1.0) * (
+            1.3 if candidate.checkpoint_every else 1.0
+        )
         report = RankReport(
             rank=0,
             outcome=Outcome.COMPLETE,
@@ -99,7 +101,14 @@ def measure(sampler: str, n_trials: int, folder: Path) -> dict[str, float]:
     given = {"objectives": ["latency", "throughput", to_loss, "memory"], "finalists": 0, "stop_below": 0}
     spec = StudySpec.of(TARGET, {"sampler": sampler, "trials": n_trials, "name": sampler, **given})
     environment = Environment(
-        accelerator="cpu", device_name="", n_devices=2, device_memory_bytes=2**34, bf16=True, fp16=False, n_cores=2, versions={}
+        accelerator="cpu",
+        device_name="",
+        n_devices=2,
+        device_memory_bytes=2**34,
+        bf16=True,
+        fp16=False,
+        n_cores=2,
+        versions={},
     )
     workload = Workload(
         n_parameters=N_PARAMETERS,

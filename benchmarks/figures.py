@@ -58,7 +58,10 @@ def startup(found: Results) -> Iterator[tuple[str, str]]:
 def demo(found: Results) -> Iterator[tuple[str, str]]:
     yield f"the example study, {found['n_trials']} trials, from the command to the answer", f"{found['wall_s']:.0f} s"
     if "probe_and_checks_share" in found:
-        yield "of it the probe of the noise scale, the quality gate and branches", percent(found["probe_and_checks_share"])
+        yield (
+            "of it the probe of the noise scale, the quality gate and branches",
+            percent(found["probe_and_checks_share"]),
+        )
 
 
 def peers(found: Results) -> Iterator[tuple[str, str]]:
@@ -80,7 +83,10 @@ def peers(found: Results) -> Iterator[tuple[str, str]]:
             what = f"autotune in {said}" if name.startswith("autotune") else said
             sooner, faster = row["seconds_of_deepspeed_over_own"], row["throughput_over_deepspeed"]
             gap = percent(abs(row["claim_over_measured"] - 1))
-            yield f"{what}, beside it: sooner; throughput of the answer; its claim", f"{sooner:.1f}x; {faster:.2f}x; {gap} off"
+            yield (
+                f"{what}, beside it: sooner; throughput of the answer; its claim",
+                f"{sooner:.1f}x; {faster:.2f}x; {gap} off",
+            )
 
 
 def forecast(found: Results) -> Iterator[tuple[str, str]]:
@@ -104,7 +110,11 @@ def forecast(found: Results) -> Iterator[tuple[str, str]]:
 def search(found: Results) -> Iterator[tuple[str, str]]:
     for table, kinds in found["tables"].items():
         for n in ("10", "30"):
-            shown = [kind for kind in ("physics", "physics, wrong prior", "tpe", "nsga2", "random") if n in kinds.get(kind, {})]
+            shown = [
+                kind
+                for kind in ("physics", "physics, wrong prior", "tpe", "nsga2", "random")
+                if n in kinds.get(kind, {})
+            ]
             if shown:
                 what = f"share of the true front's hypervolume after {n} trials on the {table} table, median of {found['seeds']} studies"
                 yield what, "; ".join(f"{kind} {kinds[kind][n]['hypervolume']:.2f}" for kind in shown)
@@ -149,12 +159,18 @@ def driver_overhead(found: Results) -> Iterator[tuple[str, str]]:
     each = found["seconds_per_trial"]
     names = [name for name in ("physics", "tpe") if name in each]
     what = f"driver time per trial (all that is not the trial), mean over {found['n_trials']} trials"
-    yield f"{what}: {', '.join(f'`{name}`' for name in names)}", ", ".join(f"{each[name]['mean_s']:.2f} s" for name in names)
+    yield (
+        f"{what}: {', '.join(f'`{name}`' for name in names)}",
+        ", ".join(f"{each[name]['mean_s']:.2f} s" for name in names),
+    )
 
 
 def script_startup(found: Results) -> Iterator[tuple[str, str]]:
     seconds = [row["beyond_steps_s"] for row in found["trials"]]
-    yield "a warm trial of a training script, beyond its own steps (ZeRO 0 to 3)", f"{min(seconds):.1f} to {max(seconds):.1f} s"
+    yield (
+        "a warm trial of a training script, beyond its own steps (ZeRO 0 to 3)",
+        f"{min(seconds):.1f} to {max(seconds):.1f} s",
+    )
 
 
 def hook_overhead(found: Results) -> Iterator[tuple[str, str]]:
@@ -194,7 +210,9 @@ def bottleneck(found: Results) -> Iterator[tuple[str, str]]:
 
 def views(found: Results) -> Iterator[tuple[str, str]]:
     trials, page = f"{found['n_trials']:,} trials", found["page"]
-    what = f"`autotune report` of a study of {trials}, from the command to the page, JSON and CSV: time; size of the page"
+    what = (
+        f"`autotune report` of a study of {trials}, from the command to the page, JSON and CSV: time; size of the page"
+    )
     yield what, f"{found['report_s']:.1f} s; {found['report_bytes'] / 1e6:.1f} MB"
     does = {"scroll": "scrolling", "filter": "filtering", "sort": "sorting"}
     frames = "; ".join(f"{name} {' and '.join(frame(row[key]) for row in page.values())}" for key, name in does.items())
@@ -217,7 +235,9 @@ def ratio_of(pairs: Sequence[dict[str, float]]) -> str:
 
 
 def claim(found: Results) -> Iterator[tuple[str, str]]:
-    yield from ratios("step time of the exported JSON under a plain `torchrun` script, as a ratio to what the trial claimed", found)
+    yield from ratios(
+        "step time of the exported JSON under a plain `torchrun` script, as a ratio to what the trial claimed", found
+    )
 
 
 def executor_overhead(found: Results) -> Iterator[tuple[str, str]]:
@@ -230,7 +250,10 @@ def coordinators(found: Results) -> Iterator[tuple[str, str]]:
     last = found["median_s"].get("last_100", found["median_s"]["all"])
     what = f"{found['workers']} coordinators on one study in PostgreSQL, {found['kills']} of them killed, {found['told']:,} trials"
     lost, twice = found["begun_and_never_told"] + found["left_running"], found["told_twice_or_duplicate"]
-    yield f"{what}: lost, told twice; median time to ask and tell at the end", f"{lost}, {twice}; {1000 * last['ask_and_tell_s']:.0f} ms"
+    yield (
+        f"{what}: lost, told twice; median time to ask and tell at the end",
+        f"{lost}, {twice}; {1000 * last['ask_and_tell_s']:.0f} ms",
+    )
 
 
 def chaos(found: Results) -> Iterator[tuple[str, str]]:
@@ -248,7 +271,9 @@ def project(found: Results) -> Iterator[tuple[str, str]]:
             yield what, f"{percent(row['error_median'])}; {row['kendall_tau']:.2f}"
 
 
-SEARCH_LONGER = 'python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only physics "physics, no trial stopped"'
+SEARCH_LONGER = (
+    'python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only physics "physics, no trial stopped"'
+)
 BENCHMARKS = (
     Benchmark(name="startup", command="python benchmarks/startup.py", rows=startup),
     Benchmark(name="demo", command="python benchmarks/demo.py", rows=demo),
@@ -296,7 +321,9 @@ def table(results: Path = RESULTS) -> str:
         if rows:
             hardware.setdefault(f"{where['cores']} cores of {where['processor']}", []).append(where["date"])
     said = "; ".join(f"{place}, {span(dates)}" for place, dates in hardware.items())
-    return "\n".join([f"Measured on {said}; other work ran there too, so that absolute times are upper bounds.", "", *lines])
+    return "\n".join(
+        [f"Measured on {said}; other work ran there too, so that absolute times are upper bounds.", "", *lines]
+    )
 
 
 def span(dates: Sequence[str]) -> str:
@@ -324,7 +351,10 @@ def run(names: Sequence[str]) -> list[str]:
         print(f"== {datetime.datetime.now():%H:%M} {each.command}", file=sys.stderr, flush=True)
         start = time.perf_counter()
         status = subprocess.run(argv, cwd=ROOT, check=False).returncode
-        print(f"== {'done' if status == 0 else f'failed with status {status}'} after {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        print(
+            f"== {'done' if status == 0 else f'failed with status {status}'} after {time.perf_counter() - start:.0f} s",
+            file=sys.stderr,
+        )
         failed += [each.name] if status else []
     return failed
 
@@ -342,7 +372,11 @@ def main() -> None:
     text = README.read_text()
     made = with_table(text)
     if arguments.check:
-        sys.exit("README.md does not hold the figures of benchmarks/results: python benchmarks/figures.py" if made != text else 0)
+        sys.exit(
+            "README.md does not hold the figures of benchmarks/results: python benchmarks/figures.py"
+            if made != text
+            else 0
+        )
     README.write_text(made)
     comparison.PAGE.write_text(comparison.rendered(comparison.PAGE.read_text()))
     if failed:

@@ -92,9 +92,13 @@ def scored(fresh: Any, found: Measured, n: int, *, timed: bool) -> dict[str, flo
         own = [(predictor.step_time(c), found[c]["step_time_s"]) for c in left]
         times += own
         taus.append(kendalltau([said.total.value for said, _ in own], [real for _, real in own]).statistic)
-    figures = {f"memory_{name}": value for name, value in errors(pairs).items()} | {"memory_unsafe_share": unsafe(pairs)}
+    figures = {f"memory_{name}": value for name, value in errors(pairs).items()} | {
+        "memory_unsafe_share": unsafe(pairs)
+    }
     if timed:
-        figures |= {f"time_{name}": value for name, value in errors(times).items()} | {"time_kendall_tau": statistics.median(taus)}
+        figures |= {f"time_{name}": value for name, value in errors(times).items()} | {
+            "time_kendall_tau": statistics.median(taus)
+        }
     return {name: round(value, 4) for name, value in figures.items()}
 
 
@@ -102,7 +106,11 @@ def errors(pairs: Iterable[tuple[Forecast, float]]) -> dict[str, float]:
     pairs = list(pairs)
     off = [abs(said.total.value / real - 1) for said, real in pairs]
     held = [said.total.low <= real <= said.total.high for said, real in pairs]
-    return {"error_median": float(np.median(off)), "error_p95": float(np.quantile(off, 0.95)), "interval_90_holds": float(np.mean(held))}
+    return {
+        "error_median": float(np.median(off)),
+        "error_p95": float(np.quantile(off, 0.95)),
+        "interval_90_holds": float(np.mean(held)),
+    }
 
 
 def unsafe(pairs: list[tuple[Forecast, float]]) -> float:
@@ -118,7 +126,9 @@ def unsafe(pairs: list[tuple[Forecast, float]]) -> float:
 
 def from_table(path: Path) -> Measured:
     """The medians over the repeats of a table: knobs in columns `knob:NAME` as JSON, then what was measured."""
-    return {c: {name: statistics.median(row[name] for row in some) for name in some[0]} for c, some in repeats(path).items()}
+    return {
+        c: {name: statistics.median(row[name] for row in some) for name in some[0]} for c, some in repeats(path).items()
+    }
 
 
 def repeats(path: Path) -> dict[Candidate, list[dict[str, float]]]:
@@ -128,7 +138,11 @@ def repeats(path: Path) -> dict[Candidate, list[dict[str, float]]]:
         for cells in csv.DictReader(file):
             if cells["outcome"] != "complete":
                 continue
-            knobs = {name.removeprefix("knob:"): json.loads(text) for name, text in cells.items() if name.startswith("knob:") and text}
+            knobs = {
+                name.removeprefix("knob:"): json.loads(text)
+                for name, text in cells.items()
+                if name.startswith("knob:") and text
+            }
             values = {name: float(cells[name]) for name in ("peak_memory_bytes", "step_time_s")}
             rows.setdefault(Candidate.of(knobs), []).append(values)
     return rows
@@ -158,7 +172,9 @@ def main() -> None:
     scoring.add_argument("source", type=Path)
     scoring.add_argument("--target", type=Path, required=True)
     scoring.add_argument("--ranks", type=int, default=2)
-    scoring.add_argument("--memory-only", action="store_true", help="leave step times out, where the machine was not idle")
+    scoring.add_argument(
+        "--memory-only", action="store_true", help="leave step times out, where the machine was not idle"
+    )
     arguments = parser.parse_args()
     try:
         if arguments.command == "collect":

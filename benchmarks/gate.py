@@ -132,7 +132,9 @@ class Bench:
     def __init__(self, executor: LocalExecutor, folder: Path) -> None:
         self.executor, self.folder, self.n = executor, folder, 0
 
-    def run(self, task: str, seed: int, knobs: dict[str, Any], fault: dict[str, Any] | None = None, replicate: int = 0) -> TrialResult:
+    def run(
+        self, task: str, seed: int, knobs: dict[str, Any], fault: dict[str, Any] | None = None, replicate: int = 0
+    ) -> TrialResult:
         self.n += 1
         target = self.folder / f"model_{self.n}.py"
         target.write_text(MODEL.format(task=TASKS[task], **({"rate": 1, "scale": 1.0, "sign": False} | (fault or {}))))
@@ -192,7 +194,10 @@ def main() -> None:
                 for row in {"faults": faults, "clean": clean}[part](Bench(executor, Path(name))):
                     rows.append(row)
                     print(*row, sep="; ", flush=True)
-                by_name = {name: [sum(hit for n, hit, _ in rows if n == name), sum(n == name for n, _, _ in rows)] for name, _, _ in rows}
+                by_name = {
+                    name: [sum(hit for n, hit, _ in rows if n == name), sum(n == name for n, _, _ in rows)]
+                    for name, _, _ in rows
+                }
                 figures[part] = {
                     "refused": sum(hit for _, hit, _ in rows), "of": len(rows), "by_kind": by_name, "seconds": time.perf_counter() - start,
                     "for_example": {name: why for name, _, why in rows if why},

@@ -89,7 +89,11 @@ class Output:
             file.write(json.dumps(line, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        shown = {key: value for key, value in what.items() if key in ("model", "words", "outcome", "step_time_s", "reason", "error")}
+        shown = {
+            key: value
+            for key, value in what.items()
+            if key in ("model", "words", "outcome", "step_time_s", "reason", "error")
+        }
         print(f"{line['at_s']:7.1f} s  {part}  {json.dumps(shown)}", flush=True)
 
 
@@ -168,10 +172,17 @@ class Bench:
         for name in ("before", "after"):  # any trial
             self.predictors[name] = Predictor(workload.profile, workload.machine, settings_of(self.found.base_config))
 
-    def measure(self, part: str, knobs: dict[str, Any], *, cap_bytes: int | None = None, max_steps: int = 1000) -> TrialResult | None:
+    def measure(
+        self, part: str, knobs: dict[str, Any], *, cap_bytes: int | None = None, max_steps: int = 1000
+    ) -> TrialResult | None:
         """One trial, written with what was expected of it; None where the configuration cannot run here."""
         candidate = Candidate.of(knobs)
-        row: dict[str, Any] = {"model": self.name, "words": candidate.describe(), "candidate": candidate.values(), "cap_bytes": cap_bytes}
+        row: dict[str, Any] = {
+            "model": self.name,
+            "words": candidate.describe(),
+            "candidate": candidate.values(),
+            "cap_bytes": cap_bytes,
+        }
         reason = candidate.illegal(replace(self.found.setting, global_batch=None))
         if reason is not None:
             self.output.write(part, **row, outcome="illegal", reason=reason)
@@ -184,16 +195,26 @@ class Bench:
         )  # fmt: skip
         row["expected"] = {name: self.expected(name, candidate) for name in self.predictors}
         result = base.run(self.executor, path, request)
-        row |= {"outcome": str(result.outcome), "reason": result.reason, "wall_s": result.wall_s, "startup_s": result.startup_s}
+        row |= {
+            "outcome": str(result.outcome),
+            "reason": result.reason,
+            "wall_s": result.wall_s,
+            "startup_s": result.startup_s,
+        }
         if result.outcome is Outcome.COMPLETE and result.steps is not None:
             row |= self.figures(result, path)
-            self.predictors["after"].learn(candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=result.steps.median_s)
+            self.predictors["after"].learn(
+                candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=result.steps.median_s
+            )
         self.output.write(part, **row)
         return result
 
     def expected(self, name: str, candidate: Candidate) -> dict[str, Any]:
         predictor = self.predictors[name]
-        return {"peak_memory_bytes": total(predictor.memory(candidate)), "step_time_s": total(predictor.step_time(candidate))}
+        return {
+            "peak_memory_bytes": total(predictor.memory(candidate)),
+            "step_time_s": total(predictor.step_time(candidate)),
+        }
 
     def figures(self, result: TrialResult, path: Path) -> dict[str, Any]:
         assert result.steps is not None
@@ -291,7 +312,12 @@ class Run:
         candidate = Candidate(micro_batch_size=bench.size.micro, zero_stage=1)
         config = bench.found.ds_config(candidate)
         request = TrialRequest(
-            target=str(bench.found.spec.target), candidate=candidate.values(), ds_config=config, max_steps=7, budget_s=1e6, deadline_s=90.0
+            target=str(bench.found.spec.target),
+            candidate=candidate.values(),
+            ds_config=config,
+            max_steps=7,
+            budget_s=1e6,
+            deadline_s=90.0,
         )
         for number in range(1 if self.dry else 3):
             began = time.perf_counter()
@@ -347,7 +373,14 @@ class Run:
         folder = bench.found.spec.target.parent
         budget = max(10.0, min(150.0, self.left_s - 20))
         trials = ["--trials", "4"] if self.dry else []
-        command = [sys.executable, "-c", "from autotune.cli import main; main()", "run", str(folder / "study.yaml"), *trials]
+        command = [
+            sys.executable,
+            "-c",
+            "from autotune.cli import main; main()",
+            "run",
+            str(folder / "study.yaml"),
+            *trials,
+        ]
         began = time.time()
         command += ["--time-budget", f"{budget:.0f}s", "--fresh", "--json"]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
@@ -359,9 +392,16 @@ class Run:
                 step_time_s=(result["steps"] or {}).get("median_s"), samples_per_step=result["samples_per_step"],
                 peak_memory_bytes=result["peak_memory_bytes"], wall_s=result["wall_s"], ended_s=path.stat().st_mtime - began,
             )  # fmt: skip
-        ran_s = sum(json.loads(path.read_text())["wall_s"] for path in folder.glob("trials/**/result.json"))  # measured again, too
+        ran_s = sum(
+            json.loads(path.read_text())["wall_s"] for path in folder.glob("trials/**/result.json")
+        )  # measured again, too
         self.output.write(
-            "search", model=bench.name, exit_status=done.returncode, wall_s=time.time() - began, trials_s=ran_s, budget_s=budget
+            "search",
+            model=bench.name,
+            exit_status=done.returncode,
+            wall_s=time.time() - began,
+            trials_s=ran_s,
+            budget_s=budget,
         )
         with tarfile.open(self.output.folder / "study.tar.gz", "w:gz") as archive:
             for path in sorted(folder.iterdir()):
@@ -383,10 +423,14 @@ class Run:
                 result = bench.measure("honesty trial", candidate.values())
                 if result is None or result.steps is None:
                     break
-                _, times = plain_trial(bench.found.spec.target, config, bench.folder, min(60, len(result.step_times_s) + 5), ranks=1)
+                _, times = plain_trial(
+                    bench.found.spec.target, config, bench.folder, min(60, len(result.step_times_s) + 5), ranks=1
+                )
                 plain = float(np.median(times[5:] or times))
                 claimed = result.steps.median_s
-                self.output.write("honesty", candidate=candidate.values(), claimed_s=claimed, plain_s=plain, ratio=plain / claimed)
+                self.output.write(
+                    "honesty", candidate=candidate.values(), claimed_s=claimed, plain_s=plain, ratio=plain / claimed
+                )
 
     def larger(self, name: str, size: Size) -> None:
         """A few configurations of a larger model, those that save most memory too."""
@@ -399,7 +443,9 @@ class Run:
     def ops(self, bench: Bench) -> None:
         """DeepSpeed's compiled Adams, which take a minute or more to build, against torch's."""
         if self.dry or self.left_s < 150:
-            self.output.write("ops", error="not run: building takes minutes" if self.dry else "not run: the time was over")
+            self.output.write(
+                "ops", error="not run: building takes minutes" if self.dry else "not run: the time was over"
+            )
             return
         began = time.time()
         failure = bench.executor.build_ops(["fused_adam", "cpu_adam"])
@@ -424,7 +470,13 @@ def grid(size: Size) -> list[dict[str, Any]]:
     ]  # fmt: skip
     sixteen = {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
     found = [{**plain, **change} for change in changes]
-    return [*found, many, {**many, "checkpoint_every": 1}, {**many, "checkpoint_every": 2}, {**plain, "zero_stage": 1, **sixteen}]
+    return [
+        *found,
+        many,
+        {**many, "checkpoint_every": 1},
+        {**many, "checkpoint_every": 2},
+        {**plain, "zero_stage": 1, **sixteen},
+    ]
 
 
 def larger(size: Size) -> list[dict[str, Any]]:

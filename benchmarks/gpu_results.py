@@ -19,7 +19,15 @@ from scipy.stats import kendalltau
 
 ROOT = Path(__file__).parent.parent
 # Dense FLOP/s by the data sheets at 16 bits; without one the measured matrix product has to do.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "V100": 125e12,
+}
 SIXTEEN_BITS = ("bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 NEAR_BEST = 0.02
 
@@ -121,7 +129,11 @@ def forecast(rows: list[Row], name: str) -> dict[str, Any] | None:
     if not any(pairs.values()):
         return None
     times = pairs["step_time_s"]
-    tau = kendalltau([said["value"] for said, _ in times], [real for _, real in times]).statistic if len(times) > 2 else None
+    tau = (
+        kendalltau([said["value"] for said, _ in times], [real for _, real in times]).statistic
+        if len(times) > 2
+        else None
+    )
     return {metric: errors(some) for metric, some in pairs.items()} | {"step_time_kendall_tau": tau, "n": len(times)}
 
 

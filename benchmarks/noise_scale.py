@@ -47,7 +47,12 @@ def main() -> None:
         executor = LocalExecutor(["torch"], folder / "server.log")
         try:
             for ranks, precision, stage in itertools.product((1, 2), ("fp32", "bf16"), range(4)):
-                candidate = Candidate(micro_batch_size=MICRO, gradient_accumulation_steps=4 // ranks, precision=precision, zero_stage=stage)
+                candidate = Candidate(
+                    micro_batch_size=MICRO,
+                    gradient_accumulation_steps=4 // ranks,
+                    precision=precision,
+                    zero_stage=stage,
+                )
                 request = TrialRequest(
                     target=str(TARGET), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=ranks, noise=True,
                     max_steps=STEPS, min_samples=10**12, budget_s=120.0,
@@ -57,7 +62,10 @@ def main() -> None:
                 ratios[f"{ranks} ranks, {precision}, ZeRO {stage}"] = result.noise.noise_scale().samples / truth
         finally:
             executor.close()
-    write("noise_scale", {"brute_force_samples": truth, "ratio": ratios, "median_ratio": statistics.median(ratios.values())})
+    write(
+        "noise_scale",
+        {"brute_force_samples": truth, "ratio": ratios, "median_ratio": statistics.median(ratios.values())},
+    )
 
 
 if __name__ == "__main__":

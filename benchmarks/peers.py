@@ -71,7 +71,15 @@ def torchrun(training: Training, config: dict[str, Any], folder: Path, steps: in
     """Median step time and samples of a step under plain torchrun; None where it fails."""
     file = folder / "judged.json"
     trial.write(file, config)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(LAUNCH)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+        str(LAUNCH),
+    ]
     command += ["--measure", str(steps), *training.command(file)]
     done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False)
     line = next((line for line in done.stdout.splitlines() if "MEASURED " in line), None)
@@ -90,7 +98,10 @@ def loop(training: Training, folder: Path, sampler: Any) -> dict[str, Any]:
     configs: dict[int, dict[str, Any]] = {}
 
     def objective(asked: Any) -> float:
-        micro, accumulation = asked.suggest_categorical("micro", MICRO), asked.suggest_categorical("accumulation", ACCUMULATION)
+        micro, accumulation = (
+            asked.suggest_categorical("micro", MICRO),
+            asked.suggest_categorical("accumulation", ACCUMULATION),
+        )
         stage = asked.suggest_categorical("stage", STAGES)
         if micro * accumulation > MOST_SAMPLES:
             raise optuna.TrialPruned
@@ -104,7 +115,11 @@ def loop(training: Training, folder: Path, sampler: Any) -> dict[str, Any]:
     study = optuna.create_study(direction="maximize", sampler=sampler)
     while sum(t.state.name == "COMPLETE" for t in study.trials) < TRIALS:
         study.optimize(objective, n_trials=1)
-    return {"config": configs[study.best_trial.number], "claimed_samples_per_s": study.best_value, "trials": len(configs)}
+    return {
+        "config": configs[study.best_trial.number],
+        "claimed_samples_per_s": study.best_value,
+        "trials": len(configs),
+    }
 
 
 def tpe(training: Training, folder: Path) -> dict[str, Any]:
@@ -129,7 +144,10 @@ def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
         "overwrite": True, "results_dir": str(results), "exps_dir": str(experiments), "mp_size": 1,
         "max_train_batch_size": RANKS * MOST_SAMPLES, "arg_mappings": {},
     }  # fmt: skip
-    config = {**{key: value for key, value in training.base.items() if key != "gradient_accumulation_steps"}, "autotuning": tuning}
+    config = {
+        **{key: value for key, value in training.base.items() if key != "gradient_accumulation_steps"},
+        "autotuning": tuning,
+    }
     config |= {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": "all"}}
     trial.write(folder / "tuned.json", config)
     # It ends what failed by `pkill` over `pdsh`, by name: here its own launcher has ended it already.
@@ -140,13 +158,25 @@ def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
     environment = plain_environment() | {"LOCAL_SIZE": str(RANKS), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     environment["PATH"] = os.pathsep.join([str(harmless.parent), str(Path(sys.executable).parent), environment["PATH"]])
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [sys.executable, str(launcher), "--autotuning", "tune", "--num_gpus", str(RANKS), "--num_nodes", "1", str(LAUNCH)]
+    command = [
+        sys.executable,
+        str(launcher),
+        "--autotuning",
+        "tune",
+        "--num_gpus",
+        str(RANKS),
+        "--num_nodes",
+        "1",
+        str(LAUNCH),
+    ]
     command += training.command(folder / "tuned.json")
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     best = results / "ds_config_optimal.json"
     if not best.exists():
-        sys.exit(f"DeepSpeed's autotuner came to no answer; see {folder / 'log.txt'}: {(done.stdout + done.stderr)[-800:]}")
+        sys.exit(
+            f"DeepSpeed's autotuner came to no answer; see {folder / 'log.txt'}: {(done.stdout + done.stderr)[-800:]}"
+        )
     metrics = [json.loads(path.read_text())["throughput"] for path in results.glob("*/metrics.json")]
     return {"config": json.loads(best.read_text()), "claimed_samples_per_s": max(metrics), "trials": len(metrics)}
 
@@ -174,7 +204,12 @@ def ours(training: Training, folder: Path, space: list[Any], **changes: Any) -> 
     pick = json.loads((path.parent / "recommended.json").read_text())["picks"]["recommended"]
     n = len(list(path.parent.glob("trials/[0-9]*/result.json")))
     changes = [change for change in pick["script_side_changes"] if change.startswith("Activation checkpointing")]
-    return {"config": pick["ds_config"], "claimed_samples_per_s": pick["metrics"]["samples_per_s"], "trials": n, "not_in_the_json": changes}
+    return {
+        "config": pick["ds_config"],
+        "claimed_samples_per_s": pick["metrics"]["samples_per_s"],
+        "trials": n,
+        "not_in_the_json": changes,
+    }
 
 
 SIZES = {"micro_batch_size": {"choices": list(MICRO)}, "gradient_accumulation_steps": {"choices": list(ACCUMULATION)}}
@@ -210,7 +245,9 @@ def judge(folder: Path, rounds: int) -> None:
     answers = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     answers = {name: answer for name, answer in answers.items() if name in TUNERS}
     if not answers:
-        sys.exit(f"{folder}: no tuner has answered; run one first: python benchmarks/peers.py run autotune --into {folder}")
+        sys.exit(
+            f"{folder}: no tuner has answered; run one first: python benchmarks/peers.py run autotune --into {folder}"
+        )
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in answers}
     for _ in range(rounds):
         for name, answer in answers.items():
@@ -246,7 +283,9 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("tuner", choices=list(TUNERS))
     running.add_argument("--into", type=Path, required=True)
-    running.add_argument("--script", type=Path, default=SCRIPT, help="what is trained; it takes --deepspeed_config FILE")
+    running.add_argument(
+        "--script", type=Path, default=SCRIPT, help="what is trained; it takes --deepspeed_config FILE"
+    )
     running.add_argument("--arguments", default="", help="its other arguments, as one string")
     running.add_argument("--base", type=Path, help="its DeepSpeed JSON (default: micro-batch 8, AdamW at 1e-3)")
     judging = commands.add_parser("judge")

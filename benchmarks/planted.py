@@ -76,23 +76,38 @@ def main() -> None:
                         target=str(case.target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(config),
                         world_size=case.ranks, budget_s=1.0,
                     )  # fmt: skip
-                    row = found.setdefault(case.name, {"expected": case.verdicts, "verdicts": [], "traced_verdicts": [], "shares": []})
+                    row = found.setdefault(
+                        case.name, {"expected": case.verdicts, "verdicts": [], "traced_verdicts": [], "shares": []}
+                    )
                     for steps in (0, TRACED_STEPS):
                         path = folder / case.name / f"{n}-{steps}"
                         with executor.turn(lambda: None):
                             result = base.run(executor, path, replace(request, traced_steps=steps))
                         assert result.outcome is Outcome.COMPLETE, f"{case.name}: {result.reason}"
                         said = diagnosis.of_result(result, path, workloads[case.name])
-                        print(f"round {n + 1}: {case.name}{' traced' if steps else ''}: {said.bound_by}", file=sys.stderr, flush=True)
+                        print(
+                            f"round {n + 1}: {case.name}{' traced' if steps else ''}: {said.bound_by}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                         row["traced_verdicts" if steps else "verdicts"].append(said.bound_by)
-                        row["shares"].append({part.name: round(part.share, 3) for part in said.parts if part.share is not None})
+                        row["shares"].append(
+                            {part.name: round(part.share, 3) for part in said.parts if part.share is not None}
+                        )
         finally:
             executor.close()
     right = {
         kind: [all(verdict in row["expected"] for verdict in row[kind]) for row in found.values()]
         for kind in ("verdicts", "traced_verdicts")
     }
-    write("bottleneck", {"rounds": rounds, "right": {kind: f"{sum(all_)} of {len(all_)}" for kind, all_ in right.items()}, "cases": found})
+    write(
+        "bottleneck",
+        {
+            "rounds": rounds,
+            "right": {kind: f"{sum(all_)} of {len(all_)}" for kind, all_ in right.items()},
+            "cases": found,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,20 @@ def nodes(rate: str) -> Iterator[None]:
             for device in ("lo", f"atnode{n}"):
                 ip("-n", name, "link", "set", device, "up")
             # A deep queue: what waits must not be dropped, or TCP's recovery would be measured.
-            shape = ["qdisc", "replace", "dev", f"atnode{n}", "root", "tbf", "rate", rate, "burst", "256kb", "limit", "64mb"]
+            shape = [
+                "qdisc",
+                "replace",
+                "dev",
+                f"atnode{n}",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "256kb",
+                "limit",
+                "64mb",
+            ]
             subprocess.run(["tc", "-n", name, *shape], check=True, capture_output=True, text=True)
         yield
     finally:
@@ -220,7 +233,10 @@ def main() -> None:
                 keep(rows, place, candidate=candidate.values(), step_s=step)
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
         kept = [json.loads(line) for line in rows.read_text().splitlines()]
-    write("project", {"rate": arguments.rate, "nodes_not_run": why_not, **figures(kept, foreseen, rate_bytes(arguments.rate))})
+    write(
+        "project",
+        {"rate": arguments.rate, "nodes_not_run": why_not, **figures(kept, foreseen, rate_bytes(arguments.rate))},
+    )
 
 
 def keep(rows: Path, place: Place, **what: Any) -> None:
@@ -248,8 +264,12 @@ def figures(rows: list[dict[str, Any]], foreseen: Foreseen, rate: float) -> dict
     for place in (HERE, *NODES):
         if place.name in medians:
             found[place.name] = compared(medians[place.name], projected(foreseen, learned, machines, place, rate))
-    found["links"] = {name: {"alpha_s": m.link_alpha_s, "bytes_per_s": m.link_bytes_per_s} for name, m in machines.items()}
-    found["sources"] = {place.name: {c.describe(): step for c, step in medians[place.name].items()} for place in SOURCES}
+    found["links"] = {
+        name: {"alpha_s": m.link_alpha_s, "bytes_per_s": m.link_bytes_per_s} for name, m in machines.items()
+    }
+    found["sources"] = {
+        place.name: {c.describe(): step for c, step in medians[place.name].items()} for place in SOURCES
+    }
     return found
 
 

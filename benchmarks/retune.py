@@ -51,13 +51,17 @@ class Moved(World):
 
     def truth(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         seconds, sizes, inner, boundary = super().truth(candidates)
-        factor = np.array([np.prod([self.factors.get((name, value), 1.0) for name, value in c.values().items()]) for c in candidates])
+        factor = np.array(
+            [np.prod([self.factors.get((name, value), 1.0) for name, value in c.values().items()]) for c in candidates]
+        )
         return seconds * factor, sizes, inner * factor, boundary * factor
 
 
 def sequence(world: World) -> World:
     p = world.profile
-    return replace(world, profile=replace(Profile.guess(p.n_parameters, p.n_trainable, p.n_blocks, 2 * p.sequence), guessed=False))
+    return replace(
+        world, profile=replace(Profile.guess(p.n_parameters, p.n_trainable, p.n_blocks, 2 * p.sequence), guessed=False)
+    )
 
 
 def width(world: World) -> World:
@@ -68,7 +72,11 @@ def width(world: World) -> World:
 
 def ranks(world: World) -> World:
     n = 2 * world.setting.world_size
-    return replace(world, setting=replace(world.setting, world_size=n, ranks_per_node=n), nominal=replace(world.nominal, world_size=n))
+    return replace(
+        world,
+        setting=replace(world.setting, world_size=n, ranks_per_node=n),
+        nominal=replace(world.nominal, world_size=n),
+    )
 
 
 def memory(world: World) -> World:
@@ -76,7 +84,12 @@ def memory(world: World) -> World:
 
 
 def version(world: World) -> World:
-    factors = {("zero_stage", 2): 1.15, ("zero_stage", 3): 0.9, (ZERO + "overlap_comm", True): 1.1, ("zero_stage", 1): 1.03}
+    factors = {
+        ("zero_stage", 2): 1.15,
+        ("zero_stage", 3): 0.9,
+        (ZERO + "overlap_comm", True): 1.1,
+        ("zero_stage", 1): 1.03,
+    }
     return Moved(**vars(world), factors=factors)
 
 
@@ -90,7 +103,11 @@ CHANGES: dict[str, tuple[str, Callable[[World], World], Callable[[World], World]
     "ranks": ("ranks", lambda world: world, ranks),
     "memory limit": ("memory limit", lambda world: world, memory),
     "model width": ("parameters", lambda world: world, width),
-    "precision support": ("bf16", without_bf16, lambda world: replace(world, default=replace(world.default, precision="fp32"))),
+    "precision support": (
+        "bf16",
+        without_bf16,
+        lambda world: replace(world, default=replace(world.default, precision="fp32")),
+    ),
     "DeepSpeed version": ("deepspeed", lambda world: world, version),
 }
 
@@ -153,7 +170,9 @@ def one(world: World, change: str, seed: int, tables: dict[Any, Table]) -> dict[
     rng = np.random.default_rng((seed, 5))
     earlier_guide = guide_of(old, AnalyticPrior(old.profile, old.nominal), was.candidates)
     earlier = search(was, earlier_guide, [old.default], COLD_TRIALS, rng)
-    cold = search(now, guide_of(new, AnalyticPrior(new.profile, new.nominal), now.candidates), [new.default], COLD_TRIALS, rng)
+    cold = search(
+        now, guide_of(new, AnalyticPrior(new.profile, new.nominal), now.candidates), [new.default], COLD_TRIALS, rng
+    )
     incumbent, front = best(was, earlier), good(was, earlier)
     touches = PARTS[part].touches
     space = narrowed(world.space, None if "" in touches else touches, [c.values() for c in [*front, new.default]])
@@ -207,7 +226,13 @@ class Noisy(Instant):
 
 
 def moved(n: int) -> dict[str, Any]:
-    counts = {"unchanged_replaced": 0, "unchanged_searched": 0, "regression_found": 0, "regression_left": 0, "regression_replaced": 0}
+    counts = {
+        "unchanged_replaced": 0,
+        "unchanged_searched": 0,
+        "regression_found": 0,
+        "regression_left": 0,
+        "regression_replaced": 0,
+    }
     rounds = []
     for seed in range(n):
         if seed and seed % 10 == 0:
@@ -235,7 +260,9 @@ def moved(n: int) -> dict[str, Any]:
             if decision.verdict is Verdict.IMPROVED:
                 continue
             incumbent = Candidate.of(first.picks["recommended"]["candidate"])
-            decision = again(Noisy(2000 + seed, lambda c, incumbent=incumbent: 1.05 if c.precision == incumbent.precision else 1.0))
+            decision = again(
+                Noisy(2000 + seed, lambda c, incumbent=incumbent: 1.05 if c.precision == incumbent.precision else 1.0)
+            )
             counts["regression_found"] += decision.standing.moved
             counts["regression_left"] += not decision.standing.moved
             counts["regression_replaced"] += decision.verdict is Verdict.IMPROVED

@@ -80,13 +80,19 @@ class Truth:
         self.costs: dict[Candidate, np.ndarray] = {}
         for candidate, some in grouped.items():
             complete = [row.values for row in some if row.outcome is Outcome.COMPLETE]
-            medians = {name: statistics.median(v[name] for v in complete if name in v) for name in complete[0]} if complete else {}
+            medians = (
+                {name: statistics.median(v[name] for v in complete if name in v) for name in complete[0]}
+                if complete
+                else {}
+            )
             if "samples_per_step" in medians:
                 medians["samples_per_s"] = medians["samples_per_step"] / medians["step_time_s"]
             fits = limit is None or medians.get("peak_memory_bytes", 0.0) <= limit
             if fits and all(medians.get(metric, 0.0) > 0 for metric in self.metrics):
                 signs = [1.0 if METRICS[metric].direction == "minimize" else -1.0 for metric in self.metrics]
-                self.costs[candidate] = np.array([s * np.log(medians[m]) for s, m in zip(signs, self.metrics, strict=True)])
+                self.costs[candidate] = np.array(
+                    [s * np.log(medians[m]) for s, m in zip(signs, self.metrics, strict=True)]
+                )
         every = np.array(list(self.costs.values()))
         front = every[front_of(every)]
         self.best = every.min(axis=0)
@@ -148,9 +154,18 @@ def objectives(table: Path, without: Sequence[str]) -> list[Any]:
     return [each for each in stated if (each["name"] if isinstance(each, dict) else each) not in without]
 
 
-def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, limit: int | None, stated: list[Any]) -> dict[str, Any]:
+def run(
+    table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, limit: int | None, stated: list[Any]
+) -> dict[str, Any]:
     """One study; its curve has a point after each trial that was launched."""
-    changes = {"stop_below": 0.0, "finalists": 0, "trials": n_trials, "seed": seed, "device_memory_bytes": limit, **KINDS[kind]}
+    changes = {
+        "stop_below": 0.0,
+        "finalists": 0,
+        "trials": n_trials,
+        "seed": seed,
+        "device_memory_bytes": limit,
+        **KINDS[kind],
+    }
     found = truth.planned(table, {**changes, "objectives": stated})
     executor = ReplayExecutor(rows, seed)
     start = time.perf_counter()
@@ -172,7 +187,11 @@ def run(table: Path, rows: Sequence[Row], kind: str, seed: int, n_trials: int, l
         if m.outcome is Outcome.COMPLETE:
             tried.append(m.candidate)
         curve.append({"seconds": spent, "oom": n_oom, **true.stand(tried)})
-    return {"curve": curve, "driver_s": time.perf_counter() - start, "stopped": sum(m.outcome is Outcome.STOPPED_EARLY for m in ended)}
+    return {
+        "curve": curve,
+        "driver_s": time.perf_counter() - start,
+        "stopped": sum(m.outcome is Outcome.STOPPED_EARLY for m in ended),
+    }
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -197,8 +216,14 @@ def plot(curves: dict[str, list[dict[str, Any]]], path: Path, title: str) -> Non
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    shown = [("hypervolume", "share of the front's hypervolume"), ("samples_per_s_regret", "throughput regret"), ("oom", "out of memory")]
-    figure = make_subplots(rows=2, cols=3, subplot_titles=[f"{label} by {by}" for by in ("trials", "seconds") for _, label in shown])
+    shown = [
+        ("hypervolume", "share of the front's hypervolume"),
+        ("samples_per_s_regret", "throughput regret"),
+        ("oom", "out of memory"),
+    ]
+    figure = make_subplots(
+        rows=2, cols=3, subplot_titles=[f"{label} by {by}" for by in ("trials", "seconds") for _, label in shown]
+    )
     colours = ["#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#a463f2", "#ff8ab7", "#9498a0"]
     for n, (kind, runs) in enumerate(curves.items()):
         length = max(len(r["curve"]) for r in runs)
@@ -207,11 +232,16 @@ def plot(curves: dict[str, list[dict[str, Any]]], path: Path, title: str) -> Non
         for column, (name, _) in enumerate(shown, start=1):
             if name not in points[0][0]:
                 continue
-            y = [float(np.mean([p[name] for p in at])) if name == "oom" else float(np.median([p[name] for p in at])) for at in points]
+            y = [
+                float(np.mean([p[name] for p in at])) if name == "oom" else float(np.median([p[name] for p in at]))
+                for at in points
+            ]
             for row, x in by.items():
                 line = {"color": colours[n % len(colours)]}
                 first = row == 1 and column == 1
-                figure.add_trace(go.Scatter(x=x, y=y, name=kind, legendgroup=kind, showlegend=first, line=line), row, column)
+                figure.add_trace(
+                    go.Scatter(x=x, y=y, name=kind, legendgroup=kind, showlegend=first, line=line), row, column
+                )
     figure.update_layout(title=title, template="plotly_white", width=1400, height=800)
     figure.write_html(path, include_plotlyjs=True)
     with contextlib.suppress(Exception):  # kaleido is not among what autotune needs
@@ -220,11 +250,15 @@ def plot(curves: dict[str, list[dict[str, Any]]], path: Path, title: str) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", type=Path, help="studies that truth.py collected (default: all of benchmarks/truth)")
+    parser.add_argument(
+        "tables", nargs="*", type=Path, help="studies that truth.py collected (default: all of benchmarks/truth)"
+    )
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--memory", type=float, help="a rank has what this share of the configurations needs")
-    parser.add_argument("--without", nargs="*", default=["memory"], help="objectives that are not counted (default: memory)")
+    parser.add_argument(
+        "--without", nargs="*", default=["memory"], help="objectives that are not counted (default: memory)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="studies at once, each in a process")
     parser.add_argument("--only", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "gp"])
     parser.add_argument("--name", default="search", help="results/NAME.json is written")
@@ -232,7 +266,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
-    for table in arguments.tables or sorted(path for path in TABLES.glob("*.yaml") if path.with_suffix(".csv.gz").exists()):
+    for table in arguments.tables or sorted(
+        path for path in TABLES.glob("*.yaml") if path.with_suffix(".csv.gz").exists()
+    ):
         rows = [prolonged(row, arguments.longer) for row in read_table(table.with_suffix(".csv.gz"))]
         sizes = [row.values["peak_memory_bytes"] for row in rows if "peak_memory_bytes" in row.values]
         limit = int(np.quantile(sizes, arguments.memory)) if arguments.memory else None
@@ -247,12 +283,19 @@ def main() -> None:
             found = summary(curves[kind])
             results.setdefault(table.stem, {})[kind] = found
             checked = [n for n in CHECKED if str(n) in found]
-            figures = "  ".join(f"@{n}: hv {found[str(n)]['hypervolume']:.2f}, oom {found[str(n)]['oom_mean']:.1f}" for n in checked)
+            figures = "  ".join(
+                f"@{n}: hv {found[str(n)]['hypervolume']:.2f}, oom {found[str(n)]['oom_mean']:.1f}" for n in checked
+            )
             seconds = found[str(checked[-1])]["seconds"] if checked else 0.0
-            print(f"  {kind:<28}{figures}  {seconds:.0f} s of trials, {found['stopped_early']:.1f} stopped early", flush=True)
+            print(
+                f"  {kind:<28}{figures}  {seconds:.0f} s of trials, {found['stopped_early']:.1f} stopped early",
+                flush=True,
+            )
         if not arguments.dry:
             common.RESULTS.mkdir(exist_ok=True)
-            plot(curves, common.RESULTS / f"{arguments.name}-{table.stem}.html", f"{table.stem}: {arguments.seeds} seeds")
+            plot(
+                curves, common.RESULTS / f"{arguments.name}-{table.stem}.html", f"{table.stem}: {arguments.seeds} seeds"
+            )
     if not arguments.dry:
         with contextlib.redirect_stdout(io.StringIO()):
             stated = {name: getattr(arguments, name) for name in ("seeds", "trials", "memory", "without", "longer")}

@@ -61,7 +61,10 @@ class World:
         """Seconds of a step, bytes, and times of an inner and a boundary micro-step, of each candidate."""
         rng = np.random.default_rng(self.seed)
         m, p, N = self.nominal, self.profile, self.nominal.world_size
-        off = {name: float(np.exp(rng.normal(0, 0.35))) for name in ("flops", "link", "alpha", "memory", "launch", "host", "activations")}
+        off = {
+            name: float(np.exp(rng.normal(0, 0.35)))
+            for name in ("flops", "link", "alpha", "memory", "launch", "host", "activations")
+        }
         levels: dict[tuple[str, str], float] = {}
         for parameter in self.space.parameters:
             if len(parameter.all_values()) <= 5 and "batch" not in parameter.name:
@@ -70,9 +73,16 @@ class World:
         steps, sizes, inner, boundary = (np.array(column) for column in zip(*rows, strict=True))
         return steps, sizes, inner, boundary
 
-    def _one(self, c: Candidate, m: Machine, p: Profile, N: int, off: dict[str, float], levels: dict[tuple[str, str], float]) -> Any:
+    def _one(
+        self, c: Candidate, m: Machine, p: Profile, N: int, off: dict[str, float], levels: dict[tuple[str, str], float]
+    ) -> Any:
         values = c.values()
-        b, K, stage, half = c.micro_batch_size, c.gradient_accumulation_steps, c.zero_stage, c.precision in ("bf16", "fp16")
+        b, K, stage, half = (
+            c.micro_batch_size,
+            c.gradient_accumulation_steps,
+            c.zero_stage,
+            c.precision in ("bf16", "fp16"),
+        )
         w = 2 if half else 4
         every = c.checkpoint_every
         share = math.ceil(p.n_blocks / every) / p.n_blocks if every else 0.0
@@ -84,7 +94,9 @@ class World:
         backward = 2 * forward + share * 0.85 * forward
         bucket = values.get(ZERO + "reduce_bucket_size") or 5e8
         calls = max(1.0, p.n_trainable / float(bucket))  # type: ignore[arg-type]
-        reduce_s = (1 if stage in (1, 2, 3) else 2) * (N - 1) / N * p.n_trainable * w / (m.link_bytes_per_s * off["link"])
+        reduce_s = (
+            (1 if stage in (1, 2, 3) else 2) * (N - 1) / N * p.n_trainable * w / (m.link_bytes_per_s * off["link"])
+        )
         reduce_s += calls * 2 * N * m.link_alpha_s * off["alpha"] if N > 1 else 0.0
         gather_s = (N - 1) / N * p.n_parameters * w / (m.link_bytes_per_s * off["link"])
         gather_s += p.n_blocks * N * m.link_alpha_s * off["alpha"] if N > 1 else 0.0
@@ -108,7 +120,11 @@ class World:
         states = w * p.n_parameters / (N if stage == 3 else 1) + w * p.n_trainable / (N if stage >= 2 else 1)
         states += 0.0 if host else (12 if half else 8) * shard
         kept = p.activation_bytes_per_sample * (1 - share) + p.checkpointed_bytes_per_sample * share
-        size = states + off["activations"] * b**0.97 * kept * (0.55 if half else 1.0) + w * min(float(bucket), 2.0 * p.n_trainable)  # type: ignore[arg-type]
+        size = (
+            states
+            + off["activations"] * b**0.97 * kept * (0.55 if half else 1.0)
+            + w * min(float(bucket), 2.0 * p.n_trainable)
+        )  # type: ignore[arg-type]
         size = size * 1.06 + 2e8
         over = max(0.0, size / self.limit - 0.88)
         slow = offset * (1 + 2.0 * over)
@@ -125,7 +141,12 @@ def worlds() -> list[World]:
         "precision": ["fp32", "bf16", "torch_autocast"],
         "checkpoint_every": [0, 1, 2, 4],
         ZERO + "overlap_comm": {"choices": [None, True], "when": {"zero_stage": [1, 2]}},
-        ZERO + "reduce_bucket_size": {"range": [22, 28], "step": 3, "power_of_two": True, "when": {"zero_stage": [1, 2, 3]}},
+        ZERO + "reduce_bucket_size": {
+            "range": [22, 28],
+            "step": 3,
+            "power_of_two": True,
+            "when": {"zero_stage": [1, 2, 3]},
+        },
         "offload_optimizer": {"choices": ["none", "cpu"], "when": {"zero_stage": [1, 2, 3]}},
     }
     space = SearchSpace.parse(knobs, "simulation")
@@ -137,7 +158,13 @@ def worlds() -> list[World]:
     ):
         profile = replace(Profile.guess(P, P, blocks, sequence), guessed=False)
         machine = Machine(
-            accelerator="cuda", world_size=N, flops=gpu, memory_bytes_per_s=2e12, link_alpha_s=alpha, link_bytes_per_s=link, launch_s=4e-4
+            accelerator="cuda",
+            world_size=N,
+            flops=gpu,
+            memory_bytes_per_s=2e12,
+            link_alpha_s=alpha,
+            link_bytes_per_s=link,
+            launch_s=4e-4,
         )
         setting = Setting(accelerator="cuda", world_size=N, ranks_per_node=N, n_blocks=blocks, bf16=True, fp16=False)
         default = Candidate(
@@ -298,11 +325,15 @@ def main() -> None:
         print(f"{table.world.name}: {len(table.candidates)} candidates, {table.fits.mean():.0%} fit")
     kept = common.RESULTS / "search_simulated.json"
     results: dict[str, Any] = json.loads(kept.read_text())["samplers"] if arguments.merge and kept.exists() else {}
-    print(f"{'sampler':28}{'n':>4}{'hypervolume @10/20/30':>26}{'p10 @30':>9}{'throughput, time-to-loss regret @30':>38}{'OOM':>6}{'s':>6}")
+    print(
+        f"{'sampler':28}{'n':>4}{'hypervolume @10/20/30':>26}{'p10 @30':>9}{'throughput, time-to-loss regret @30':>38}{'OOM':>6}{'s':>6}"
+    )
     for kind in arguments.only:
         seeds = arguments.gp_seeds if kind == "gp" else 1 if kind == "grid" else arguments.seeds
         start = time.perf_counter()
-        runs = {table.world.name: [run(table, kind, seed, arguments.trials) for seed in range(seeds)] for table in tables}
+        runs = {
+            table.world.name: [run(table, kind, seed, arguments.trials) for seed in range(seeds)] for table in tables
+        }
         every = [r for some in runs.values() for r in some]
         results[kind] = {"overall": summary(every), **{name: summary(some) for name, some in runs.items()}}
         s = results[kind]["overall"]

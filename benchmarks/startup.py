@@ -24,7 +24,12 @@ STEPS = 7
 
 def warm(executor: LocalExecutor, folder: Path, candidate: Candidate) -> float:
     request = TrialRequest(
-        target=str(TARGET), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=2, max_steps=STEPS, budget_s=1e6
+        target=str(TARGET),
+        candidate=candidate.values(),
+        ds_config=candidate.to_deepspeed(),
+        world_size=2,
+        max_steps=STEPS,
+        budget_s=1e6,
     )
     start = time.perf_counter()
     result = base.run(executor, folder, request)

@@ -113,7 +113,14 @@ class Task:
             below = np.flatnonzero(loss <= target)
             needed = float(at[below[0]]) if len(below) else math.inf
             step_s = result.steps.median_s
-            rows.append({"batch": batch, "step_s": step_s, "predicted_s": wanted / batch * step_s, "measured_s": needed / batch * step_s})
+            rows.append(
+                {
+                    "batch": batch,
+                    "step_s": step_s,
+                    "predicted_s": wanted / batch * step_s,
+                    "measured_s": needed / batch * step_s,
+                }
+            )
             print(self.name, rows[-1], flush=True)
         # What never got there comes last.
         tau = kendalltau([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]).statistic

@@ -42,15 +42,23 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
     table = path.with_suffix(".csv.gz")
     rows = read_table(table) if table.exists() else []
     with tempfile.TemporaryDirectory() as scratch, executor_for(spec, Path(scratch)) as executor:
-        found = profiled(plan(spec, executor, Path(scratch)), executor, Path(scratch))  # what a study's search starts from
+        found = profiled(
+            plan(spec, executor, Path(scratch)), executor, Path(scratch)
+        )  # what a study's search starts from
         keep_plan(found, path)
-        legal = [c for c in found.space.candidates(found.baseline) if c.illegal(found.setting) is None and c != found.baseline]
+        legal = [
+            c
+            for c in found.space.candidates(found.baseline)
+            if c.illegal(found.setting) is None and c != found.baseline
+        ]
         if at_most is not None and len(legal) > at_most - 1:
             legal = random.Random(0).sample(legal, at_most - 1)
         done = {(row.candidate, row.repeat) for row in rows}
         first = run(found, executor, Path(scratch) / "trials" / "first", found.baseline, ENDLESS_SAMPLES)
         if first.outcome is not Outcome.COMPLETE:
-            sys.exit(f"truth: the baseline did not complete ({first.outcome}: {first.reason}), so nothing can be compared with it")
+            sys.exit(
+                f"truth: the baseline did not complete ({first.outcome}: {first.reason}), so nothing can be compared with it"
+            )
         reference = Reference.of(first)
         n_samples = len(first.step_times_s) * (first.samples_per_step or 0)
         total, start = (len(legal) + 1) * repeats, time.monotonic()
@@ -67,7 +75,9 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
                     print(f"{len(rows)} of {total}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     write_table(table, rows)
     n_complete = sum(row.outcome is Outcome.COMPLETE for row in rows)
-    print(f"{table}: {len(rows)} measurements of {len({row.candidate for row in rows})} configurations, {n_complete} complete")
+    print(
+        f"{table}: {len(rows)} measurements of {len({row.candidate for row in rows})} configurations, {n_complete} complete"
+    )
 
 
 def run(found: Plan, executor: Any, path: Path, candidate: Candidate, n_samples: int) -> TrialResult:
@@ -86,7 +96,9 @@ def row_of(candidate: Candidate, repeat: int, result: TrialResult, reference: Re
     """A trial as a line of the table."""
     estimates = objective.measure(result, reference)
     values = {
-        name: estimate.value for name, estimate in estimates.items() if name in ("step_time_s", "peak_memory_bytes", "time_to_loss_s")
+        name: estimate.value
+        for name, estimate in estimates.items()
+        if name in ("step_time_s", "peak_memory_bytes", "time_to_loss_s")
     }
     values |= {f"{name}_s": seconds for name, seconds in result.micro_step_s.items()}
     if result.steps is not None:
@@ -96,7 +108,14 @@ def row_of(candidate: Candidate, repeat: int, result: TrialResult, reference: Re
     losses = [loss for loss in result.losses if loss is not None]
     if losses:
         values["final_loss"] = sum(losses[-3:]) / len(losses[-3:])
-    return Row(candidate=candidate, repeat=repeat, outcome=result.outcome, reason=result.reason, values=values, losses=parts(losses))
+    return Row(
+        candidate=candidate,
+        repeat=repeat,
+        outcome=result.outcome,
+        reason=result.reason,
+        values=values,
+        losses=parts(losses),
+    )
 
 
 def parts(losses: list[float]) -> list[float]:
@@ -134,7 +153,9 @@ def planned(path: Path, changes: dict[str, Any]) -> Plan:
     kept = json.loads(path.with_suffix(".json").read_text())
     search = TypeAdapter(SearchRecord).validate_python(kept["search"])
     spec = StudySpec.load(path, changes)
-    space = SearchSpace(parameters=SearchSpace.parse(search.space, str(path)).parameters, samples_per_rank=search.samples_per_rank)
+    space = SearchSpace(
+        parameters=SearchSpace.parse(search.space, str(path)).parameters, samples_per_rank=search.samples_per_rank
+    )
     return Plan(
         spec=spec, target=inspect_target(spec.target), workload=TypeAdapter(Workload).validate_python(kept["workload"]),
         world_size=kept["world_size"], base_config=kept["base_config"], baseline=Candidate.of(kept["baseline"]), space=space,

@@ -61,10 +61,15 @@ def behaviour(candidate: Candidate) -> RankReport:
     if rng.random() < 0.06:
         return instant.failed(Outcome.OOM, f"rank 0 ran out of memory: {rng.uniform(15.1, 16):.2f} of 16.00 GiB in use")
     if rng.random() < 0.04:
-        return instant.failed(Outcome.CRASHED, "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16")
+        return instant.failed(
+            Outcome.CRASHED, "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
+        )
     whole, n_steps = instant.report(candidate), rng.randrange(60, 91)
     knobs = 1 + 0.05 * candidate.zero_stage + 0.01 * len(candidate.config)
-    times = [whole.step_times_s[0] * knobs * rng.lognormvariate(0, 0.03) * (4 if rng.random() < 0.01 else 1) for _ in range(n_steps)]
+    times = [
+        whole.step_times_s[0] * knobs * rng.lognormvariate(0, 0.03) * (4 if rng.random() < 0.01 else 1)
+        for _ in range(n_steps)
+    ]
     batch = candidate.global_batch_size(1)
     losses = [1 + 2 / (1 + i * batch / 100) + rng.gauss(0, 0.1 / math.sqrt(batch)) for i in range(n_steps)]
     peak = int(whole.peak_memory_bytes["steady"] * (1 - 0.1 * candidate.zero_stage) * rng.uniform(0.98, 1.02))
@@ -74,14 +79,21 @@ def behaviour(candidate: Candidate) -> RankReport:
 def searched(studies: Path, n_trials: int) -> str:
     """A study of that many trials, all of them different; returns its database."""
     engine = instant.Instant(behaviour)
-    instant.runner_of(studies, engine, trials=n_trials, space=SPACE, sampler="random", stop_trials=False, memory_filter=False).run()
+    instant.runner_of(
+        studies, engine, trials=n_trials, space=SPACE, sampler="random", stop_trials=False, memory_filter=False
+    ).run()
     return store.default_url(studies)
 
 
 def command_s(folder: Path) -> float:
     """Seconds that `autotune report` takes, from its start to its end: the page, JSON and CSV."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "autotune.cli", "report", "s", "-o", "out"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "autotune.cli", "report", "s", "-o", "out"],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return time.perf_counter() - start
 
 
@@ -115,10 +127,18 @@ def page_figures(page: Path) -> dict[str, dict]:
             scroll = intervals(tab.run(SCROLL))
             tab.run("document.getElementById('filter').focus()")
             typing = watched(tab, [partial(tab.send, "Input.insertText", text=letter) for letter in "z1 bf16 complete"])
-            tab.run("(() => { const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input')); })()")
+            tab.run(
+                "(() => { const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input')); })()"
+            )
             heads = [f"document.querySelectorAll('#trials thead button')[{column}].click()" for column in (4, 4, 1, 0)]
             sorting = watched(tab, [partial(tab.run, head) for head in heads])
-            found[str(width)] = {"seen_s": seen_s, "drawn_s": drawn_s, "scroll": scroll, "filter": typing, "sort": sorting}
+            found[str(width)] = {
+                "seen_s": seen_s,
+                "drawn_s": drawn_s,
+                "scroll": scroll,
+                "filter": typing,
+                "sort": sorting,
+            }
     return found
 
 
@@ -140,7 +160,10 @@ def dashboard_figures(studies: Path, url: str) -> dict[str, list[dict[str, float
 
     def opened() -> dict:
         folder_of = partial(store.study_folder, studies=studies, url=url)
-        return {"own": Application(Overlay(store.open_storage(url), folder_of), "127.0.0.1", None), "plain": wsgi(RDBStorage(url))}
+        return {
+            "own": Application(Overlay(store.open_storage(url), folder_of), "127.0.0.1", None),
+            "plain": wsgi(RDBStorage(url)),
+        }
 
     def pair(apps: dict) -> dict[str, float]:
         return {name: asked_s(app) for name, app in apps.items()}

@@ -83,14 +83,28 @@ def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    environment |= {"PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "OMP_NUM_THREADS": threads}
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    environment |= {
+        "PRINT_LOSSES": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+        "OMP_NUM_THREADS": threads,
+    }
     command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
-    running = [_start(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd) for rank in range(ranks)]
+    running = [
+        _start(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd) for rank in range(ranks)
+    ]
     ends = [process.communicate() for process in running]
     assert not any(process.returncode for process in running), ends[0][1]
     return [float(line.split()[1]) for line in ends[0][0].splitlines() if line.startswith("loss ")]
 
 
 def _start(command: Sequence[str], environment: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -138,7 +138,9 @@ class SlurmCluster:
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with open(self.root / f"{command[0]}.out", "ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         self.processes.append(process)
         return process
 
@@ -191,7 +193,11 @@ def why_no_ray() -> str:
 def ray_cluster(n_nodes: int = 2) -> Iterator[Any]:
     """A Ray cluster of some nodes on the loopback, to which this process is not connected yet; yields it and its address."""
     # Despite its name it makes Ray on Linux use the loopback; else it takes the machine's outer address.
-    quiet = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    quiet = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
     before = {name: os.environ.get(name) for name in (*quiet, "RAY_ADDRESS")}
     os.environ.update(quiet)
     import ray
@@ -201,7 +207,9 @@ def ray_cluster(n_nodes: int = 2) -> Iterator[Any]:
     cluster = Cluster()
     try:
         for _ in range(n_nodes):
-            cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1", include_dashboard=False, object_store_memory=80 << 20)
+            cluster.add_node(
+                num_cpus=1, node_ip_address="127.0.0.1", include_dashboard=False, object_store_memory=80 << 20
+            )
         os.environ["RAY_ADDRESS"] = cluster.address
         yield cluster
     finally:
@@ -262,7 +270,12 @@ class Hosts:
         _call("ip", "link", "add", f"{self.prefix}br", "type", "bridge")
         _call("ip", "addr", "add", "10.203.0.254/24", "dev", f"{self.prefix}br")
         _call("ip", "link", "set", f"{self.prefix}br", "up")
-        config = [f"IdentityFile {self.root}/key", "StrictHostKeyChecking no", f"UserKnownHostsFile {self.root}/known", "LogLevel ERROR"]
+        config = [
+            f"IdentityFile {self.root}/key",
+            "StrictHostKeyChecking no",
+            f"UserKnownHostsFile {self.root}/known",
+            "LogLevel ERROR",
+        ]
         for number in (1, 2):
             name, address = f"{self.prefix}-{number}", f"10.203.0.{number}"
             _call("ip", "netns", "add", name)
@@ -279,14 +292,18 @@ class Hosts:
             ]  # fmt: skip
             with open(self.root / f"sshd-{number}.log", "wb") as log:
                 self.processes.append(
-                    subprocess.Popen(["ip", "netns", "exec", name, *daemon], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", name, *daemon], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                    )
                 )
             config.append(f"Host host{number}\n  HostName {address}")
         (self.root / "ssh_config").write_text("\n".join(config) + "\n")
         self.hostfile.write_text("host1 slots=1\nhost2 slots=1\n")
         for host in ("host1", "host2"):
             reach = [*self.ssh.split(), host, "true"]
-            reached = wait_until(lambda reach=reach: subprocess.run(reach, capture_output=True, check=False).returncode == 0, 10)  # type: ignore[misc]
+            reached = wait_until(
+                lambda reach=reach: subprocess.run(reach, capture_output=True, check=False).returncode == 0, 10
+            )  # type: ignore[misc]
             assert reached, (self.root / f"sshd-{host[-1]}.log").read_text()
 
     def stop(self) -> None:

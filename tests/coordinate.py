@@ -70,7 +70,9 @@ class Silent:
     def tick(self) -> None: ...
 
 
-def coordinate(role: str, folder: Path, trials: int, seconds: float, sampler: str, url: str, finalists: int = 1) -> None:
+def coordinate(
+    role: str, folder: Path, trials: int, seconds: float, sampler: str, url: str, finalists: int = 1
+) -> None:
     """Leads or helps the study `s` in a folder and a database; each trial takes so many seconds.
 
     What asking and telling took goes to `times-PID.jsonl` in the folder.

@@ -40,7 +40,9 @@ Behaviour = Callable[[Candidate], "RankReport | None"]
 def report(candidate: Candidate, **changes: Any) -> RankReport:
     """A complete trial: bf16 is quicker, recomputing slower, a larger batch worth more than it costs, and the loss falls."""
     batch = candidate.global_batch_size(1)
-    step_s = 0.02 + 0.001 * batch * (0.6 if candidate.precision == "bf16" else 1.0) * (1.3 if candidate.checkpoint_every else 1.0)
+    step_s = 0.02 + 0.001 * batch * (0.6 if candidate.precision == "bf16" else 1.0) * (
+        1.3 if candidate.checkpoint_every else 1.0
+    )
     whole = RankReport(
         rank=0,
         outcome=Outcome.COMPLETE,
@@ -104,7 +106,9 @@ class Instant:
         if found is not None:
             trial.write(folder.report(0), found, sync=False)
         good = found is not None and found.outcome is Outcome.COMPLETE
-        trial.write(folder.exit, Exit(codes={0: 0 if good else 1}, first_failed=None if good else 0, wall_s=1.0), sync=False)
+        trial.write(
+            folder.exit, Exit(codes={0: 0 if good else 1}, first_failed=None if good else 0, wall_s=1.0), sync=False
+        )
         return self
 
     def poll(self) -> Status:
@@ -151,7 +155,15 @@ SPACE = {
 
 def spec_of(**changes: Any) -> StudySpec:
     """A study of `ok.py` on a space of 32 candidates."""
-    given = {"name": "s", "space": [SPACE], "trials": 6, "finalists": 2, "repeats": 1, "sampler": "random", "branch": False} | changes
+    given = {
+        "name": "s",
+        "space": [SPACE],
+        "trials": 6,
+        "finalists": 2,
+        "repeats": 1,
+        "sampler": "random",
+        "branch": False,
+    } | changes
     return StudySpec.of(MODELS / "ok.py", given)
 
 
@@ -173,7 +185,12 @@ def plan_of(spec: StudySpec, *, baseline: Candidate | None = None, **setting: An
 
 
 def runner_of(
-    folder: Path, executor: Instant, *, watcher: Watcher | None = None, baseline: Candidate | None = None, **changes: Any
+    folder: Path,
+    executor: Instant,
+    *,
+    watcher: Watcher | None = None,
+    baseline: Candidate | None = None,
+    **changes: Any,
 ) -> Runner:
     """A runner of the study in a folder; a second one resumes what the first began."""
     plan = plan_of(spec_of(**changes), baseline=baseline)

@@ -57,12 +57,19 @@ class Postgres:
         """Starts the server and waits until it answers."""
         options = ["-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder), "-h", "127.0.0.1"]
         # Without it a commit survives a kill of the server all the same, but not the loss of power.
-        options += ["-c", "dynamic_shared_memory_type=mmap"]  # in its own folder: what is killed leaves nothing in /dev/shm
+        options += [
+            "-c",
+            "dynamic_shared_memory_type=mmap",
+        ]  # in its own folder: what is killed leaves nothing in /dev/shm
         options += ["-c", f"fsync={'on' if self._durable else 'off'}", "-c", "max_connections=200"]
         with open(self.folder / "log", "ab") as log:
-            self._process = subprocess.Popen([str(self._programs / "postgres"), *options], stdout=log, stderr=log, **self._as_user())
+            self._process = subprocess.Popen(
+                [str(self._programs / "postgres"), *options], stdout=log, stderr=log, **self._as_user()
+            )
         until = time.monotonic() + 30
-        while subprocess.run([str(self._programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)], check=False).returncode:
+        while subprocess.run(
+            [str(self._programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)], check=False
+        ).returncode:
             assert self._process.poll() is None and time.monotonic() < until, (self.folder / "log").read_text()
             time.sleep(0.05)
 

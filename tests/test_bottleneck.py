@@ -17,17 +17,33 @@ from autotune.report import diagnosis, summary
 from autotune.trial import Traced, TrialDir, TrialRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
-BALANCED = {"data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020, "reduce": 0.010, "gather": 0.002, "wait": 0.001}
+BALANCED = {
+    "data": 0.001,
+    "forward": 0.100,
+    "backward": 0.205,
+    "step": 0.020,
+    "reduce": 0.010,
+    "gather": 0.002,
+    "wait": 0.001,
+}
 
 
 def candidate(**knobs):
-    base = {"micro_batch_size": 8, "gradient_accumulation_steps": 1, "zero_stage": 0, "precision": "bf16", "checkpoint_every": 0}
+    base = {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "zero_stage": 0,
+        "precision": "bf16",
+        "checkpoint_every": 0,
+    }
     return base | knobs
 
 
 def seen(number, samples_per_s, *, outcome="complete", forward=None, **knobs):
     phases = {"forward": forward} if forward else {}
-    return Seen(trial=number, candidate=candidate(**knobs), samples_per_s=samples_per_s, outcome=outcome, phases_s=phases)
+    return Seen(
+        trial=number, candidate=candidate(**knobs), samples_per_s=samples_per_s, outcome=outcome, phases_s=phases
+    )
 
 
 def evidence(*ranks, knobs=(), **more):
@@ -40,7 +56,13 @@ def evidence(*ranks, knobs=(), **more):
         outcome="complete",
         phases_s={"forward": max(t["forward"] for t in tables)},
     )
-    given = {"seen": own, "world_size": len(tables), "ranks": [dict(enumerate(tables))], "n_blocks": 4, "n_parameters": 10**6} | more
+    given = {
+        "seen": own,
+        "world_size": len(tables),
+        "ranks": [dict(enumerate(tables))],
+        "n_blocks": 4,
+        "n_parameters": 10**6,
+    } | more
     return Evidence(**given)
 
 
@@ -48,7 +70,9 @@ def share(found, name):
     return next(part.share for part in found.parts if part.name == name)
 
 
-SMALL_BATCH = [seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) for n, b in enumerate((2, 4, 16), start=2)]
+SMALL_BATCH = [
+    seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) for n, b in enumerate((2, 4, 16), start=2)
+]
 PLANTED = [
     ("compute", evidence(), []),
     ("input pipeline", evidence({"data": 0.080}, {"data": 0.075}), []),
@@ -139,7 +163,9 @@ def test_memory_traffic_that_takes_less_than_the_arithmetic_is_no_bottleneck():
 def test_a_trial_of_an_earlier_version_is_told_what_it_lacks():
     old = {name: BALANCED[name] for name in ("data", "forward", "backward", "step")}
     found = diagnose(evidence(ranks=[{0: old, 1: old}]), [])
-    assert share(found, "communication") is None and "--profile" in next(p.known for p in found.parts if p.name == "communication")
+    assert share(found, "communication") is None and "--profile" in next(
+        p.known for p in found.parts if p.name == "communication"
+    )
 
 
 def test_one_disturbed_step_among_three_decides_nothing():
@@ -161,7 +187,9 @@ def test_with_one_rank_nothing_is_lost_to_others():
 
 def test_a_full_device_is_named_where_it_stands_in_the_way():
     heavy = {"backward": 0.305}
-    found = diagnose(evidence(heavy, heavy, knobs={"checkpoint_every": 1}.items(), peak_memory_bytes=95, memory_limit_bytes=100), [])
+    found = diagnose(
+        evidence(heavy, heavy, knobs={"checkpoint_every": 1}.items(), peak_memory_bytes=95, memory_limit_bytes=100), []
+    )
     assert found.bound_by == "memory capacity"
     assert any("allocator" in note for note in diagnose(evidence(alloc_retries=3), []).notes)
 
@@ -240,7 +268,9 @@ def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():
 
 def test_a_known_devices_peak_gives_the_mfu():
     note = next(
-        n for n in diagnose(evidence(device_name="NVIDIA H100 80GB HBM3", tokens_per_step=10**9, step_s=10.0), []).notes if "MFU" in n
+        n
+        for n in diagnose(evidence(device_name="NVIDIA H100 80GB HBM3", tokens_per_step=10**9, step_s=10.0), []).notes
+        if "MFU" in n
     )
     assert "% of its peak" in note and "no peak is known" in next(
         n for n in diagnose(evidence(device_name="AMD EPYC", tokens_per_step=10**6, step_s=0.3), []).notes if "MFU" in n

@@ -31,7 +31,9 @@ GPUS = Setting(accelerator="cuda", deepspeed_version="0.16.9", world_size=16, ra
 
 @cache
 def whole_space() -> SearchSpace:
-    return SearchSpace.compose([(name, parse_parameters(read_yaml(path), name)) for name, path in presets("search_spaces").items()])
+    return SearchSpace.compose(
+        [(name, parse_parameters(read_yaml(path), name)) for name, path in presets("search_spaces").items()]
+    )
 
 
 SETTINGS = st.builds(
@@ -51,10 +53,27 @@ SETTINGS = st.builds(
 BASES = st.sampled_from(
     [
         {},
-        {"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10**6}},
-        {"fp16": {"enabled": "auto", "loss_scale": 128}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}},
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": None}},
-        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1.0},
+        {
+            "train_batch_size": 32,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10**6},
+        },
+        {
+            "fp16": {"enabled": "auto", "loss_scale": 128},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        },
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": None,
+            }
+        },
+        {
+            "torch_autocast": {"enabled": True, "dtype": "float16"},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "gradient_clipping": 1.0,
+        },
     ]
 )
 
@@ -73,13 +92,25 @@ def test_a_sampled_candidate_is_refused_with_a_reason_or_means_a_json_that_means
         config = candidate.to_deepspeed(base)
         check_config(json.loads(json.dumps(config)), "candidate")
         back = from_deepspeed(config, setting.world_size)
-        for name in ("micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "offload_optimizer", "offload_param"):
+        for name in (
+            "micro_batch_size",
+            "gradient_accumulation_steps",
+            "zero_stage",
+            "precision",
+            "offload_optimizer",
+            "offload_param",
+        ):
             assert getattr(back, name) == getattr(candidate, name)
 
 
 def test_flat_values_give_the_candidate_back():
     candidate = Candidate.of(
-        {"micro_batch_size": 4, "zero_stage": 2, "zero_optimization.overlap_comm": True, "communication_data_type": "bf16"}
+        {
+            "micro_batch_size": 4,
+            "zero_stage": 2,
+            "zero_optimization.overlap_comm": True,
+            "communication_data_type": "bf16",
+        }
     )
     assert Candidate.of(candidate.values()) == candidate
 
@@ -101,7 +132,9 @@ def test_the_base_configuration_is_not_changed():
 
 
 def test_the_users_other_settings_stay():
-    config = Candidate(micro_batch_size=4, zero_stage=2).to_deepspeed({"gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR"}})
+    config = Candidate(micro_batch_size=4, zero_stage=2).to_deepspeed(
+        {"gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR"}}
+    )
     assert config["gradient_clipping"] == 1.0 and config["scheduler"] == {"type": "WarmupLR"}
 
 
@@ -122,7 +155,10 @@ def test_details_of_the_users_precision_stay_with_that_precision():
 
 def test_stage_3_settings_of_the_user_go_with_stage_3():
     base = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5, "overlap_comm": True}}
-    assert Candidate(micro_batch_size=1, zero_stage=2).to_deepspeed(base)["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert Candidate(micro_batch_size=1, zero_stage=2).to_deepspeed(base)["zero_optimization"] == {
+        "stage": 2,
+        "overlap_comm": True,
+    }
 
 
 def test_details_of_the_users_offloading_stay_while_the_device_does():
@@ -142,7 +178,10 @@ def test_an_offloading_section_of_null_is_none():
 
 def test_values_of_auto_are_dropped():
     base = {"train_batch_size": "auto", "fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}
-    assert set(Candidate(micro_batch_size=1).to_deepspeed(base)) == {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    assert set(Candidate(micro_batch_size=1).to_deepspeed(base)) == {
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    }
 
 
 @pytest.mark.parametrize(
@@ -208,7 +247,8 @@ def test_an_unknown_knob_is_refused_with_the_one_that_was_meant(name, said):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("zero_stage", True), ("zero_stage", "1"), ("zero_stage", 1.0), ("micro_batch_size", 0), ("precision", "fp8")]
+    ("name", "value"),
+    [("zero_stage", True), ("zero_stage", "1"), ("zero_stage", 1.0), ("micro_batch_size", 0), ("precision", "fp8")],
 )
 def test_a_value_that_a_field_does_not_take_is_refused(name, value):
     with pytest.raises(ConfigError, match=name):
@@ -253,11 +293,20 @@ ILLEGAL = [
     ({"optimizer": "OneBitAdam"}, Setting(accelerator="cuda", deepspeed_version="0.19.8"), "0.19.7"),
     ({"optimizer": "OneBitAdam"}, Setting(deepspeed_version="0.19.6"), "NCCL"),
     ({"optimizer": "OneBitAdam", "zero_stage": 1}, GPUS, "stage 0"),
-    ({"optimizer": "OneBitAdam"}, Setting(accelerator="cuda", deepspeed_version="0.16.9", client_optimizer=True), "own optimizer"),
+    (
+        {"optimizer": "OneBitAdam"},
+        Setting(accelerator="cuda", deepspeed_version="0.16.9", client_optimizer=True),
+        "own optimizer",
+    ),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
     (
-        {"precision": "bf16", "zero_stage": 1, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True},
+        {
+            "precision": "bf16",
+            "zero_stage": 1,
+            "bf16.bf16_master_weights_and_grads": True,
+            "bf16.bf16_optimizer_states": True,
+        },
         Setting(deepspeed_version="0.18.2"),
         "0.18.3",
     ),
@@ -275,12 +324,28 @@ def test_what_cannot_run_is_refused_with_its_reason(values, setting, said):
     [
         ({}, CPU),
         ({"precision": "bf16", "zero_stage": 3, "checkpoint_every": 4}, CPU),
-        ({"precision": "bf16", "zero_stage": 1, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}, CPU),
+        (
+            {
+                "precision": "bf16",
+                "zero_stage": 1,
+                "bf16.bf16_master_weights_and_grads": True,
+                "bf16.bf16_optimizer_states": True,
+            },
+            CPU,
+        ),
         ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.2")),
         ({"communication_data_type": "fp16"}, CPU),
         ({"optimizer": "OneBitAdam", "precision": "fp16"}, GPUS),
         ({"precision": "fp32"}, Setting(base=(("data_types.grad_accum_dtype", "fp32"),))),
-        ({"zero_stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu", "zero_optimization.zero_quantized_gradients": True}, GPUS),
+        (
+            {
+                "zero_stage": 3,
+                "offload_param": "cpu",
+                "offload_optimizer": "cpu",
+                "zero_optimization.zero_quantized_gradients": True,
+            },
+            GPUS,
+        ),
     ],
 )
 def test_what_ran_is_not_refused(values, setting):
@@ -289,9 +354,15 @@ def test_what_ran_is_not_refused(values, setting):
 
 def test_every_rule_can_be_met():
     cases = [(Candidate.of({"micro_batch_size": 1} | values), setting) for values, setting, _ in ILLEGAL]
-    never = [rule.why for rule in RULES if not any(rule.broken(candidate, dict(candidate.config), setting) for candidate, setting in cases)]
+    never = [
+        rule.why
+        for rule in RULES
+        if not any(rule.broken(candidate, dict(candidate.config), setting) for candidate, setting in cases)
+    ]
     # What is left is the far side of a rule that is met in another way above.
-    assert never == [why for why in never if why.startswith(("communication_data_type fp16", "grad_accum_dtype contradicts"))]
+    assert never == [
+        why for why in never if why.startswith(("communication_data_type fp16", "grad_accum_dtype contradicts"))
+    ]
 
 
 # Names that DeepSpeed looks for only in order to refuse them, or that its own `bf16` has replaced.
@@ -319,7 +390,9 @@ print(json.dumps({"top": sorted(SEEN)} | {name: keys(model) for name, model in s
 @pytest.fixture(scope="module")
 def installed_keys(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("keys")
-    run = subprocess.run([sys.executable, "-c", ASK_DEEPSPEED], capture_output=True, text=True, timeout=240, cwd=folder, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", ASK_DEEPSPEED], capture_output=True, text=True, timeout=240, cwd=folder, check=False
+    )
     assert run.returncode == 0, run.stderr
     return {name: set(keys) for name, keys in json.loads(run.stdout.splitlines()[-1]).items()}
 

@@ -38,7 +38,12 @@ repeats: 1
 
 def autotune(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "autotune.cli", *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, "-m", "autotune.cli", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -76,7 +81,9 @@ def finished(tmp_path_factory, models) -> tuple[Path, subprocess.CompletedProces
 
 
 def test_help_names_every_command_and_imports_nothing_heavy(tmp_path):
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "autotune.cli", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "autotune.cli", "--help"], capture_output=True, text=True, check=True
+    )
     assert all(name in done.stdout for name in commands_of())
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert not loaded & {"torch", "deepspeed", "optuna", "numpy", "pydantic", "rich", "sqlalchemy"}
@@ -88,10 +95,28 @@ def test_a_study_ends_with_an_answer_and_its_files(finished):
     assert "recommended" in done.stdout and "speed-up" in done.stdout
     study = folder / "studies" / "small"
     names = {path.name for path in study.iterdir()}
-    assert {"study.yaml", "environment.json", "front.json", "recommended.json", "ds_config.json", "README.md", "report.html"} <= names
+    assert {
+        "study.yaml",
+        "environment.json",
+        "front.json",
+        "recommended.json",
+        "ds_config.json",
+        "README.md",
+        "report.html",
+    } <= names
     found = json.loads((study / "recommended.json").read_text())
     pick = found["picks"]["recommended"]
-    keys = {"trial", "candidate", "ds_config", "metrics", "ci95", "speedup", "speedup_ci95", "reasons", "script_side_changes"}
+    keys = {
+        "trial",
+        "candidate",
+        "ds_config",
+        "metrics",
+        "ci95",
+        "speedup",
+        "speedup_ci95",
+        "reasons",
+        "script_side_changes",
+    }
     assert set(pick) == keys and "drop_in" in found["picks"] and set(found["baseline"]) == keys
     assert all(
         set(point) == keys - {"speedup", "speedup_ci95", "reasons", "script_side_changes"}
@@ -119,7 +144,10 @@ def test_a_study_is_exported_for_other_tools(finished):
     config = json.loads(autotune("export", "small", cwd=folder).stdout)
     assert config["train_micro_batch_size_per_gpu"] in (4, 8, 16)
     assert "--per_device_train_batch_size" in autotune("export", "small", "--format", "hf-args", cwd=folder).stdout
-    assert "distributed_type: DEEPSPEED" in autotune("export", "small", "--trial", "1", "--format", "accelerate", cwd=folder).stdout
+    assert (
+        "distributed_type: DEEPSPEED"
+        in autotune("export", "small", "--trial", "1", "--format", "accelerate", cwd=folder).stdout
+    )
     assert "Known" in one_sentence(autotune("export", "small", "--pick", "best", cwd=folder))
 
 
@@ -139,8 +167,12 @@ def test_a_run_that_is_refused_leaves_the_study_as_it_was(finished):
     folder, _ = finished
     (folder / "batch.json").write_text('{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}')
     spec, before = (folder / "studies" / "small" / "study.yaml").read_text(), told(folder)
-    assert re.search("differs in space, .*--fresh", one_sentence(autotune("run", "small.yaml", "--space", "zero", cwd=folder)))
-    assert "train_batch_size 7" in one_sentence(autotune("run", "small.yaml", "--fresh", "--base-config", "batch.json", cwd=folder))
+    assert re.search(
+        "differs in space, .*--fresh", one_sentence(autotune("run", "small.yaml", "--space", "zero", cwd=folder))
+    )
+    assert "train_batch_size 7" in one_sentence(
+        autotune("run", "small.yaml", "--fresh", "--base-config", "batch.json", cwd=folder)
+    )
     assert (folder / "studies" / "small" / "study.yaml").read_text() == spec
     assert told(folder) == before
 
@@ -347,13 +379,26 @@ def test_the_exported_command_trains_as_the_trial_did(launched):
     folder, _, _ = launched
     exported = autotune("export", "train", "--trial", "1", "--format", "command", cwd=folder)
     line = exported.stdout.splitlines()[-1]
-    micro = json.loads((folder / "studies" / "train" / "trials" / "0001" / "request.json").read_text())["candidate"]["micro_batch_size"]
+    micro = json.loads((folder / "studies" / "train" / "trials" / "0001" / "request.json").read_text())["candidate"][
+        "micro_batch_size"
+    ]
     assert line == f"torchrun --standalone --nproc_per_node 2 train.py --batch_size {micro} --steps 30"
     assert "# No flag carries it: ds_config.json takes the place of the configuration in the script." in exported.stdout
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", "PRINT_LOSSES": "1"}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "DS_ACCELERATOR": "cpu",
+        "PRINT_LOSSES": "1",
+    }
     with tempfile.TemporaryDirectory() as scratch:
         ran = subprocess.run(
-            line, shell=True, cwd=folder, env=environment | {"TMPDIR": scratch}, capture_output=True, text=True, timeout=200, check=False
+            line,
+            shell=True,
+            cwd=folder,
+            env=environment | {"TMPDIR": scratch},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
     # Two ranks write into one pipe, unbuffered, so that lines mix.
     assert ran.returncode == 0 and ran.stdout.count("loss") == 2 * 30, ran.stderr[-2000:]
@@ -367,7 +412,9 @@ def test_init_writes_a_study_that_can_be_read_and_never_writes_over_one(tmp_path
 
 def test_a_preset_is_copied_to_be_changed_and_never_over_a_file(tmp_path):
     assert "--space my.yaml" in autotune("cp", "batch", "my.yaml", cwd=tmp_path).stdout
-    assert StudySpec.of(Path(__file__).parent / "models" / "ok.py", {"space": str(tmp_path / "my.yaml")}).space.parameters
+    assert StudySpec.of(
+        Path(__file__).parent / "models" / "ok.py", {"space": str(tmp_path / "my.yaml")}
+    ).space.parameters
     assert "exists" in one_sentence(autotune("cp", "zero", "my.yaml", cwd=tmp_path))
 
 
@@ -413,7 +460,10 @@ MISTAKES = {
     "pick and trial": (["export", "small", "--pick", "drop_in", "--trial", "1"], "not both"),
     "what to list": (["ls", "spacez"], "spaces"),
     "no such launcher": (["run", "no-such-launcher --n 2 train.py"], "no-such-launcher: command not found"),
-    "the same in words of its own": (["check", "--", "no-such-launcher", "--n", "2"], "no-such-launcher: command not found"),
+    "the same in words of its own": (
+        ["check", "--", "no-such-launcher", "--n", "2"],
+        "no-such-launcher: command not found",
+    ),
     "a command that trains nothing": (["run", "echo 'nothing to do'"], "started no training script"),
     "a script and its arguments in one": (["run", "ok.py --bs 4"], "autotune run ok.py -- --bs 4"),
     "preset to copy": (["cp", "nothing", "x.yaml"], "Known"),

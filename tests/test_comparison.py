@@ -26,7 +26,13 @@ def test_what_has_no_results_is_said_not_to_be_measured(tmp_path):
 
 
 def test_tuners_are_listed_with_their_answers_and_an_answer_that_did_not_run_is_told(tmp_path):
-    row = {"wall_s": 12.4, "trials": 16, "samples_per_s": 150.0, "claim_over_measured": 1.04, "throughput_over_deepspeed": 1.5}
+    row = {
+        "wall_s": 12.4,
+        "trials": 16,
+        "samples_per_s": 150.0,
+        "claim_over_measured": 1.04,
+        "throughput_over_deepspeed": 1.5,
+    }
     broken = {"wall_s": 300.0, "trials": 9, "error": "its answer does not run under torchrun"}
     (tmp_path / "peers.json").write_text(json.dumps({"autotune": row, "deepspeed": broken, "measured_on": WHERE}))
     text = comparison.rendered(PLACES, tmp_path)

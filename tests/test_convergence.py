@@ -103,7 +103,10 @@ def test_the_rules_are_those_of_their_papers() -> None:
 def test_every_learning_rate_of_a_configuration_follows_the_batch() -> None:
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 10}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 10},
+        },
     }
     rate = LearningRate(rule="sqrt", baseline_batch=8)
     assert rate.scaled(config, 8) == config
@@ -115,7 +118,9 @@ def test_every_learning_rate_of_a_configuration_follows_the_batch() -> None:
 
 
 def test_a_noise_scale_that_still_grows_is_said_to_and_one_that_stands_is_not() -> None:
-    steady = NoiseTerms(micro_batch_size=4, n_micro=4, micro_sq=[4 + 0.1 * (i % 3) for i in range(30)], mean_sq=[2.0] * 30)
+    steady = NoiseTerms(
+        micro_batch_size=4, n_micro=4, micro_sq=[4 + 0.1 * (i % 3) for i in range(30)], mean_sq=[2.0] * 30
+    )
     grown = NoiseTerms(micro_batch_size=4, n_micro=4, micro_sq=[4 + 0.1 * i for i in range(30)], mean_sq=[2.5] * 30)
     assert not steady.noise_scale().growing
     assert grown.noise_scale().growing and "still growing" in str(grown.noise_scale())

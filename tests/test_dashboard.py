@@ -86,7 +86,13 @@ class Answer:
 
 def ask(app, path, *, method="GET", host="127.0.0.1:8080", query="", body=None, **headers) -> Answer:
     """What the application answers, without a socket."""
-    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "HTTP_HOST": host, "HTTP_ACCEPT_ENCODING": "gzip"}
+    environ = {
+        "REQUEST_METHOD": method,
+        "PATH_INFO": path,
+        "QUERY_STRING": query,
+        "HTTP_HOST": host,
+        "HTTP_ACCEPT_ENCODING": "gzip",
+    }
     environ |= {f"HTTP_{name.upper()}": value for name, value in headers.items()}
     sent = json.dumps(body).encode() if body is not None else b""
     environ |= {"wsgi.input": io.BytesIO(sent), "CONTENT_LENGTH": str(len(sent)), "CONTENT_TYPE": "application/json"}
@@ -125,7 +131,10 @@ def test_every_picks_json_arrives_in_one_click_as_it_was_recommended(app, study,
     for name, pick in answer.picks.items():
         got = ask(app, f"/autotune/{study['id']}/picks/{name}.json")
         assert got.status == HTTPStatus.OK and got.json == pick["ds_config"]
-        assert got.headers["content-disposition"].startswith("attachment") and f"s-{name}.json" in got.headers["content-disposition"]
+        assert (
+            got.headers["content-disposition"].startswith("attachment")
+            and f"s-{name}.json" in got.headers["content-disposition"]
+        )
 
 
 def test_our_front_is_drawn_over_each_two_objectives_with_the_baseline_and_the_picks_marked(study, answer):
@@ -149,12 +158,17 @@ def test_each_trial_says_what_it_is_and_how_it_ended(study, answer):
         if row["outcome"] == "complete":
             assert float(attrs[row["trial"]]["throughput (samples/s)"]) > 0 and "samples/s" in note
         else:
-            assert attrs[row["trial"]]["failure"].startswith("oom in build: rank 0 grew") and "**oom** in phase build" in note
+            assert (
+                attrs[row["trial"]]["failure"].startswith("oom in build: rank 0 grew")
+                and "**oom** in phase build" in note
+            )
     assert any(row["outcome"] == "oom" for row in answer.trials)
 
 
 def test_what_is_for_programs_is_not_shown(study):
-    keys = {a["key"] for trial in study["trials"] for a in trial["user_attrs"]} | {a["key"] for a in study["user_attrs"]}
+    keys = {a["key"] for trial in study["trials"] for a in trial["user_attrs"]} | {
+        a["key"] for a in study["user_attrs"]
+    }
     assert not keys & overlay.OWN_ATTRS
 
 
@@ -170,9 +184,14 @@ def test_a_trials_configuration_and_log_are_its_artifacts(app, study, answer):
 
 def test_a_foreign_page_can_neither_read_nor_guess_the_type_of_an_artifact(app, study):
     artifact = study["trials"][0]["artifacts"][0]["artifact_id"]
-    got = ask(app, f"/artifacts/{study['id']}/{study['trials'][0]['trial_id']}/{artifact}", origin="http://evil.example")
+    got = ask(
+        app, f"/artifacts/{study['id']}/{study['trials'][0]['trial_id']}/{artifact}", origin="http://evil.example"
+    )
     assert got.status == HTTPStatus.OK and "access-control-allow-origin" not in got.headers
-    assert got.headers["x-content-type-options"] == "nosniff" and got.headers["cross-origin-resource-policy"] == "same-origin"
+    assert (
+        got.headers["x-content-type-options"] == "nosniff"
+        and got.headers["cross-origin-resource-policy"] == "same-origin"
+    )
 
 
 def test_a_reason_with_html_in_it_is_inert_in_a_note(study):
@@ -181,14 +200,18 @@ def test_a_reason_with_html_in_it_is_inert_in_a_note(study):
 
 
 def test_a_study_that_is_not_ours_is_shown_as_it_is(app):
-    number = next(s["study_id"] for s in ask(app, "/api/studies").json["study_summaries"] if s["study_name"] == "not ours")
+    number = next(
+        s["study_id"] for s in ask(app, "/api/studies").json["study_summaries"] if s["study_name"] == "not ours"
+    )
     found = ask(app, f"/api/studies/{number}").json
     assert len(found["trials"]) == 2 and found["note"]["body"] == "" and found["plotly_graph_objects"] == []
 
 
 def test_looking_writes_nothing_into_the_database(studies, study):
     base = store.open_storage(store.default_url(studies))
-    assert study["note"]["body"] and not [key for key in base.get_study_system_attrs(study["id"]) if key.startswith("dashboard:")]
+    assert study["note"]["body"] and not [
+        key for key in base.get_study_system_attrs(study["id"]) if key.startswith("dashboard:")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +238,10 @@ def test_a_note_of_the_users_own_is_kept_and_stays(tmp_path):
     app = Application(overlay_of(tmp_path), "127.0.0.1", None)
     before = ask(app, "/api/studies/1").json
     trial = before["trials"][1]
-    for path, note in (("/api/studies/1/note", before["note"]), (f"/api/studies/1/{trial['trial_id']}/note", trial["note"])):
+    for path, note in (
+        ("/api/studies/1/note", before["note"]),
+        (f"/api/studies/1/{trial['trial_id']}/note", trial["note"]),
+    ):
         body = {"version": note["version"] + 1, "body": "mine"}
         assert ask(app, path, method="PUT", body=body).status == HTTPStatus.NO_CONTENT
     after = ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json
@@ -372,10 +398,15 @@ def test_a_loopback_name_is_let_in_whatever_port_is_forwarded(app, host):
 
 
 def test_a_foreign_name_is_refused_even_with_the_token(guarded):
-    assert ask(guarded, "/api/studies", host="evil.example", authorization=f"Bearer {TOKEN}").status == HTTPStatus.MISDIRECTED_REQUEST
+    assert (
+        ask(guarded, "/api/studies", host="evil.example", authorization=f"Bearer {TOKEN}").status
+        == HTTPStatus.MISDIRECTED_REQUEST
+    )
 
 
-@pytest.mark.parametrize("path", ["/", "/dashboard", "/api/studies", "/autotune/1/picks/recommended.json", "/artifacts/1/1/abc", "/csv/1"])
+@pytest.mark.parametrize(
+    "path", ["/", "/dashboard", "/api/studies", "/autotune/1/picks/recommended.json", "/artifacts/1/1/abc", "/csv/1"]
+)
 @pytest.mark.parametrize(
     "given", [{}, {"authorization": "Bearer wrong"}, {"cookie": f"{dashboard.COOKIE}=wrong"}, {"query": "token=wrong"}]
 )
@@ -416,7 +447,10 @@ def test_an_address_of_this_machine_is_never_served_without_a_token(studies):
 
 def test_a_port_that_is_taken_is_said_in_a_sentence(studies):
     url = store.default_url(studies)
-    with dashboard.make_server(url, studies, "127.0.0.1", 0, None) as first, pytest.raises(UserError, match=r"is taken.*--port"):
+    with (
+        dashboard.make_server(url, studies, "127.0.0.1", 0, None) as first,
+        pytest.raises(UserError, match=r"is taken.*--port"),
+    ):
         dashboard.make_server(url, studies, "127.0.0.1", first.server_port, None)
 
 
@@ -437,13 +471,24 @@ def test_a_missing_extra_is_said_with_the_command_that_installs_it(studies, monk
 
 
 def test_the_notes_of_a_study_without_a_pick_say_why(answer):
-    bare = answer.__class__(study=answer.study, recommended={"picks": {}, "baseline": None}, front=[], trials=answer.trials[-1:])
+    bare = answer.__class__(
+        study=answer.study, recommended={"picks": {}, "baseline": None}, front=[], trials=answer.trials[-1:]
+    )
     assert "Nothing to recommend" in readme.study_note(bare, lambda name: name)
 
 
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped(studies):
-    command = [sys.executable, "-m", "autotune.cli", "dashboard", "--storage", store.default_url(studies), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune.cli",
+        "dashboard",
+        "--storage",
+        store.default_url(studies),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, cwd=studies, stdout=subprocess.PIPE, text=True) as server:
         address = server.stdout.readline().split()[-1]
         with urllib.request.urlopen(f"{address}api/studies", timeout=60) as got:
@@ -468,7 +513,9 @@ def open_to_all(studies):
         "0",
     ]
     environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    with subprocess.Popen(command, cwd=studies, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, cwd=studies, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
         try:
             address = urlsplit(server.stdout.readline().split()[-1])
             warned = ""
@@ -494,7 +541,12 @@ def say(port: int, target: str, *headers: str) -> tuple[int, bytes]:
 def test_the_command_prints_a_token_and_a_warning_and_refuses_whoever_does_not_have_it(open_to_all):
     address, port, token, warned = open_to_all
     assert address.hostname == socket.gethostname().lower() and dashboard.is_strong(token)
-    assert "can read every study" in warned and TOKEN_VARIABLE in warned and "not encrypted" in warned and token not in warned
+    assert (
+        "can read every study" in warned
+        and TOKEN_VARIABLE in warned
+        and "not encrypted" in warned
+        and token not in warned
+    )
     for target, *headers in (["/api/studies"], ["/?token=wrong"], ["/api/studies", "Authorization: Bearer wrong"]):
         status, answer = say(port, target, *headers)
         assert status == HTTPStatus.UNAUTHORIZED and b"study_name" not in answer and token.encode() not in answer
@@ -515,12 +567,26 @@ CLIMBS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "start", ["/", "/static/", "/img/", "/dashboard/", "/artifacts/1/", "/artifacts/1/1/", "/autotune/1/picks/", "/csv/", "/api/studies/"]
+    "start",
+    [
+        "/",
+        "/static/",
+        "/img/",
+        "/dashboard/",
+        "/artifacts/1/",
+        "/artifacts/1/1/",
+        "/autotune/1/picks/",
+        "/csv/",
+        "/api/studies/",
+    ],
 )
 def test_a_path_that_climbs_leads_nowhere_over_the_wire(open_to_all, start):
     _, port, token, _ = open_to_all
     for target in (
-        f"{before}{start}{up}{climb}" for before in ("", f"http://127.0.0.1:{port}") for up in ("", "../" * 8) for climb in CLIMBS
+        f"{before}{start}{up}{climb}"
+        for before in ("", f"http://127.0.0.1:{port}")
+        for up in ("", "../" * 8)
+        for climb in CLIMBS
     ):
         status, answer = say(port, target, f"Authorization: Bearer {token}")
         # Below /dashboard every path is one of the page's own, which reads it itself.

@@ -34,7 +34,11 @@ def rows(heading: str) -> list[str]:
 
 def blocks(text: str, *languages: str) -> list[str]:
     """The fenced blocks of a page in some languages."""
-    return [body for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL) if language in languages]
+    return [
+        body
+        for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        if language in languages
+    ]
 
 
 def lines() -> list[tuple[str, tuple[str, ...]]]:
@@ -43,7 +47,9 @@ def lines() -> list[tuple[str, tuple[str, ...]]]:
     for page, text in TEXTS.items():
         for block in blocks(text, "", "sh", "bash", "console"):
             shown = [line.strip().removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
-            found += [(page, tuple(shlex.split(line, comments=True)[1:])) for line in shown if line.startswith("autotune ")]
+            found += [
+                (page, tuple(shlex.split(line, comments=True)[1:])) for line in shown if line.startswith("autotune ")
+            ]
     return list(dict.fromkeys(found))
 
 
@@ -67,7 +73,9 @@ def test_messages_are_quoted_as_they_are_said(heading):
     quoted = [found[1] for cell in rows(heading) if (found := re.fullmatch(r"`(.+)`", cell))]
     assert len(quoted) >= 2
     # A message may be put together: `cannot be {how}`.
-    missing = [text for text in quoted if text not in SOURCES and text.rsplit(" run as it is", 1)[0] + " {how}" not in SOURCES]
+    missing = [
+        text for text in quoted if text not in SOURCES and text.rsplit(" run as it is", 1)[0] + " {how}" not in SOURCES
+    ]
     assert not missing
 
 
@@ -75,7 +83,9 @@ def test_every_outcome_that_is_not_plain_is_explained():
     assert {cell.strip("`") for cell in rows("Trials fail")} == {str(o) for o in Outcome} - {"complete", "illegal"}
 
 
-@pytest.mark.parametrize(("page", "words"), lines(), ids=lambda value: " ".join(value) if isinstance(value, tuple) else value)
+@pytest.mark.parametrize(
+    ("page", "words"), lines(), ids=lambda value: " ".join(value) if isinstance(value, tuple) else value
+)
 def test_every_command_line_is_understood(page, words):
     found, name, arguments = command(words)
     with found.make_context(name, arguments):
@@ -106,7 +116,9 @@ def test_the_readme_has_every_command_and_every_option_of_run():
     assert shown <= flags(run)
     options = [[*option.opts, *option.secondary_opts] for option in run.params if option.opts[0].startswith("-")]
     assert [names for names in options if not any(name in text for name in names)] == []
-    assert [name for name in commands_of() if f"`autotune {name}" not in text and f"\nautotune {name}" not in text] == []
+    assert [
+        name for name in commands_of() if f"`autotune {name}" not in text and f"\nautotune {name}" not in text
+    ] == []
 
 
 def test_the_cheap_ones_run_as_they_stand(tmp_path, monkeypatch, capsys):
@@ -161,7 +173,9 @@ def test_fields_and_metrics_that_the_pages_list_are_all_there_are():
 @pytest.mark.parametrize("page", TEXTS)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)]
+    targets = [
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)
+    ]
     assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
 
 

@@ -14,7 +14,11 @@ def drawn(n, *, noise=0.02, seed=0):
     rng = random.Random(seed)
     trials = []
     for _ in range(n):
-        values = {"precision": rng.choice(["fp32", "bf16"]), "stage": rng.choice([0, 1, 3]), "bucket": rng.choice([None, 16, 20])}
+        values = {
+            "precision": rng.choice(["fp32", "bf16"]),
+            "stage": rng.choice([0, 1, 3]),
+            "bucket": rng.choice([None, 16, 20]),
+        }
         time = (0.5 if values["precision"] == "bf16" else 1.0) * {0: 1.0, 1: 1.0, 3: 1.5}[values["stage"]]
         trials.append((values, time * rng.lognormvariate(0, noise)))
     return trials
@@ -28,9 +32,12 @@ def test_the_knob_that_moves_most_comes_first_and_the_idle_one_counts_nothing():
 
 def test_a_factor_is_that_of_the_machine():
     found = {
-        effect.knob: {level.value: level.factor for level in effect.levels} for effect in effects("step_time_s", drawn(60), REFERENCE).knobs
+        effect.knob: {level.value: level.factor for level in effect.levels}
+        for effect in effects("step_time_s", drawn(60), REFERENCE).knobs
     }
-    assert found["precision"]["bf16"] == pytest.approx(0.5, rel=0.05) and found["stage"][3] == pytest.approx(1.5, rel=0.05)
+    assert found["precision"]["bf16"] == pytest.approx(0.5, rel=0.05) and found["stage"][3] == pytest.approx(
+        1.5, rel=0.05
+    )
     assert found["precision"]["fp32"] == found["bucket"][None] == 1.0
 
 

@@ -41,7 +41,14 @@ def machine(candidate):
 def folder(tmp_path_factory):
     """A finished study, in the layout that commands expect."""
     root = tmp_path_factory.mktemp("explained")
-    given = {"sampler": "physics", "space": SPACE, "trials": 16, "finalists": 0, "objectives": OBJECTIVES, "stop_below": 0.0}
+    given = {
+        "sampler": "physics",
+        "space": SPACE,
+        "trials": 16,
+        "finalists": 0,
+        "objectives": OBJECTIVES,
+        "stop_below": 0.0,
+    }
     runner = runner_of(root / "studies", Instant(machine), watcher=Watcher(), device_memory_bytes=LIMIT, **given)
     runner.run()
     return root
@@ -61,7 +68,11 @@ def test_the_choice_is_explained_knob_by_knob(evidence):
     changed = [name for name, value in evidence.baseline.values().items() if said.candidate.get(name) != value]
     assert changed and all(any(reason.startswith(name) for reason in said.reasons) for name in changed)
     measured = next(m for m in said.measured if not m["differs"])
-    assert said.predicted["step_time_s"]["low"] <= measured["metrics"]["step_time_s"] <= said.predicted["step_time_s"]["high"]
+    assert (
+        said.predicted["step_time_s"]["low"]
+        <= measured["metrics"]["step_time_s"]
+        <= said.predicted["step_time_s"]["high"]
+    )
     assert any("configurations ran" in reason for reason in said.reasons)
 
 
@@ -92,7 +103,11 @@ def test_a_worse_value_is_said_to_be_worse_with_its_interval_and_its_trials(evid
 
 def test_the_prediction_of_what_was_not_run_is_near_the_truth(evidence):
     tried = {json.dumps(t["candidate"], sort_keys=True) for t in evidence.trials}
-    pool = [c for c in evidence.sampler.guide.catalogue.candidates if c.key not in tried and c.zero_stage < 2 and c.micro_batch_size <= 16]
+    pool = [
+        c
+        for c in evidence.sampler.guide.catalogue.candidates
+        if c.key not in tried and c.zero_stage < 2 and c.micro_batch_size <= 16
+    ]
     errors = []
     for candidate in pool:
         truth = report(candidate).step_times_s[2]
@@ -115,7 +130,10 @@ def test_the_recommended_value_is_recommended(evidence):
 
 def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):
     said = evidence.why_not("micro_batch_size", 6)
-    assert said.answer.startswith("The space of this study does not hold it. ") and said.predicted["step_time_s"]["value"] > 0
+    assert (
+        said.answer.startswith("The space of this study does not hold it. ")
+        and said.predicted["step_time_s"]["value"] > 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,22 @@ BASE = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 8,
     "gradient_clipping": 0.5,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+    },
     "tensorboard": {"enabled": True, "output_path": "runs"},
 }
 CANDIDATES = [
     {"micro_batch_size": 4},
     {"micro_batch_size": 3, "gradient_accumulation_steps": 5, "zero_stage": 1, "precision": "bf16"},
-    {"micro_batch_size": 4, "zero_stage": 2, "precision": "bf16", "checkpoint_every": 1, "zero_optimization.overlap_comm": True},
+    {
+        "micro_batch_size": 4,
+        "zero_stage": 2,
+        "precision": "bf16",
+        "checkpoint_every": 1,
+        "zero_optimization.overlap_comm": True,
+    },
     {
         "micro_batch_size": 16,
         "zero_stage": 3,
@@ -45,7 +54,12 @@ CANDIDATES = [
         "offload_param": "cpu",
         "checkpoint_every": 2,
     },
-    {"micro_batch_size": 2, "precision": "torch_autocast", "gradient_accumulation_steps": 4, "communication_data_type": "bf16"},
+    {
+        "micro_batch_size": 2,
+        "precision": "torch_autocast",
+        "gradient_accumulation_steps": 4,
+        "communication_data_type": "bf16",
+    },
     {"micro_batch_size": 2, "zero_stage": 1, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"},
 ]
 
@@ -81,7 +95,14 @@ def test_the_deepspeed_json_has_only_keys_that_deepspeed_reads(values):
 def test_the_deepspeed_json_means_the_candidate(values):
     config = json.loads(exported(values, "deepspeed"))
     found, wanted = from_deepspeed(config, world_size=2), Candidate.of(values)
-    for name in ("micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "offload_optimizer", "offload_param"):
+    for name in (
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "zero_stage",
+        "precision",
+        "offload_optimizer",
+        "offload_param",
+    ):
         assert getattr(found, name) == getattr(wanted, name)
     assert config["optimizer"] == BASE["optimizer"]
 
@@ -163,13 +184,21 @@ def test_accelerate_reads_every_exported_config(tmp_path):
     for values in CANDIDATES:
         file.write_text(exported(values, "accelerate"))
         config = load_config_from_file(str(file))
-        assert config.distributed_type == DistributedType.DEEPSPEED and config.num_processes == 2 and config.mixed_precision is None
+        assert (
+            config.distributed_type == DistributedType.DEEPSPEED
+            and config.num_processes == 2
+            and config.mixed_precision is None
+        )
         found = HfDeepSpeedConfig(config.deepspeed_config["deepspeed_config_file"])
-        assert found.config == json.loads(exported(values, "deepspeed")) and found.is_zero3() is (Candidate.of(values).zero_stage == 3)
+        assert found.config == json.loads(exported(values, "deepspeed")) and found.is_zero3() is (
+            Candidate.of(values).zero_stage == 3
+        )
 
 
 def hf_namespace(values: dict, base: dict = BASE):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed, so that it reads its flags was not tried")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed, so that it reads its flags was not tried"
+    )
     # Parsed, not instantiated: with --deepspeed that needs Accelerate and a device.
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     return parser.parse_args(["--output_dir", "out", *shlex.split(exported(values, "hf-args", base))])
@@ -177,7 +206,9 @@ def hf_namespace(values: dict, base: dict = BASE):
 
 @every_candidate
 def test_transformers_reads_every_flag(values):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed, so that it reads its flags was not tried")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed, so that it reads its flags was not tried"
+    )
     known = {field.name for field in fields(transformers.TrainingArguments)}
     flags = [word.removeprefix("--") for word in shlex.split(exported(values, "hf-args")) if word.startswith("--")]
     found, candidate = hf_namespace(values), Candidate.of(values)
@@ -200,7 +231,9 @@ def test_flags_say_nothing_of_an_optimizer_that_the_json_does_not_make():
 def test_checkpointing_of_every_layer_and_of_every_second_one_become_flags():
     assert hf_namespace(CANDIDATES[2]).gradient_checkpointing is True
     found = hf_namespace(CANDIDATES[3])
-    assert found.activation_checkpointing is True and json.loads(found.activation_checkpointing_kwargs) == {"every_n_layers": 2}
+    assert found.activation_checkpointing is True and json.loads(found.activation_checkpointing_kwargs) == {
+        "every_n_layers": 2
+    }
 
 
 def test_autocast_sets_no_bf16_flag_since_that_would_make_the_weights_bf16():
@@ -208,7 +241,9 @@ def test_autocast_sets_no_bf16_flag_since_that_would_make_the_weights_bf16():
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"):
+    with pytest.raises(
+        ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"
+    ):
         exported(CANDIDATES[0], "acelerate")
 
 
@@ -221,7 +256,9 @@ def test_notes_say_what_the_exported_text_cannot():
 
 
 def changes(values: dict, baseline: dict | None = None) -> str:
-    return "\n".join(script_side_changes(Candidate.of(values), Candidate.of(baseline or {"micro_batch_size": 8}), "Block"))
+    return "\n".join(
+        script_side_changes(Candidate.of(values), Candidate.of(baseline or {"micro_batch_size": 8}), "Block")
+    )
 
 
 def test_what_changes_nothing_in_the_script_says_nothing():
@@ -249,7 +286,8 @@ def test_a_batch_split_otherwise_keeps_the_learning_rate():
 
 
 @pytest.mark.parametrize(
-    ("every", "said"), [(1, "recompute every `Block`:"), (2, "recompute every second `Block`"), (4, "recompute every 4th `Block`")]
+    ("every", "said"),
+    [(1, "recompute every `Block`:"), (2, "recompute every second `Block`"), (4, "recompute every 4th `Block`")],
 )
 def test_checkpointing_names_the_block_and_how(every, said):
     found = changes({"micro_batch_size": 8, "checkpoint_every": every})
@@ -257,7 +295,9 @@ def test_checkpointing_names_the_block_and_how(every, said):
 
 
 def test_checkpointing_that_the_baseline_had_is_taken_away():
-    assert "no longer recompute `Block`" in changes({"micro_batch_size": 8}, {"micro_batch_size": 8, "checkpoint_every": 1})
+    assert "no longer recompute `Block`" in changes(
+        {"micro_batch_size": 8}, {"micro_batch_size": 8, "checkpoint_every": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +310,9 @@ def test_checkpointing_that_the_baseline_had_is_taken_away():
     ],
 )
 def test_a_precision_says_what_becomes_of_the_inputs(precision, before, said):
-    assert said in changes({"micro_batch_size": 8, "precision": precision}, {"micro_batch_size": 8, "precision": before})
+    assert said in changes(
+        {"micro_batch_size": 8, "precision": precision}, {"micro_batch_size": 8, "precision": before}
+    )
 
 
 def test_stage_3_says_how_to_save_and_stage_0_how_to_go_backward():
@@ -300,12 +342,17 @@ def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice
 def command(values: dict, *, changes: tuple[str, ...] = (), ranks: int = 2, **invocation) -> tuple[list[str], str]:
     """Its comments and its last line."""
     started = replace(STARTED, invocation=replace(STARTED.invocation, **invocation))
-    *comments, line = export(pick(values) | {"script_side_changes": changes}, BASE, "command", ranks, started).splitlines()
+    *comments, line = export(
+        pick(values) | {"script_side_changes": changes}, BASE, "command", ranks, started
+    ).splitlines()
     assert all(comment.startswith("# ") for comment in comments)
     return comments, line
 
 
-TORCHRUN = {"command": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3", "world_size": 2}
+TORCHRUN = {
+    "command": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3",
+    "world_size": 2,
+}
 
 
 def test_the_users_own_launcher_stays_with_the_flags_of_the_winner():
@@ -320,7 +367,9 @@ def test_a_script_that_was_named_alone_is_started_by_torchrun():
     )
 
 
-@pytest.mark.parametrize("text", ["bash train.sh", "cd /home/me && torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3"])
+@pytest.mark.parametrize(
+    "text", ["bash train.sh", "cd /home/me && torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3"]
+)
 def test_what_only_a_shell_can_read_is_written_out(text):
     comments, line = command(CANDIDATES[1], command=text, world_size=2, environment={"HF_HOME": "/data"})
     assert line.startswith("HF_HOME=/data torchrun --standalone --nproc_per_node=2 train.py --bs 3")
@@ -336,19 +385,30 @@ def test_another_number_of_ranks_is_another_launcher():
 def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
     text = "BS={micro_batch_size} deepspeed --num_gpus 2 train.py --zero {zero_stage} --config {ds_config}"
     arguments = ("--local_rank={local_rank}", "--zero", "{zero_stage}", "--config", "{ds_config}")
-    started = replace(STARTED, flags={}, invocation=replace(STARTED.invocation, command=text, arguments=arguments, world_size=2))
+    started = replace(
+        STARTED, flags={}, invocation=replace(STARTED.invocation, command=text, arguments=arguments, world_size=2)
+    )
     line = export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
     assert line == "BS=3 deepspeed --num_gpus 2 train.py --zero 1 --config ds_config.json"
 
 
 def test_a_module_is_started_as_one():
-    line = command(CANDIDATES[1], module="pkg.train", command="torchrun --nproc_per_node 2 -m pkg.train --bs 8 --lr 1e-3", world_size=2)[1]
+    line = command(
+        CANDIDATES[1],
+        module="pkg.train",
+        command="torchrun --nproc_per_node 2 -m pkg.train --bs 8 --lr 1e-3",
+        world_size=2,
+    )[1]
     assert line.startswith("torchrun --nproc_per_node 2 -m pkg.train --bs 3")
-    assert command(CANDIDATES[1], module="pkg.train")[1].startswith("torchrun --standalone --nproc_per_node=2 -m pkg.train --bs 3")
+    assert command(CANDIDATES[1], module="pkg.train")[1].startswith(
+        "torchrun --standalone --nproc_per_node=2 -m pkg.train --bs 3"
+    )
 
 
 def test_what_no_flag_carries_is_a_comment_and_what_one_carries_is_not():
-    comments, _ = command(CANDIDATES[1], changes=("Command line: `--bs 3` instead of 8.", "Data: the DataLoader at train.py:9."))
+    comments, _ = command(
+        CANDIDATES[1], changes=("Command line: `--bs 3` instead of 8.", "Data: the DataLoader at train.py:9.")
+    )
     assert any("train.py:9" in text for text in comments) and not any("--bs" in text for text in comments)
 
 
@@ -358,11 +418,15 @@ def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
         assert said in text and "--deepspeed_config" not in text
 
 
-HF = {name: [f"--{name}"] for name in ("deepspeed", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")}
+HF = {
+    name: [f"--{name}"] for name in ("deepspeed", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
+}
 
 
 def test_training_arguments_are_those_of_the_winner_and_no_others():
-    how = replace(STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing"))
+    how = replace(
+        STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing")
+    )
     started = replace(STARTED, flags=HF, invocation=how)
     line = export(pick(CANDIDATES[4]), BASE, "command", 2, started).splitlines()[-1]
     assert line == (
@@ -401,7 +465,9 @@ def test_accelerates_launcher_takes_the_exported_config():
 
 
 def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
-    change = "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    change = (
+        "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    )
     comments, line = command(CANDIDATES[1], changes=(change,))
     assert line.startswith("accelerate launch --config_file accelerate.yaml train.py --bs 3")
     assert comments == ["# accelerate.yaml is the same pick in the format `accelerate`."]
@@ -420,6 +486,8 @@ def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
     ]
     raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
     assert "Saving: " in raw and "checkpoint(block, x" in raw
-    assert not any("Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE))
+    assert not any(
+        "Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE)
+    )
     off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
     assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

@@ -50,11 +50,15 @@ def test_a_readme_without_marks_is_refused():
 def test_the_capacity_page_holds_what_was_measured():
     file = figures.RESULTS / "capacity.json"
     text = capacity.PAGE.read_text()
-    assert capacity.with_tables(text, json.loads(file.read_text())) == text, "python benchmarks/capacity.py --only-page writes them"
+    assert capacity.with_tables(text, json.loads(file.read_text())) == text, (
+        "python benchmarks/capacity.py --only-page writes them"
+    )
 
 
 def test_beyond_the_measured_range_is_a_straight_line():
-    growing = {"random": {str(n): {"cpu_s": 0.1 + n / 10_000, "statements": 30.0, "bytes": 4000.0} for n in (100, 500, 1000)}}
+    growing = {
+        "random": {str(n): {"cpu_s": 0.1 + n / 10_000, "statements": 30.0, "bytes": 4000.0} for n in (100, 500, 1000)}
+    }
     prints = {str(ranks): {"files": 4 + 3 * ranks, "bytes": 1000 + 500 * ranks} for ranks in (1, 2, 4)}
     ahead = capacity.extrapolated({"growing": growing, "footprints": prints})
     assert ahead["random"]["cpu_s_of_the_last_trial"] == pytest.approx(1.1)
@@ -64,4 +68,6 @@ def test_beyond_the_measured_range_is_a_straight_line():
 
 def test_what_a_test_imports_sets_no_variable_for_the_tests_after_it():
     """A number of threads that a benchmark had set kept `torchrun` from setting its own, and so from being seen to."""
-    assert {name for name in os.environ if name.endswith("_NUM_THREADS")} == {name for name in BEFORE if name.endswith("_NUM_THREADS")}
+    assert {name for name in os.environ if name.endswith("_NUM_THREADS")} == {
+        name for name in BEFORE if name.endswith("_NUM_THREADS")
+    }

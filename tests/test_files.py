@@ -31,7 +31,9 @@ def disk(tmp_path):
     """A file system of its own, of 16 MiB, and a function that leaves so many bytes of it free."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
 
@@ -113,7 +115,8 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "Free some space"), (errno.EROFS, "Make it writable"), (errno.EFBIG, r"ulimit -f")]
+    ("number", "remedy"),
+    [(errno.ENOSPC, "Free some space"), (errno.EROFS, "Make it writable"), (errno.EFBIG, r"ulimit -f")],
 )
 def test_what_a_disk_answers_is_said_with_what_to_do(number, remedy):
     said = files.words(OSError(number, os.strerror(number), "studies/a/front.json"))
@@ -122,7 +125,10 @@ def test_what_a_disk_answers_is_said_with_what_to_do(number, remedy):
 
 def test_an_error_that_is_no_file_s_is_left_alone():
     assert files.words(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) is None
-    assert files.words(FileNotFoundError(errno.ENOENT, "No such file or directory", "x.yaml")) == "x.yaml: No such file or directory"
+    assert (
+        files.words(FileNotFoundError(errno.ENOENT, "No such file or directory", "x.yaml"))
+        == "x.yaml: No such file or directory"
+    )
 
 
 def test_of_a_file_that_somebody_else_wrote_nothing_but_the_end_of_a_plain_one_is_read(tmp_path):
@@ -181,9 +187,14 @@ def test_a_study_on_a_full_disk_ends_in_a_sentence_and_goes_on_when_there_is_roo
 
 def test_a_trial_that_failed_on_a_full_disk_is_not_told(tmp_path, monkeypatch):
     executor = Instant()
-    executor.behaviour = lambda candidate: None if len(executor.ran) == 3 else report(candidate)  # a rank that could not even report
+    executor.behaviour = lambda candidate: (
+        None if len(executor.ran) == 3 else report(candidate)
+    )  # a rank that could not even report
     monkeypatch.setattr(files, "_is_full", lambda _: len(executor.ran) == 3)
-    with pytest.raises(StoreError, match=r"No space left on device\. Free some space"), store.failing_in_words("sqlite:///x"):
+    with (
+        pytest.raises(StoreError, match=r"No space left on device\. Free some space"),
+        store.failing_in_words("sqlite:///x"),
+    ):
         runner_of(tmp_path, executor, trials=6, finalists=0).run()
     again = runner_of(tmp_path, Instant(), trials=6, finalists=0)
     again.run()
@@ -213,6 +224,8 @@ class View(Watcher):
 
 def test_a_private_file_is_nobody_elses_from_its_first_byte_on(tmp_path, monkeypatch):
     seen, replace = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda draft, goal: (seen.append(Path(draft).stat().st_mode & 0o777), replace(draft, goal)))
+    monkeypatch.setattr(
+        os, "replace", lambda draft, goal: (seen.append(Path(draft).stat().st_mode & 0o777), replace(draft, goal))
+    )
     files.write_text(tmp_path / "secret", "x", private=True)
     assert seen == [0o600] and (tmp_path / "secret").stat().st_mode & 0o777 == 0o600

@@ -10,8 +10,15 @@ from autotune.fingerprint import Fingerprint, changes, lines, narrowed, opened, 
 from autotune.space import SearchSpace
 from autotune.trial import DataShape, Workload
 
-ASKED = {"space": SPACE, "objectives": [{"name": "latency", "metric": "step_time_s"}], "base_config": {}, "device_memory_bytes": None}
-BEFORE = replace(WORKLOAD, structure="a", data=DataShape(fields=("int64[*]",), lengths={"128": 0.7, "256": 0.3}, n_seen=100))
+ASKED = {
+    "space": SPACE,
+    "objectives": [{"name": "latency", "metric": "step_time_s"}],
+    "base_config": {},
+    "device_memory_bytes": None,
+}
+BEFORE = replace(
+    WORKLOAD, structure="a", data=DataShape(fields=("int64[*]",), lengths={"128": 0.7, "256": 0.3}, n_seen=100)
+)
 
 
 def of(workload: Workload = BEFORE, ranks: int = 2, **asked: object) -> Fingerprint:
@@ -72,7 +79,15 @@ def test_more_memory_opens_the_search_and_another_torch_does_not():
 def test_only_what_a_change_touches_is_searched():
     space = SearchSpace.parse({**SPACE, "zero_stage": [0, 1, 2]}, "test")
     names = touched(changes(of(), of(environment(versions={"deepspeed": "0.20"}))))
-    good = [{"micro_batch_size": 8, "gradient_accumulation_steps": 1, "precision": "bf16", "checkpoint_every": 0, "zero_stage": 1}]
+    good = [
+        {
+            "micro_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "precision": "bf16",
+            "checkpoint_every": 0,
+            "zero_stage": 1,
+        }
+    ]
     kept = narrowed(space, names, good)
     assert kept["checkpoint_every"].all_values() == (0,)
     assert list(kept["zero_stage"].all_values()) == [0, 1, 2]

@@ -20,7 +20,14 @@ from autotune.trial import Probed, TrialRequest, TrialResult, Workload
 
 P = 10_000_000
 TARGET = MODELS / "ok.py"
-PASS = Pass(moments=((0.0, 8e6, 0.0),), kept_bytes=(0, 8e6), largest_bytes=(0, 1e6), flops=(0, 6e9), moved_bytes=(1e7, 1e7), n_ops=500)
+PASS = Pass(
+    moments=((0.0, 8e6, 0.0),),
+    kept_bytes=(0, 8e6),
+    largest_bytes=(0, 1e6),
+    flops=(0, 6e9),
+    moved_bytes=(1e7, 1e7),
+    n_ops=500,
+)
 PROFILE = Profile(
     n_parameters=P, n_trainable=P, flops_per_sample=6e9, activation_bytes_per_sample=8e6, checkpointed_bytes_per_sample=1e6, n_blocks=4,
     sequence=128, sizes=((1_000_000, 10),), passes={"fp32/0": PASS}, caveats=("something was assumed",),
@@ -38,7 +45,9 @@ def known(tmp_path, monkeypatch):
     profiles.keep(WORKLOAD, profiles.workload_key(TARGET))
     profiles.keep(PROFILE, profiles.workload_key(TARGET, None if own else OPTIMIZER))
     for ranks in (1, 2):
-        profiles.keep(replace(Machine.guess("cpu", ranks), measured=True, workspace_bytes=5e7), profiles.machine_key(ranks))
+        profiles.keep(
+            replace(Machine.guess("cpu", ranks), measured=True, workspace_bytes=5e7), profiles.machine_key(ranks)
+        )
     return tmp_path
 
 
@@ -73,12 +82,18 @@ def test_the_library_gives_the_commands_answer_without_a_word(known, capfd):
         assert getattr(found, name) == tuple(data[name][key] for key in ("value", "low", "high"))
     assert sum(found.memory_terms_bytes.values()) == pytest.approx(found.peak_memory_bytes.value)
     assert sum(found.step_time_terms_s.values()) == pytest.approx(found.step_time_s.value)
-    assert found.binds == data["binds"] and list(found.notes) == data["notes"] and found.fits_probability == data["fits_probability"]
+    assert (
+        found.binds == data["binds"]
+        and list(found.notes) == data["notes"]
+        and found.fits_probability == data["fits_probability"]
+    )
     predict(TARGET, {"ranks": 2, "device_memory_bytes": "1GiB"}, ["micro_batch_size=16", "zero_stage=1"], as_json=False)
     assert str(found) == capfd.readouterr().out.rstrip("\n")
 
 
-@pytest.mark.parametrize(("settings", "words"), [({"zero_stge": 3}, "Did you mean 'zero_stage'"), ({"zero_stage": [1]}, "a plain value")])
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"zero_stge": 3}, "Did you mean 'zero_stage'"), ({"zero_stage": [1]}, "a plain value")]
+)
 def test_the_library_says_a_wrong_knob_in_one_sentence(known, settings, words):
     with pytest.raises(UserError, match=words) as error:
         autotune.predict(TARGET, set=settings)
@@ -147,7 +162,9 @@ def test_a_script_is_run_once_and_then_predicted_from_the_cache(tmp_path, monkey
 
 def test_the_stages_of_a_pipeline_are_not_predicted(tmp_path, monkeypatch):
     known = replace(
-        WORKLOAD, profile=PROFILE, script=Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2)
+        WORKLOAD,
+        profile=PROFILE,
+        script=Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2),
     )
     monkeypatch.setattr(forecasting, "_known", lambda *_: (known, []))
     with pytest.raises(UserError, match="stages of a pipeline"):
@@ -160,7 +177,9 @@ def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_
     settings.write_text("{}")
 
     def key(*arguments, ranks=None):
-        return profiles.script_key(Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments), {}, ranks)
+        return profiles.script_key(
+            Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments), {}, ranks
+        )
 
     first = key("--steps", "3")
     assert key("--steps", "3") == first
@@ -173,7 +192,13 @@ def write_trial(folder: Path, number: int, candidate: Candidate, peak: int, rank
     steps = {"median_s": 0.5, "ci95_s": 0.01, "n_steps": 5, "n_warmup": 2}
     path = folder / "trials" / f"{number:04d}"
     trial.write(path / "request.json", TrialRequest(target=str(target), candidate=candidate.values(), world_size=ranks))
-    data = {"outcome": "complete", "candidate": candidate.values(), "world_size": ranks, "peak_memory_bytes": peak, "steps": steps}
+    data = {
+        "outcome": "complete",
+        "candidate": candidate.values(),
+        "world_size": ranks,
+        "peak_memory_bytes": peak,
+        "steps": steps,
+    }
     trial.write(path / "result.json", data)
 
 
@@ -181,8 +206,12 @@ def test_the_trials_of_the_study_correct_the_forecast(known, capsys):
     """What they measured is a fifth more than the formulas say."""
     before = said(capsys, "micro_batch_size=64", "zero_stage=1", ranks=2)["peak_memory_bytes"]
     for number, (micro, stage) in enumerate([(2, 0), (8, 1), (16, 2), (32, 1), (32, 0)]):
-        one = said(capsys, f"micro_batch_size={micro}", f"zero_stage={stage}", ranks=2, name="other")["peak_memory_bytes"]["value"]
-        write_trial(known / "studies" / "ok", number, Candidate(micro_batch_size=micro, zero_stage=stage), int(1.2 * one))
+        one = said(capsys, f"micro_batch_size={micro}", f"zero_stage={stage}", ranks=2, name="other")[
+            "peak_memory_bytes"
+        ]["value"]
+        write_trial(
+            known / "studies" / "ok", number, Candidate(micro_batch_size=micro, zero_stage=stage), int(1.2 * one)
+        )
     data = said(capsys, "micro_batch_size=64", "zero_stage=1", ranks=2)
     after = data["peak_memory_bytes"]
     assert data["corrected_by"] == {"study": "ok", "memory": 5, "step_time": 5} and data["measured"] == {}
@@ -198,7 +227,13 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
     write_trial(tmp_path, 3, Candidate(micro_batch_size=4), 10**8)
     (tmp_path / "trials" / "0003" / "result.json").write_text('{"outcome": "comp')
     assert list(forecasting.measured_in(tmp_path, TARGET, 2)) == [Candidate(micro_batch_size=1)]
-    assert TrialResult.__dataclass_fields__.keys() >= {"outcome", "candidate", "world_size", "peak_memory_bytes", "steps"}
+    assert TrialResult.__dataclass_fields__.keys() >= {
+        "outcome",
+        "candidate",
+        "world_size",
+        "peak_memory_bytes",
+        "steps",
+    }
 
 
 def test_it_answers_without_torch_and_without_optuna(known):
@@ -218,7 +253,18 @@ def command(*arguments):
 
 
 def test_the_command_answers_in_json_and_ends_a_mistake_with_status_2_and_one_line(known):
-    done = command(TARGET, "--set", "zero_stage=3", "--set", "micro_batch_size=8", "--ranks", 64, "--device-memory", "80GiB", "--json")
+    done = command(
+        TARGET,
+        "--set",
+        "zero_stage=3",
+        "--set",
+        "micro_batch_size=8",
+        "--ranks",
+        64,
+        "--device-memory",
+        "80GiB",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert (data["ranks"], data["device_memory_bytes"], data["candidate"]["zero_stage"]) == (64, 80 * 2**30, 3)

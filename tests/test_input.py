@@ -80,7 +80,9 @@ numbers = st.one_of(
 scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
 junk = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.one_of(texts, st.integers(0, 3), st.none()), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.one_of(texts, st.integers(0, 3), st.none()), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -88,7 +90,9 @@ junk = st.recursive(
 def places(document, path=()):
     """The path of every part of a document, the whole included."""
     yield path
-    for key, value in document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ():
+    for key, value in (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    ):
         yield from places(value, (*path, key))
 
 
@@ -141,7 +145,10 @@ def test_the_documents_that_are_mutated_are_valid(folder):
     study = {key: value for key, value in STUDY.items() if key not in ("executor_options",)}
     (folder / "valid.yaml").write_text(yaml.safe_dump(study))
     spec = StudySpec.load(folder / "valid.yaml")
-    assert spec.base_config["comet"] == {"enabled": False} and spec.global_batch == (8, 64)  # nobody's key is read, or written down
+    assert spec.base_config["comet"] == {"enabled": False} and spec.global_batch == (
+        8,
+        64,
+    )  # nobody's key is read, or written down
     assert from_deepspeed(read_config(json.dumps(DEEPSPEED), "x"), 2).gradient_accumulation_steps == 2
     assert SearchSpace.parse(SPACE, "x").size(Candidate(micro_batch_size=1)) == 3 * 3 * (1 + 5 + 5)
 
@@ -251,7 +258,10 @@ def test_what_is_no_amount_is_a_value_error_and_nothing_else(value):
 
 
 @fuzzed(80)
-@given(every=st.none() | texts, cron=st.none() | texts | st.lists(st.sampled_from(CRON_FIELDS), min_size=4, max_size=6).map(" ".join))
+@given(
+    every=st.none() | texts,
+    cron=st.none() | texts | st.lists(st.sampled_from(CRON_FIELDS), min_size=4, max_size=6).map(" ".join),
+)
 @example(every=None, cron="0 0 30 2 *")
 @example(every="1e9d", cron=None)
 def test_a_schedule_is_a_rule_or_refused(every, cron):
@@ -285,7 +295,10 @@ values = texts | st.lists(texts, max_size=2) | numbers
 
 
 @fuzzed(150)
-@given(file=st.sampled_from(["model.py", "script.py"]), flags=st.dictionaries(st.sampled_from(FLAGS), values, min_size=1, max_size=2))
+@given(
+    file=st.sampled_from(["model.py", "script.py"]),
+    flags=st.dictionaries(st.sampled_from(FLAGS), values, min_size=1, max_size=2),
+)
 def test_flags_make_a_study_or_are_refused(folder, file, flags):
     said(lambda: StudySpec.of(folder / file, flags).stated_ranks)
 
@@ -402,7 +415,9 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path):
         read_yaml(tmp_path / "x.yaml")
 
 
-@pytest.mark.parametrize("path", ["x\0.yaml", "x" * 5000 + ".yaml", "\ud800.yaml", "a/" * 3000 + "x.yaml", "~nobody-at-all/x.yaml"])
+@pytest.mark.parametrize(
+    "path", ["x\0.yaml", "x" * 5000 + ".yaml", "\ud800.yaml", "a/" * 3000 + "x.yaml", "~nobody-at-all/x.yaml"]
+)
 def test_a_name_that_no_file_can_have_is_refused(folder, path):
     assert said(lambda: read_yaml(Path(path)))
     assert said(lambda: inspect_target(Path(path)))
@@ -446,7 +461,8 @@ def test_a_json_that_is_none_says_where_and_what_to_do(text, why):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"train_batch_size": 8, // samples\n}', '# mine\n{"train_batch_size": 8}', '\ufeff{"train_batch_size": 8}']
+    "text",
+    ['{"train_batch_size": 8, // samples\n}', '# mine\n{"train_batch_size": 8}', '\ufeff{"train_batch_size": 8}'],
 )
 def test_a_script_s_own_json_is_read_as_deepspeed_reads_it(tmp_path, text):
     (tmp_path / "ds.json").write_text(text)
@@ -460,7 +476,9 @@ def test_a_script_s_own_json_that_is_none_is_refused(tmp_path, text):
 
 
 def test_a_json_whose_values_are_left_to_hugging_face_is_read():
-    config = read_config('{"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "optimizer": {"params": {"lr": "auto"}}}', "ds.json")
+    config = read_config(
+        '{"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "optimizer": {"params": {"lr": "auto"}}}', "ds.json"
+    )
     assert config["bf16"] == {"enabled": "auto"}
 
 

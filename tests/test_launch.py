@@ -12,7 +12,17 @@ import psutil
 import pytest
 
 from autotune import launch
-from autotune.invocation import Invocation, InvocationError, check_templates, has_flag, masked, start_of, unmasked, with_flag, without_flag
+from autotune.invocation import (
+    Invocation,
+    InvocationError,
+    check_templates,
+    has_flag,
+    masked,
+    start_of,
+    unmasked,
+    with_flag,
+    without_flag,
+)
 
 # It says so where it runs, which it never should.
 SCRIPT = "import deepspeed, pathlib\npathlib.Path('it-ran').touch()\ndeepspeed.initialize()\n"
@@ -39,7 +49,10 @@ def captured(command: str, **how) -> Invocation:
 
 def ranks(n: int, what: str, **more: int) -> str:
     """A launcher as short as possible: `n` processes at once."""
-    each = (f"RANK={r} LOCAL_RANK={r} WORLD_SIZE={more.get('world', n)} LOCAL_WORLD_SIZE={n} {what.format(rank=r)}" for r in range(n))
+    each = (
+        f"RANK={r} LOCAL_RANK={r} WORLD_SIZE={more.get('world', n)} LOCAL_WORLD_SIZE={n} {what.format(rank=r)}"
+        for r in range(n)
+    )
     return " & ".join([*each, "wait"])
 
 
@@ -56,7 +69,11 @@ def test_a_module_is_found_without_importing_its_package(folder):
     (folder / "pkg" / "__init__.py").write_text("raise SystemExit('imported')")
     (folder / "pkg" / "train.py").write_text(SCRIPT)
     found = captured("python -m pkg.train --bsz 4")
-    assert (found.script, found.module, found.arguments) == (str(folder / "pkg" / "train.py"), "pkg.train", ("--bsz", "4"))
+    assert (found.script, found.module, found.arguments) == (
+        str(folder / "pkg" / "train.py"),
+        "pkg.train",
+        ("--bsz", "4"),
+    )
 
 
 def test_ranks_folder_and_variables_of_a_launcher(folder):
@@ -170,7 +187,11 @@ TORCHRUN = {"OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(
     ("command", "arguments", "environment"),
     [
-        ("torchrun --standalone --nproc_per_node 2 train.py --bsz {micro_batch_size}", ("--bsz", "{micro_batch_size}"), TORCHRUN),
+        (
+            "torchrun --standalone --nproc_per_node 2 train.py --bsz {micro_batch_size}",
+            ("--bsz", "{micro_batch_size}"),
+            TORCHRUN,
+        ),
         ("deepspeed --num_gpus 2 train.py --deepspeed", ("--local_rank={local_rank}", "--deepspeed"), {}),
         ("accelerate launch --config_file two.yaml train.py", (), TORCHRUN | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
         ("X=1 bash train.sh", ("--lr", "1"), TORCHRUN | {"X": "1"}),
@@ -203,14 +224,18 @@ def test_the_hook_imports_nothing_of_ours_and_does_nothing_by_itself(folder):
 def test_templates_become_numbers_and_come_back():
     text, numbers = masked("a {micro_batch_size} b={zero_stage} {ds_config} {other}")
     assert (
-        "{other}" in text and "{zero" not in text and unmasked(text, numbers) == "a {micro_batch_size} b={zero_stage} {ds_config} {other}"
+        "{other}" in text
+        and "{zero" not in text
+        and unmasked(text, numbers) == "a {micro_batch_size} b={zero_stage} {ds_config} {other}"
     )
     assert unmasked("17150000031", numbers) == "17150000031"
 
 
 def test_what_is_nearly_a_template_is_refused():
     check_templates(['{"use_reentrant": false} {x} {ds_config}'], "here")
-    with pytest.raises(InvocationError, match=r"here: {micro_batch_siz} is no template. Did you mean 'micro_batch_size'"):
+    with pytest.raises(
+        InvocationError, match=r"here: {micro_batch_siz} is no template. Did you mean 'micro_batch_size'"
+    ):
         check_templates(["--bsz {micro_batch_siz}"], "here")
 
 
@@ -249,5 +274,7 @@ def test_a_switch_is_taken_away_with_its_value():
     ],
 )
 def test_a_command_is_taken_apart_only_where_that_is_sure(command, start):
-    given = Invocation(script="/x/train.py", working_dir="/x", arguments=("--local_rank={local_rank}", "--a", "1 2"), command=command)
+    given = Invocation(
+        script="/x/train.py", working_dir="/x", arguments=("--local_rank={local_rank}", "--a", "1 2"), command=command
+    )
     assert start_of(given) == start

@@ -51,7 +51,11 @@ def test_every_refusal_has_a_reason(drawn):
 @pytest.mark.timeout(1200)
 def test_every_kind_of_legal_candidate_initialises_and_trains(drawn, models, tmp_path):
     kinds: dict[tuple[object, ...], Candidate] = {}
-    space, rng, baseline = every_preset().pruned(Candidate(micro_batch_size=8), HERE), random.Random(1), Candidate(micro_batch_size=8)
+    space, rng, baseline = (
+        every_preset().pruned(Candidate(micro_batch_size=8), HERE),
+        random.Random(1),
+        Candidate(micro_batch_size=8),
+    )
     for candidate in [*drawn, *space.draw(rng, baseline, SAMPLES)]:
         if candidate.illegal(HERE) is None:
             kinds.setdefault(structure(candidate), candidate)

@@ -109,7 +109,9 @@ def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_t
     overrides = {key: value for key, value in SETTINGS.items() if key != "history"}
     assert commands.run(str(TARGET), overrides, fresh=False, as_json=True, learn=False) == 0
     said = json.loads(capsys.readouterr().out)
-    assert {name: pick["trial"] for name, pick in said["picks"].items()} == {name: pick.trial for name, pick in tuned.picks.items()}
+    assert {name: pick["trial"] for name, pick in said["picks"].items()} == {
+        name: pick.trial for name, pick in tuned.picks.items()
+    }
     assert said["study"]["n_trials"] == 6 == len(tuned.trials) and engine.ran == ran
 
 
@@ -122,7 +124,12 @@ def test_progress_is_told_only_when_asked_for_and_never_on_standard_output(engin
 def test_a_pick_says_what_was_measured_with_intervals_and_why(tuned):
     best = tuned.recommended
     data = json.loads((tuned.folder / "recommended.json").read_text())["picks"]["recommended"]
-    assert (best.name, best.trial, best.candidate, list(best.reasons)) == ("recommended", data["trial"], data["candidate"], data["reasons"])
+    assert (best.name, best.trial, best.candidate, list(best.reasons)) == (
+        "recommended",
+        data["trial"],
+        data["candidate"],
+        data["reasons"],
+    )
     assert best.ds_config == data["ds_config"] == tuned.ds_config()
     for metric, (value, low, high) in best.scores.items():
         assert value == data["metrics"][metric] and low <= value <= high
@@ -136,8 +143,12 @@ def test_trials_and_front_are_tables(tuned):
     header = takeaway.as_csv(tuned._report).splitlines()[0].split(",")
     assert [tuned.trials.index.name, *tuned.trials.columns] == header
     assert list(tuned.trials.index) == list(range(6)) and set(tuned.trials["outcome"]) == {"complete"}
-    assert set(tuned.trials["candidate.precision"]) <= {"fp32", "bf16"} and pd.api.types.is_float_dtype(tuned.trials["step_time_s"])
-    assert list(tuned.front.index) == [point["trial"] for point in json.loads((tuned.folder / "front.json").read_text())]
+    assert set(tuned.trials["candidate.precision"]) <= {"fp32", "bf16"} and pd.api.types.is_float_dtype(
+        tuned.trials["step_time_s"]
+    )
+    assert list(tuned.front.index) == [
+        point["trial"] for point in json.loads((tuned.folder / "front.json").read_text())
+    ]
     assert (tuned.trials["step_time_s_low"] <= tuned.trials["step_time_s"]).all()
 
 
@@ -150,7 +161,10 @@ def test_a_pick_is_exported_as_the_command_does(tuned, tmp_path, capsys):
     commands.export("s", None, 2, "hf-args", None, None)
     printed = capsys.readouterr()
     exported = autotune.export("s", trial=2, format="hf-args")
-    assert printed.out == str(exported) == exported.text and [f"note: {note}" for note in exported.notes] == printed.err.splitlines()
+    assert (
+        printed.out == str(exported) == exported.text
+        and [f"note: {note}" for note in exported.notes] == printed.err.splitlines()
+    )
     autotune.export(tuned, tmp_path / "new" / "ds_config.json")
     assert json.loads((tmp_path / "new" / "ds_config.json").read_text()) == tuned.ds_config()
     assert tuned.ds_config("baseline")["train_micro_batch_size_per_gpu"] == 8
@@ -180,7 +194,9 @@ def test_an_export_goes_through_a_link_or_a_pipe_and_never_takes_its_place(tuned
 
 
 def test_the_report_goes_where_it_is_wanted(tuned, tmp_path):
-    assert tuned.report(tmp_path / "out.html") == tmp_path / "out.html" and (tmp_path / "out.html").stat().st_size > 10_000
+    assert (
+        tuned.report(tmp_path / "out.html") == tmp_path / "out.html" and (tmp_path / "out.html").stat().st_size > 10_000
+    )
     assert tuned.report(tmp_path / "folder") == tmp_path / "folder" / "report.html"
     assert {path.name for path in (tmp_path / "folder").iterdir()} == {"report.html", "report.json", "trials.csv"}
     (tmp_path / "file").write_text("")
@@ -306,7 +322,13 @@ def test_the_database_is_the_one_of_the_environment(engine, monkeypatch, tmp_pat
 
 def test_arguments_may_be_what_python_makes_of_numbers_and_lists(engine):
     space = {"micro_batch_size": range(2, 9, 2), "precision": ("fp32", "bf16"), "checkpoint_every": np.array([0, 1])}
-    settings = {**SETTINGS, "space": space, "trials": np.int64(4), "trial_budget_s": np.float64(3.5), "global_batch": (2, 64)}
+    settings = {
+        **SETTINGS,
+        "space": space,
+        "trials": np.int64(4),
+        "trial_budget_s": np.float64(3.5),
+        "global_batch": (2, 64),
+    }
     found = autotune.run(TARGET, **settings)
     assert len(found.trials) == 4 and set(found.trials["candidate.micro_batch_size"]) <= {2, 4, 6, 8}
     kept = StudySpec.load(found.folder / "study.yaml")

@@ -114,12 +114,20 @@ def test_a_log_of_one_endless_word_takes_no_endless_time():
 
 def test_a_configuration_loses_its_secrets_and_nothing_else():
     config = {"comet": {"enabled": True, "api_key": "x", "experiment_key": "y"}, "optimizer": {"params": {"lr": 1e-3}}}
-    assert without_secrets(config) == {"comet": {"enabled": True, "experiment_key": "y"}, "optimizer": {"params": {"lr": 1e-3}}}
+    assert without_secrets(config) == {
+        "comet": {"enabled": True, "experiment_key": "y"},
+        "optimizer": {"params": {"lr": 1e-3}},
+    }
     assert config["comet"]["api_key"] == "x"
 
 
 def test_what_went_through_is_recognised():
-    assert holds_mask("train.py --api-key ***") and holds_mask("KEY=***") and not holds_mask("**** bold ****") and not holds_mask("a***b")
+    assert (
+        holds_mask("train.py --api-key ***")
+        and holds_mask("KEY=***")
+        and not holds_mask("**** bold ****")
+        and not holds_mask("a***b")
+    )
 
 
 # A study whose launch command, environment, configuration and failures are full of secrets.
@@ -132,9 +140,7 @@ SECRETS = {
     "process": "process-s3cret-05",
     "token": "hf_abcdefghijklmnopqrstuvwxyz",
 }
-COMMAND = (
-    f"WANDB_API_KEY={SECRETS['variable']} torchrun --nproc_per_node 1 train.py --api-key {SECRETS['argument']} --bsz {{micro_batch_size}}"
-)
+COMMAND = f"WANDB_API_KEY={SECRETS['variable']} torchrun --nproc_per_node 1 train.py --api-key {SECRETS['argument']} --bsz {{micro_batch_size}}"
 
 
 @pytest.fixture
@@ -156,7 +162,9 @@ def secretive(tmp_path, monkeypatch):
         "name": "s", "space": [{"micro_batch_size": [2, 4, 8, 16]}], "objectives": ["throughput"], "trials": 4, "finalists": 0,
         "sampler": "random", "base_config": "ds.json", "arg_mappings": {"gradient_accumulation_steps": "--gas"}, "global_batch": "free",
     })  # fmt: skip
-    workload = replace(WORKLOAD, script=Probed(ds_config=spec.base_config, micro_batch_size=8, gradient_accumulation_steps=1))
+    workload = replace(
+        WORKLOAD, script=Probed(ds_config=spec.base_config, micro_batch_size=8, gradient_accumulation_steps=1)
+    )
     baseline = Candidate(micro_batch_size=8)
     setting = Setting(n_blocks=4, n_samples=4096)
     plan = Plan(
@@ -167,7 +175,8 @@ def secretive(tmp_path, monkeypatch):
     def sometimes(candidate: Candidate):
         if candidate.micro_batch_size == 16:
             return failed(
-                Outcome.CRASHED, f"HTTPError: 401 at https://ann:{SECRETS['proxy']}@hub for {SECRETS['token']} {SECRETS['process']}"
+                Outcome.CRASHED,
+                f"HTTPError: 401 at https://ann:{SECRETS['proxy']}@hub for {SECRETS['token']} {SECRETS['process']}",
             )
         return report(candidate)
 
@@ -193,20 +202,31 @@ def test_no_secret_of_a_study_reaches_a_file_the_database_or_the_terminal(secret
     needed = set(folder.glob("studies/s/trials/**/request.json"))
     given |= set(folder.glob("studies/s/trials/**/rank-*.json"))  # by the stand-in; a rank masks its own
     files = {path for path in folder.rglob("*") if path.is_file()} - given
-    assert {"autotune.db", "environment.json", "study.yaml", "report.html", "report.json", "README.md", "journal.jsonl"} <= {
-        p.name for p in files
-    }
+    assert {
+        "autotune.db",
+        "environment.json",
+        "study.yaml",
+        "report.html",
+        "report.json",
+        "README.md",
+        "journal.jsonl",
+    } <= {p.name for p in files}
     told = {path: [what for what, secret in SECRETS.items() if secret.encode() in path.read_bytes()] for path in files}
     assert {path: what for path, what in told.items() if what and path not in needed} == {}
     assert needed and {what for path in needed for what in told[path]} == {"argument"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in needed} == {0o600}
-    assert not any(secret in printed for secret in SECRETS.values()) and "401" in path_in(folder / "studies" / "s").read_text()
+    assert (
+        not any(secret in printed for secret in SECRETS.values())
+        and "401" in path_in(folder / "studies" / "s").read_text()
+    )
 
 
 def test_the_study_still_says_what_was_run(secretive):
     folder, spec, _ = secretive
     kept = store.record(store.load_study(store.open_storage(store.default_url(folder / "studies")), "s"))
-    assert kept.invocation.arguments[:2] == ("--api-key", HIDDEN) and kept.invocation.environment["OMP_NUM_THREADS"] == "1"
+    assert (
+        kept.invocation.arguments[:2] == ("--api-key", HIDDEN) and kept.invocation.environment["OMP_NUM_THREADS"] == "1"
+    )
     assert kept.invocation.fixed_environment == {"OMP_NUM_THREADS": "1"}  # stars are no value
     assert spec.how().fixed_environment["WANDB_API_KEY"] == SECRETS["variable"]  # and the trials had the real ones
 

@@ -192,7 +192,11 @@ class Machine(Instant):
         loads = request.mode in ("inspect", "probe") and self.ending is None
         trial.write(folder.workload, self.workload, sync=False)
         folder.log(0).write_text(self.log)
-        ended = RankReport(rank=0, outcome=Outcome.COMPLETE, phase="done") if loads else self.ending or failed(Outcome.CRASHED, "not here")
+        ended = (
+            RankReport(rank=0, outcome=Outcome.COMPLETE, phase="done")
+            if loads
+            else self.ending or failed(Outcome.CRASHED, "not here")
+        )
         trial.write(folder.report(0), ended, sync=False)
         trial.write(folder.exit, Exit(codes={0: 0 if loads else 1}, wall_s=0.1), sync=False)
         return self
@@ -255,11 +259,16 @@ def test_a_batch_that_is_not_what_was_asked_for_is_said_of_the_baseline(tmp_path
 
     with contextlib.suppress(UserError):
         runner_of(tmp_path, Instant(wrong), trials=3, objectives=["throughput"], watcher=watcher).run()
-    assert any("the baseline did not complete (not_applied: micro_batch_size: 8 was asked for, 4 ran)" in text for text in watcher.said)
+    assert any(
+        "the baseline did not complete (not_applied: micro_batch_size: 8 was asked for, 4 ran)" in text
+        for text in watcher.said
+    )
 
 
 def test_the_same_name_for_another_study_is_refused_with_both_ways_out(finished):
-    with pytest.raises(UserError, match=r"exists, but differs in space.*another --study name, or start over with --fresh"):
+    with pytest.raises(
+        UserError, match=r"exists, but differs in space.*another --study name, or start over with --fresh"
+    ):
         runner_of(finished, Instant(), space=[{"micro_batch_size": [2, 4]}], objectives=["throughput"]).open()
 
 

@@ -33,7 +33,13 @@ CONVERGENCE = Objective(name="convergence", metric="time_to_loss_s")
 
 def trial(**changes):
     steps = StepStats(median_s=0.5, ci95_s=0.05, n_steps=20, n_warmup=1)
-    values = {"outcome": Outcome.COMPLETE, "steps": steps, "samples_per_step": 16, "peak_memory_bytes": 1000, "cpu_s_per_step": 0.8}
+    values = {
+        "outcome": Outcome.COMPLETE,
+        "steps": steps,
+        "samples_per_step": 16,
+        "peak_memory_bytes": 1000,
+        "cpu_s_per_step": 0.8,
+    }
     return TrialResult(**(values | changes))
 
 
@@ -43,9 +49,15 @@ def loss_at(samples, batch):
 
 
 def training(batch, n_steps, seed=None, sigma=0.8, step_s=0.1):
-    noise = np.zeros(n_steps) if seed is None else np.random.default_rng(seed).standard_normal(n_steps) * sigma / math.sqrt(batch)
+    noise = (
+        np.zeros(n_steps)
+        if seed is None
+        else np.random.default_rng(seed).standard_normal(n_steps) * sigma / math.sqrt(batch)
+    )
     losses = [float(loss_at(index * batch, batch) + noise[index]) for index in range(n_steps)]
-    return trial(samples_per_step=batch, losses=losses, steps=StepStats(median_s=step_s, ci95_s=0.0, n_steps=n_steps, n_warmup=1))
+    return trial(
+        samples_per_step=batch, losses=losses, steps=StepStats(median_s=step_s, ci95_s=0.0, n_steps=n_steps, n_warmup=1)
+    )
 
 
 def true_time(batch, target, step_s=0.1):
@@ -102,7 +114,8 @@ def test_without_noise_the_time_to_loss_is_the_true_one_for_every_batch(batch):
 def test_noise_that_depends_on_the_batch_does_not_bias_the_time_to_loss(batch):
     clean = true_time(batch, Reference.of(training(16, 100)).loss_target)
     found = [
-        time_to_loss(training(batch, 4000 // batch, seed=1000 + seed), Reference.of(training(16, 100, seed=seed))) for seed in range(60)
+        time_to_loss(training(batch, 4000 // batch, seed=1000 + seed), Reference.of(training(16, 100, seed=seed)))
+        for seed in range(60)
     ]
     assert np.median([estimate.value for estimate in found]) == pytest.approx(clean, rel=0.04)
     assert np.mean([estimate.low <= clean <= estimate.high for estimate in found]) > 0.8
@@ -143,7 +156,9 @@ def test_the_odd_loss_that_is_not_finite_is_bridged():
     reference = Reference.of(training(16, 100))
     gaps = training(16, 120)
     gaps.losses[0] = gaps.losses[50] = None
-    assert time_to_loss(gaps, reference).value == pytest.approx(time_to_loss(training(16, 120), reference).value, rel=0.02)
+    assert time_to_loss(gaps, reference).value == pytest.approx(
+        time_to_loss(training(16, 120), reference).value, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("losses", [[], [None] * 30, [3.0] * 10 + [None] * 20, [3.0] * 29 + [None]])
@@ -201,13 +216,17 @@ def test_a_bound_of_an_objective_is_a_constraint_and_the_tightest_counts():
 
 def test_an_objective_that_the_baseline_does_not_yield_stops_the_study_with_a_reason():
     tokens = Objective(name="tokens", metric="tokens_per_s")
-    with pytest.raises(ObjectiveError, match=r"objective 'tokens': tokens_per_s cannot be measured .* use samples_per_s"):
+    with pytest.raises(
+        ObjectiveError, match=r"objective 'tokens': tokens_per_s cannot be measured .* use samples_per_s"
+    ):
         check_measurable(trial(), [tokens], (), None)
 
 
 def test_a_bound_that_the_baseline_does_not_yield_stops_the_study_with_a_reason():
     with pytest.raises(ObjectiveError, match="constraint: peak_memory_bytes cannot be measured"):
-        check_measurable(trial(peak_memory_bytes=None), [LATENCY], [Constraint(metric="peak_memory_bytes", max=1)], None)
+        check_measurable(
+            trial(peak_memory_bytes=None), [LATENCY], [Constraint(metric="peak_memory_bytes", max=1)], None
+        )
 
 
 def test_a_loss_that_does_not_fall_is_given_as_the_reason():
@@ -226,14 +245,16 @@ def test_a_censored_metric_is_marked_in_the_score():
 
 
 @pytest.mark.parametrize(
-    ("text", "amount"), [("4GiB", 4 * 2**30), ("500 MB", 500_000_000), ("1.5kib", 1536), (1024, 1024), ("1024", 1024), ("1e3", 1000)]
+    ("text", "amount"),
+    [("4GiB", 4 * 2**30), ("500 MB", 500_000_000), ("1.5kib", 1536), (1024, 1024), ("1024", 1024), ("1e3", 1000)],
 )
 def test_bytes_are_read_with_their_unit(text, amount):
     assert parse_bytes(text) == amount
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("1 h 5 s", 3605), (600, 600), ("2.5", 2.5), ("1e-3s", 1e-3)]
+    ("text", "seconds"),
+    [("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("1 h 5 s", 3605), (600, 600), ("2.5", 2.5), ("1e-3s", 1e-3)],
 )
 def test_seconds_are_read_with_their_unit(text, seconds):
     assert parse_seconds(text) == pytest.approx(seconds)
@@ -269,7 +290,9 @@ def test_a_weight_is_positive_and_finite(weight):
 
 
 def known(phi, *, resolved=True, batch=16):
-    return Reference(batch=batch, noise=NoiseScale(samples=phi, low=phi / 1.2, high=phi * 1.2, resolved=resolved, n_samples=1000))
+    return Reference(
+        batch=batch, noise=NoiseScale(samples=phi, low=phi / 1.2, high=phi * 1.2, resolved=resolved, n_samples=1000)
+    )
 
 
 def test_goodput_is_throughput_times_efficiency_and_at_the_baselines_batch_the_throughput():

@@ -28,10 +28,15 @@ def test_no_points_have_no_front():
     assert front([], ["minimize"]) == []
 
 
-@given(st.lists(st.tuples(SMALL, SMALL, SMALL), max_size=25), st.lists(st.sampled_from(["minimize", "maximize"]), min_size=3, max_size=3))
+@given(
+    st.lists(st.tuples(SMALL, SMALL, SMALL), max_size=25),
+    st.lists(st.sampled_from(["minimize", "maximize"]), min_size=3, max_size=3),
+)
 def test_every_point_off_the_front_is_beaten_by_one_on_it_and_none_on_it_is(points, directions):
     def costs(point):
-        return [value if direction == "minimize" else -value for value, direction in zip(point, directions, strict=True)]
+        return [
+            value if direction == "minimize" else -value for value, direction in zip(point, directions, strict=True)
+        ]
 
     def beats(one, other):
         return all(a <= b for a, b in zip(costs(one), costs(other), strict=True)) and costs(one) != costs(other)

@@ -32,14 +32,18 @@ KNOBS = {
     "offload_param": {"choices": ["none", "cpu"], "when": {"zero_stage": [3]}},
     "bf16.bf16_master_weights_and_grads": {"choices": [None, True], "when": {"precision": ["bf16"]}},
 }
-PRIOR = AnalyticPrior(Profile.guess(10**8, 10**8, 4), Machine.guess("cuda", 2), {"zero_optimization.reduce_bucket_size": 10**8})
+PRIOR = AnalyticPrior(
+    Profile.guess(10**8, 10**8, 4), Machine.guess("cuda", 2), {"zero_optimization.reduce_bucket_size": 10**8}
+)
 LEVELS = {"fp32": 0.0, "bf16": -0.5, "torch_autocast": -0.4}
 
 
 def truth(c):
     """Seconds and bytes of a made-up machine."""
     micro_step = 0.01 * (c.micro_batch_size + 1.5) * math.exp(LEVELS[c.precision] + 0.25 * (c.checkpoint_every > 0))
-    seconds = c.gradient_accumulation_steps * micro_step + 0.02 + 0.01 * (c.zero_stage == 3) * c.gradient_accumulation_steps
+    seconds = (
+        c.gradient_accumulation_steps * micro_step + 0.02 + 0.01 * (c.zero_stage == 3) * c.gradient_accumulation_steps
+    )
     size = 1e9 * (1 + 4 / (1 + c.zero_stage)) + c.micro_batch_size * (1e8 if c.checkpoint_every else 4e8)
     return seconds, size
 
@@ -65,7 +69,9 @@ def sampler_for(knobs=None, *, prior=PRIOR, limit=None, setting=SETTING, default
 
 
 def study_for(sampler, storage=None, name=None):
-    return optuna.create_study(storage=storage, study_name=name, load_if_exists=True, directions=["minimize", "maximize"], sampler=sampler)
+    return optuna.create_study(
+        storage=storage, study_name=name, load_if_exists=True, directions=["minimize", "maximize"], sampler=sampler
+    )
 
 
 def step(study, sampler, space, limit=math.inf, values=None):
@@ -147,7 +153,9 @@ def test_a_resumed_study_believes_the_same_and_repeats_nothing(tmp_path):
     again = study_for(second, storage, "s")
     found = second.beliefs(again, some)
     for a, b in zip(
-        (*expected.log_step_time, *expected.log_memory, expected.fits), (*found.log_step_time, *found.log_memory, found.fits), strict=True
+        (*expected.log_step_time, *expected.log_memory, expected.fits),
+        (*found.log_step_time, *found.log_memory, found.fits),
+        strict=True,
     ):
         assert a == pytest.approx(b)
     assert step(again, second, space, 6e9) not in before
@@ -190,7 +198,11 @@ def test_where_three_candidates_fit_these_three_are_proposed_and_no_more():
     guide = Guide(every, counted, METRICS, memory_limit_bytes=2.0)
     told = []
     while (candidate := guide.suggest(told)) is not None:
-        told.append(Told(candidate=candidate, metrics={"step_time_s": truth(candidate)[0], "peak_memory_bytes": size(candidate)}))
+        told.append(
+            Told(
+                candidate=candidate, metrics={"step_time_s": truth(candidate)[0], "peak_memory_bytes": size(candidate)}
+            )
+        )
     assert {t.candidate for t in told} == {c for c in every if size(c) == 1.0} and len(told) == 3
 
 
@@ -206,7 +218,10 @@ def test_values_that_are_not_numbers_are_passed_over():
     guide = Guide(every, PRIOR, [*METRICS, "time_to_loss_s"], world_size=2, reference=DEFAULT)
     told = [told_of(c) for c in every[::50]]
     spoilt = [
-        Told(candidate=c, metrics={"step_time_s": bad, "samples_per_s": bad, "time_to_loss_s": bad, "peak_memory_bytes": bad})
+        Told(
+            candidate=c,
+            metrics={"step_time_s": bad, "samples_per_s": bad, "time_to_loss_s": bad, "peak_memory_bytes": bad},
+        )
         for c, bad in zip(every[7::50], (math.nan, math.inf, -1.0, 0.0, -math.inf), strict=False)
     ]
     suggested = guide.suggest([*told, *spoilt])
@@ -220,7 +235,12 @@ def test_a_prior_may_say_nothing_of_some_candidates():
         holes = said.time_terms.copy()
         holes[::3] = math.nan
         holes[1::3] = 0.0
-        return Prediction(time_terms=holes, memory_terms=said.memory_terms, time_spread=said.time_spread, memory_spread=said.memory_spread)
+        return Prediction(
+            time_terms=holes,
+            memory_terms=said.memory_terms,
+            time_spread=said.time_spread,
+            memory_spread=said.memory_spread,
+        )
 
     sampler, space = sampler_for(prior=partial)
     study = study_for(sampler)
@@ -292,7 +312,9 @@ def test_other_programs_trials_are_understood_by_values_and_parameters():
     study = study_for(sampler)
     for _ in range(6):
         trial = study.ask()
-        candidate = space.candidate(space.suggest(lambda parameter, trial=trial: parameter.suggest(trial), DEFAULT), DEFAULT)
+        candidate = space.candidate(
+            space.suggest(lambda parameter, trial=trial: parameter.suggest(trial), DEFAULT), DEFAULT
+        )
         seconds, size = truth(candidate)
         if size > 4e9:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
@@ -360,7 +382,9 @@ def test_two_coordinators_on_one_storage_never_run_the_same(tmp_path):
     for n in range(14):
         (_, space), study = pair[n % 2], studies[n % 2]
         trial = study.ask()
-        candidate = space.candidate(space.suggest(lambda parameter, trial=trial: parameter.suggest(trial), DEFAULT), DEFAULT)
+        candidate = space.candidate(
+            space.suggest(lambda parameter, trial=trial: parameter.suggest(trial), DEFAULT), DEFAULT
+        )
         trial.set_user_attr(CANDIDATE_ATTR, candidate.key)
         running.append((study, trial, candidate))
         if len(running) > 3:  # up to four run at a time
@@ -372,7 +396,9 @@ def test_two_coordinators_on_one_storage_never_run_the_same(tmp_path):
 
 def test_a_frozen_batch_and_a_baseline_outside_the_space_are_searched_all_the_same():
     frozen = {**KNOBS, "micro_batch_size": [3], "gradient_accumulation_steps": [1]}
-    outside = Candidate.of({"micro_batch_size": 3, "zero_stage": 1, "precision": "bf16", "zero_optimization.reduce_bucket_size": 12345})
+    outside = Candidate.of(
+        {"micro_batch_size": 3, "zero_stage": 1, "precision": "bf16", "zero_optimization.reduce_bucket_size": 12345}
+    )
     sampler, space = sampler_for(frozen, default=outside, limit=4e9)
     study = study_for(sampler)
     sampler.force(outside)

@@ -18,7 +18,12 @@ PROFILE = Profile(
     sequence=128,
 )  # fmt: skip
 GPU = Machine(
-    accelerator="cuda", world_size=N, flops={"fp32": 1e13, "bf16": 1e14}, memory_bytes_per_s=1e12, link_alpha_s=1e-5, link_bytes_per_s=1e10
+    accelerator="cuda",
+    world_size=N,
+    flops={"fp32": 1e13, "bf16": 1e14},
+    memory_bytes_per_s=1e12,
+    link_alpha_s=1e-5,
+    link_bytes_per_s=1e10,
 )
 
 
@@ -68,13 +73,16 @@ def test_frozen_parameters_cost_their_weights_only_and_are_sharded_at_stage_3_on
         n_parameters=P, n_trainable=P // 10, flops_per_sample=1e9, activation_bytes_per_sample=1e9, checkpointed_bytes_per_sample=1e9,
         n_blocks=4, sequence=1,
     )  # fmt: skip
-    at_2, at_3 = (of(Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16"), profile=frozen) for stage in (2, 3))
+    at_2, at_3 = (
+        of(Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16"), profile=frozen) for stage in (2, 3)
+    )
     assert at_2["weights"][0] == 2 * P and at_3["weights"][0] == 2 * P / N
     assert at_2["states"][0] == 8 * P / 10 / N
 
 
 @pytest.mark.parametrize(
-    ("settings", "elements"), [({}, 5e8), ({ZERO + "overlap_comm": True}, 1e9), ({ZERO + "contiguous_gradients": False}, 0)]
+    ("settings", "elements"),
+    [({}, 5e8), ({ZERO + "overlap_comm": True}, 1e9), ({ZERO + "contiguous_gradients": False}, 0)],
 )
 def test_a_device_holds_the_whole_bucket_even_for_a_smaller_model(settings, elements):
     found = of(Candidate.of({"micro_batch_size": 100, "zero_stage": 2, "precision": "bf16", **settings}))
@@ -82,7 +90,10 @@ def test_a_device_holds_the_whole_bucket_even_for_a_smaller_model(settings, elem
 
 
 def phase(name, candidate, machine=GPU, profile=PROFILE):
-    return {key: float(column[0]) for key, column in memory.memory_phases(Knobs.of([candidate]), profile, machine)[name].items()}
+    return {
+        key: float(column[0])
+        for key, column in memory.memory_phases(Knobs.of([candidate]), profile, machine)[name].items()
+    }
 
 
 def test_on_a_cpu_only_the_touched_part_of_a_bucket_counts():
@@ -109,7 +120,9 @@ def test_stage_3_keeps_small_parameters_whole_and_what_is_used_again_soon():
 
 
 def a_pass(*moments):
-    return Pass(moments=moments, kept_bytes=(0, 0), largest_bytes=(0, 0), flops=(0, 1e9), moved_bytes=(1e6, 1e6), n_ops=100)
+    return Pass(
+        moments=moments, kept_bytes=(0, 0), largest_bytes=(0, 0), flops=(0, 1e9), moved_bytes=(1e6, 1e6), n_ops=100
+    )
 
 
 def test_the_peak_of_backward_weighs_activations_against_the_gradients_that_are_complete_by_then():
@@ -119,18 +132,26 @@ def test_the_peak_of_backward_weighs_activations_against_the_gradients_that_are_
     assert (few["activations"], few["gradients"]) == (1e6 + 0.1e6, 4 * P)
     assert (many["activations"], many["gradients"]) == (80e6, 0)
     again = phase("backward", Candidate(micro_batch_size=8, gradient_accumulation_steps=2), profile=followed)
-    assert (again["activations"], again["gradients"]) == (80e6, 4 * P)  # those of the first micro-step are there all the time
+    assert (again["activations"], again["gradients"]) == (
+        80e6,
+        4 * P,
+    )  # those of the first micro-step are there all the time
 
 
 def test_a_pass_that_was_not_followed_lies_between_those_that_were():
     followed = replace(PROFILE, passes={"fp32/0": a_pass((0, 4e6, 0)), "fp32/1": a_pass((0, 1e6, 0))})
-    every = [phase("backward", Candidate(micro_batch_size=10, checkpoint_every=k), profile=followed)["activations"] for k in (0, 1, 2)]
+    every = [
+        phase("backward", Candidate(micro_batch_size=10, checkpoint_every=k), profile=followed)["activations"]
+        for k in (0, 1, 2)
+    ]
     assert every == [40e6, 10e6, 25e6]
     assert phase("backward", Candidate(micro_batch_size=10, precision="bf16"), profile=followed)["activations"] == 20e6
 
 
 def test_activations_are_linear_in_the_micro_batch_and_do_not_see_accumulation():
-    found = of(*(Candidate(micro_batch_size=b, gradient_accumulation_steps=k) for b, k in ((100, 1), (200, 1), (200, 8))))["activations"]
+    found = of(
+        *(Candidate(micro_batch_size=b, gradient_accumulation_steps=k) for b, k in ((100, 1), (200, 1), (200, 8)))
+    )["activations"]
     assert found[1] == 2 * found[0] == found[2]
 
 
@@ -148,7 +169,9 @@ def test_communication_follows_the_table_of_volumes(stage, volumes):
     settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False} if stage else {})
     for steps, volume in zip((1, 4), volumes, strict=True):
         wire_s = seconds("communication", gradient_accumulation_steps=steps, **settings)
-        assert wire_s == pytest.approx(step_time.WITHIN_A_STEP["cuda"] * volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s)
+        assert wire_s == pytest.approx(
+            step_time.WITHIN_A_STEP["cuda"] * volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s
+        )
 
 
 def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu_all():
@@ -162,19 +185,25 @@ def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu
 
 def test_over_gloo_a_scatter_is_an_all_reduce():
     flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8}
-    on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))["communication"][0]
+    on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))[
+        "communication"
+    ][0]
     slower = step_time.WITHIN_A_STEP["cpu"] / step_time.WITHIN_A_STEP["cuda"]
     assert on_cpu == pytest.approx(4 / 3 * slower * seconds("communication", **flat))
 
 
 def test_small_buckets_send_more_messages():
-    small, large = (seconds("messages", **{"zero_stage": 2, ZERO + "reduce_bucket_size": size}) for size in (10_000, 1_000_000))
+    small, large = (
+        seconds("messages", **{"zero_stage": 2, ZERO + "reduce_bucket_size": size}) for size in (10_000, 1_000_000)
+    )
     assert small > 10 * large
 
 
 def test_one_rank_communicates_nothing():
     alone = Machine.guess("cuda", 1)
-    found = of(*(Candidate(micro_batch_size=1, zero_stage=s) for s in range(4)), terms=step_time.step_time_terms, machine=alone)
+    found = of(
+        *(Candidate(micro_batch_size=1, zero_stage=s) for s in range(4)), terms=step_time.step_time_terms, machine=alone
+    )
     assert not found["communication"].any() and not found["messages"].any()
 
 
@@ -230,7 +259,9 @@ def test_intervals_widen_where_the_measurements_scatter_more_than_was_stated():
     terms = rng.uniform(1, 2, (20, 3))
     widths = []
     for scatter in (0.02, 0.1):
-        calibration = Calibration([0.1, 0.1, 0.1], 0.1, 0.02).fit(terms, terms.sum(axis=1) * np.exp(scatter * rng.standard_normal(20)))
+        calibration = Calibration([0.1, 0.1, 0.1], 0.1, 0.02).fit(
+            terms, terms.sum(axis=1) * np.exp(scatter * rng.standard_normal(20))
+        )
         widths.append(float(calibration.predict(terms[:1])[1][0]))
     assert 0.01 < widths[0] < 0.04 and widths[1] > 0.07
 
@@ -246,7 +277,9 @@ def test_one_spoiled_measurement_does_not_bend_the_rest():
 def test_settings_of_a_configuration_are_dotted_paths_and_hold_where_a_candidate_says_nothing():
     base = settings_of({"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}})
     assert base == {ZERO + "reduce_bucket_size": 1000}
-    said, own = (Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5}))
+    said, own = (
+        Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5})
+    )
     assert Knobs.of([said, own], base).reduce_bucket.tolist() == [1000, 5]
 
 

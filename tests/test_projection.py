@@ -59,7 +59,9 @@ def test_a_ring_over_nodes_is_as_fast_as_its_slowest_link_and_crosses_each_node_
 def test_nodes_of_one_device_have_only_links_between_them():
     apart = nodes(4, per_node=1)
     for algorithm in ("ring", "hierarchical"):
-        assert seconds(replace(apart, algorithm=algorithm)) == pytest.approx((2 * 3 / 4 * 1e9 / (50 * GB), 2 * 3 * 2e-5))
+        assert seconds(replace(apart, algorithm=algorithm)) == pytest.approx(
+            (2 * 3 / 4 * 1e9 / (50 * GB), 2 * 3 * 2e-5)
+        )
 
 
 def test_two_tiers_move_within_the_node_what_the_ring_moves_between_them():
@@ -111,7 +113,8 @@ def test_what_was_learned_of_computing_is_carried_over_and_what_was_learned_of_a
 
 def test_a_link_that_is_only_stated_widens_the_interval():
     sure, unsure = (
-        learned().on(CLUSTER.machine(HERE, 64), spread).step_time(replace(BASE, zero_stage=3)) for spread in (None, CLUSTER.spread(64))
+        learned().on(CLUSTER.machine(HERE, 64), spread).step_time(replace(BASE, zero_stage=3))
+        for spread in (None, CLUSTER.spread(64))
     )
     width = [said.total.high / said.total.low for said in (sure, unsure)]
     assert width[1] > 1.1 * width[0]
@@ -152,14 +155,21 @@ def test_strong_scaling_keeps_the_global_batch_or_says_why_it_cannot():
 
 def test_sharding_saves_memory_with_every_device():
     peaks = [
-        row.peak_memory_bytes.value for row in Projector(learned(), CLUSTER, FORESEEN).over_devices(replace(BASE, zero_stage=3), "weak")
+        row.peak_memory_bytes.value
+        for row in Projector(learned(), CLUSTER, FORESEEN).over_devices(replace(BASE, zero_stage=3), "weak")
     ]
     assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize(
     ("fewest", "devices", "per_node", "counts"),
-    [(2, 64, 8, [2, 4, 8, 16, 32, 64]), (1, 24, 8, [1, 2, 4, 8, 16, 24]), (2, 12, 6, [2, 4, 12]), (8, 4, 4, [4]), (1, 1, 1, [1])],
+    [
+        (2, 64, 8, [2, 4, 8, 16, 32, 64]),
+        (1, 24, 8, [1, 2, 4, 8, 16, 24]),
+        (2, 12, 6, [2, 4, 12]),
+        (8, 4, 4, [4]),
+        (1, 1, 1, [1]),
+    ],
 )
 def test_rank_counts_double_and_fill_nodes(fewest, devices, per_node, counts):
     assert Cluster(devices=devices, per_node=per_node, inter_bytes_per_s=1e9).counts(fewest) == counts
@@ -190,7 +200,8 @@ def test_a_study_on_one_rank_knows_no_link():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("300GB/s", 3e11), ("400Gbit/s", 5e10), ("100Gbps", 1.25e10), ("50 GiB/s", 50 * 2**30), ("1.5e3MB/s", 1.5e9)]
+    ("text", "value"),
+    [("300GB/s", 3e11), ("400Gbit/s", 5e10), ("100Gbps", 1.25e10), ("50 GiB/s", 50 * 2**30), ("1.5e3MB/s", 1.5e9)],
 )
 def test_bandwidths_are_read_in_bytes_and_bits(text, value):
     assert parse_bandwidth(text, "--x") == pytest.approx(value)
@@ -247,7 +258,9 @@ def test_the_benchmark_compares_medians_with_what_was_never_learned(monkeypatch)
         predictor = Predictor(PROFILE, real)
         for candidate in benchmark.CANDIDATES:
             step = 1.2 * predictor.step_time(candidate).total.value
-            rows += [{"place": place.name, "candidate": candidate.values(), "step_s": step * off} for off in (1.0, 1.0, 3.0)]
+            rows += [
+                {"place": place.name, "candidate": candidate.values(), "step_s": step * off} for off in (1.0, 1.0, 3.0)
+            ]
     rows.append({"place": "4 ranks", "candidate": benchmark.CANDIDATES[0].values(), "step_s": None})  # it failed once
     foreseen = replace(FORESEEN, machine=here["2 ranks"])
     found = benchmark.figures(json.loads(json.dumps(rows)), foreseen, GB)
@@ -266,7 +279,10 @@ def test_the_command_projects_a_study_and_its_front(studied):
     assert done.returncode == 0, done.stderr
     assert "small, trial 1: 8x1 fp32 z1" in done.stdout and "64 devices, 8 a node; weak scaling" in done.stdout
     assert re.search(r"^ +64 +512 .* (?:no|yes|maybe) ", done.stdout, flags=re.MULTILINE)
-    assert "The front's other configurations on 64 devices" in done.stdout and "corrected by 3 measurements on 2 rank(s)" in done.stdout
+    assert (
+        "The front's other configurations on 64 devices" in done.stdout
+        and "corrected by 3 measurements on 2 rank(s)" in done.stdout
+    )
     found = json.loads(autotune("project", "small", *LINKS, "--json", "--trial", "2", cwd=studied).stdout)
     assert [row["world_size"] for row in found["rows"]] == [2, 4, 8, 16, 32, 64] and found["trial"] == 2
     assert {other["trial"] for other in found["others"]} == {0, 1}
@@ -277,4 +293,6 @@ def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):
     assert "run a study first" in one_sentence(autotune("project", *LINKS, cwd=tmp_path))
     assert "no study with a recommendation" in one_sentence(autotune("project", "other", *LINKS, cwd=studied))
     assert "--inter-bandwidth" in one_sentence(autotune("project", "--devices", "64", cwd=studied))
-    assert "trial 9 is not on the front; there are 0, 1, 2" in one_sentence(autotune("project", *LINKS, "--trial", "9", cwd=studied))
+    assert "trial 9 is not on the front; there are 0, 1, 2" in one_sentence(
+        autotune("project", *LINKS, "--trial", "9", cwd=studied)
+    )

@@ -20,10 +20,25 @@ CONVERGENCE = Objective(name="convergence", metric="time_to_loss_s")
 
 
 def metrics(candidate: Candidate, step_s: float, memory: float) -> dict[str, float]:
-    return {"step_time_s": step_s, "samples_per_s": candidate.global_batch_size(1) / step_s, "peak_memory_bytes": memory}
+    return {
+        "step_time_s": step_s,
+        "samples_per_s": candidate.global_batch_size(1) / step_s,
+        "peak_memory_bytes": memory,
+    }
 
 
-def measured(number, step_s=0.1, memory=100e6, *, rounds=(), micro=8, accumulation=1, outcome=Outcome.COMPLETE, feasible=True, **knobs):
+def measured(
+    number,
+    step_s=0.1,
+    memory=100e6,
+    *,
+    rounds=(),
+    micro=8,
+    accumulation=1,
+    outcome=Outcome.COMPLETE,
+    feasible=True,
+    **knobs,
+):
     """A trial: its own step time, and those of its re-measurements (a sequence, or a mapping by round)."""
     candidate = Candidate(micro_batch_size=micro, gradient_accumulation_steps=accumulation, **knobs)
     again = dict(rounds) if isinstance(rounds, dict) else dict(enumerate(rounds, start=1))
@@ -106,7 +121,9 @@ def test_one_that_was_not_measured_again_is_compared_with_the_baselines_own_tria
 
 def test_a_pick_that_was_measured_once_has_an_interval_as_wide_as_the_machine_is_unsteady():
     """Met as 1.79x (1.68 to 1.90) on a machine that ran the baseline 1.87x faster an hour later."""
-    steady = recommend([base := measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.05, 50e6)], base, [MEMORY], 1).picks["lowest_memory"]
+    steady = recommend([base := measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.05, 50e6)], base, [MEMORY], 1).picks[
+        "lowest_memory"
+    ]
     base = measured(0, 0.1, rounds=[0.06, 0.06])
     unsteady = recommend([base, measured(1, 0.05, 50e6)], base, [MEMORY], 1).picks["lowest_memory"]
     assert steady.speedup_ci95[0] > 1.8
@@ -218,7 +235,9 @@ def test_a_baseline_that_breaks_a_constraint_is_compared_with_but_not_picked():
     assert found.baseline is not None
 
 
-@pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASHED, Outcome.TIMEOUT, Outcome.DIVERGED, Outcome.NOT_APPLIED])
+@pytest.mark.parametrize(
+    "outcome", [Outcome.OOM, Outcome.CRASHED, Outcome.TIMEOUT, Outcome.DIVERGED, Outcome.NOT_APPLIED]
+)
 def test_what_did_not_complete_is_never_picked(outcome):
     base = measured(0, 0.1)
     found = recommend([base, measured(1, outcome=outcome)], base, [LATENCY], 1)
@@ -248,7 +267,11 @@ def test_drop_in_keeps_the_baselines_global_batch():
 
 def test_each_extreme_is_picked():
     base = measured(0, 0.1, 100e6)
-    quick, wide, small = measured(1, 0.05, 120e6, micro=2), measured(2, 0.4, 150e6, micro=64), measured(3, 0.2, 50e6, checkpoint_every=1)
+    quick, wide, small = (
+        measured(1, 0.05, 120e6, micro=2),
+        measured(2, 0.4, 150e6, micro=64),
+        measured(3, 0.2, 50e6, checkpoint_every=1),
+    )
     found = recommend([base, quick, wide, small], base, [LATENCY, THROUGHPUT, MEMORY], 1)
     assert [chosen(found, name) for name in ("lowest_latency", "highest_throughput", "lowest_memory")] == [1, 2, 3]
     assert "fastest_convergence" not in found.picks
@@ -276,7 +299,11 @@ def test_the_values_in_the_file_are_those_of_the_rounds_and_lie_in_their_interva
 
 def test_the_finalists_are_the_best_compromise_the_best_of_the_same_batch_and_the_fastest():
     base = measured(0, 0.1, 100e6)
-    best, same, fastest = measured(1, 0.02, 100e6, micro=4), measured(2, 0.09, 100e6, zero_stage=1), measured(3, 0.5, 400e6, micro=128)
+    best, same, fastest = (
+        measured(1, 0.02, 100e6, micro=4),
+        measured(2, 0.09, 100e6, zero_stage=1),
+        measured(3, 0.5, 400e6, micro=128),
+    )
     fill = [measured(n, 0.04 + n / 1000, 100e6, micro=4, accumulation=1, zero_stage=1) for n in range(4, 9)]
     found = finalists([base, *fill, same, fastest, best], base, [LATENCY, THROUGHPUT, MEMORY], 3, 1)
     assert [m.trial for m in found] == [1, 2, 3]
@@ -295,7 +322,9 @@ def test_the_finalists_stay_the_same_once_they_were_measured_again():
     before = [base, measured(1, 0.05), measured(2, 0.06), measured(3, 0.07)]
     again = measured(0, 0.1, rounds=[0.1])
     after = [again, measured(1, 0.05, rounds=[0.2]), *before[2:]]
-    assert [m.trial for m in finalists(before, base, [LATENCY], 2, 1)] == [m.trial for m in finalists(after, again, [LATENCY], 2, 1)]
+    assert [m.trial for m in finalists(before, base, [LATENCY], 2, 1)] == [
+        m.trial for m in finalists(after, again, [LATENCY], 2, 1)
+    ]
 
 
 # The interval.
@@ -308,7 +337,10 @@ def test_the_interval_of_the_speedup_holds_the_truth_nineteen_times_in_twenty():
         noise = lambda: math.exp(rng.gauss(0, 0.02))  # noqa: E731
         drift = [math.exp(rng.gauss(0, 0.2)) for _ in range(3)]
         base = measured(0, 0.1, rounds=[0.1 * d * noise() for d in drift])
-        others = [measured(k, 0.1 / truth, rounds=[0.1 / truth * d * noise() for d in drift], precision="bf16") for k in (1, 2, 3)]
+        others = [
+            measured(k, 0.1 / truth, rounds=[0.1 / truth * d * noise() for d in drift], precision="bf16")
+            for k in (1, 2, 3)
+        ]
         low, high = recommend([base, *others], base, [LATENCY], 1).picks["recommended"].speedup_ci95
         hits += low <= truth <= high
     # The one that reads best of three equal ones is picked, which costs some of the 95 %.
@@ -316,7 +348,10 @@ def test_the_interval_of_the_speedup_holds_the_truth_nineteen_times_in_twenty():
 
 
 def test_the_interval_covers_what_rounds_disagree_about():
-    base, noisy = measured(0, 0.2, rounds=[0.2, 0.2, 0.2]), measured(1, 0.1, rounds=[0.10, 0.12, 0.09], precision="bf16")
+    base, noisy = (
+        measured(0, 0.2, rounds=[0.2, 0.2, 0.2]),
+        measured(1, 0.1, rounds=[0.10, 0.12, 0.09], precision="bf16"),
+    )
     low, high = recommend([base, noisy], base, [THROUGHPUT], 1).picks["highest_throughput"].speedup_ci95
     assert low < 0.2 / 0.12 < 0.2 / 0.09 < high
 
@@ -330,7 +365,9 @@ def test_what_the_user_cannot_reproduce_is_ranked_apart():
     found = recommend([base, own, apart], base, [LATENCY, THROUGHPUT], 1)
     assert {chosen(found, name) for name in found.picks if name != "out_of_reach"} <= {0, 1} and chosen(found) == 1
     assert [m.trial for m in found.front] == [1]
-    assert chosen(found, "out_of_reach") == 2 and any("a check of the library is off" in r for r in found.picks["out_of_reach"].reasons)
+    assert chosen(found, "out_of_reach") == 2 and any(
+        "a check of the library is off" in r for r in found.picks["out_of_reach"].reasons
+    )
     assert [m.trial for m in rank([apart, base, own], base, [LATENCY])] == [1, 0, 2]
 
 
@@ -361,9 +398,14 @@ def test_other_numerics_are_recommended_only_once_the_gate_has_passed_them():
     )
     assert any(reason.startswith("not to be recommended") for reason in found.picks["lowest_latency"].reasons)
     found = recommend([base, replace(open_, verdict=PASSED), kept], base, [LATENCY, THROUGHPUT], 1)
-    assert chosen(found) == 1 and any("over 40 steps its loss is 0.001 above theirs" in r for r in found.picks["recommended"].reasons)
+    assert chosen(found) == 1 and any(
+        "over 40 steps its loss is 0.001 above theirs" in r for r in found.picks["recommended"].reasons
+    )
     found = recommend([base, replace(open_, verdict=replace(PASSED, same_as=7)), kept], base, [LATENCY, THROUGHPUT], 1)
-    assert any("the loss of trial 7, whose numerics are the same, is 0.001 above" in r for r in found.picks["recommended"].reasons)
+    assert any(
+        "the loss of trial 7, whose numerics are the same, is 0.001 above" in r
+        for r in found.picks["recommended"].reasons
+    )
 
 
 def test_drop_in_keeps_the_batch_and_the_numerics():

@@ -65,7 +65,9 @@ def study_report(n_trials: int = 30, **changes) -> StudyReport:
         }  # fmt: skip
         trials.append(one_trial(number, baseline if number == 0 else drawn, rng))
     found = [as_measured(trial, trials[0]) for trial in trials]
-    answer = recommend.recommend(found, found[0], [Objective(name=name, metric=name) for name in OBJECTIVES], world_size=2)
+    answer = recommend.recommend(
+        found, found[0], [Objective(name=name, metric=name) for name in OBJECTIVES], world_size=2
+    )
     recommended = {
         "picks": {name: pick.to_data() for name, pick in answer.picks.items()},
         "baseline": answer.baseline and answer.baseline.to_data(),
@@ -97,7 +99,12 @@ def one_trial(number: int, values: dict, rng: random.Random) -> dict:
         reason = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
         return trial | {"outcome": "crashed", "reason": reason, "phase": "initialize", "wall_s": 0.8}
     if number == 17:
-        return trial | {"outcome": "diverged", "reason": "the loss was not finite at step 12", "phase": "measure", "wall_s": 1.9}
+        return trial | {
+            "outcome": "diverged",
+            "reason": "the loss was not finite at step 12",
+            "phase": "measure",
+            "wall_s": 1.9,
+        }
     metrics = measured(values, rng)
     half = {"step_time_s": 0.014, "samples_per_s": 0.014, "tokens_per_s": 0.014, "time_to_loss_s": 0.08}
     ci95 = {name: [value * (1 - half.get(name, 0)), value * (1 + half.get(name, 0))] for name, value in metrics.items()}
@@ -105,9 +112,13 @@ def one_trial(number: int, values: dict, rng: random.Random) -> dict:
     batch = Candidate.of(values).global_batch_size(2)
     losses = [1.9 + 3.7 / (1 + i * batch / 320) + rng.gauss(0, 0.35 / batch**0.5) for i in range(n)]
     times = [metrics["step_time_s"] * rng.uniform(0.98, 1.03) for _ in range(n)]
-    busy = ["the machine was busy: other processes used 0.7 cores while this trial was timed"] if number in (0, 9) else []
+    busy = (
+        ["the machine was busy: other processes used 0.7 cores while this trial was timed"] if number in (0, 9) else []
+    )
     censored = ["time_to_loss_s"] if number % 7 == 3 else []
-    expected = {name: metrics[name] * (0.9 + 0.2 * (number * 0.618 % 1)) for name in ("peak_memory_bytes", "step_time_s")}
+    expected = {
+        name: metrics[name] * (0.9 + 0.2 * (number * 0.618 % 1)) for name in ("peak_memory_bytes", "step_time_s")
+    }
     forecast = {name: [value, 0.9 * value, 1.12 * value] for name, value in expected.items()}
     return trial | {"metrics": metrics, "ci95": ci95, "losses": losses, "step_times_s": times, "caveats": busy, "censored": censored,
                     "forecast": forecast}  # fmt: skip
@@ -162,7 +173,14 @@ def with_picks(report: StudyReport, **picks) -> StudyReport:
 def failed_study() -> StudyReport:
     report = study_report(3)
     trials = [
-        t | {"outcome": "crashed", "reason": "ImportError: no module named 'flash'", "metrics": {}, "ci95": {}, "losses": []}
+        t
+        | {
+            "outcome": "crashed",
+            "reason": "ImportError: no module named 'flash'",
+            "metrics": {},
+            "ci95": {},
+            "losses": [],
+        }
         for t in report.trials
     ]
     return replace(report, trials=trials, front=[], recommended={"picks": {}, "baseline": None})
@@ -180,20 +198,34 @@ def test_the_page_loads_nothing_from_anywhere(page):
 
 def test_the_page_forbids_every_request_and_foreign_script(page):
     policy = next(
-        attributes["content"] for tag, attributes in Tags(page).found if attributes.get("http-equiv") == "Content-Security-Policy"
+        attributes["content"]
+        for tag, attributes in Tags(page).found
+        if attributes.get("http-equiv") == "Content-Security-Policy"
     )
-    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe-inline" not in policy.split("style-src")[0]
+    assert (
+        policy.startswith("default-src 'none'; script-src 'sha256-")
+        and "unsafe-inline" not in policy.split("style-src")[0]
+    )
 
 
 def test_a_study_name_with_html_in_it_is_inert(report):
     trials = [dict(report.trials[0]) | {"caveats": [EVIL]}, *(t | {"reason": EVIL} for t in report.trials[1:])]
-    pick = {**report.picks["recommended"], "reasons": [EVIL], "script_side_changes": [f"`{EVIL}`"], "ds_config": {EVIL: EVIL}}
+    pick = {
+        **report.picks["recommended"],
+        "reasons": [EVIL],
+        "script_side_changes": [f"`{EVIL}`"],
+        "ds_config": {EVIL: EVIL},
+    }
     values = {
         "study": {**report.study, "name": EVIL, "target": EVIL},
         "workload": {**report.workload, "block_class": EVIL},
         "trials": trials,
     }
-    tags = Tags(html.render(replace(with_picks(report, recommended=pick), **values, environment={**ENVIRONMENT, "device_name": EVIL})))
+    tags = Tags(
+        html.render(
+            replace(with_picks(report, recommended=pick), **values, environment={**ENVIRONMENT, "device_name": EVIL})
+        )
+    )
     assert [tag for tag, _ in tags.found].count("script") == 4 and "img" not in [tag for tag, _ in tags.found]
     assert EVIL in tags.texts["h1"]
     assert not any(name.startswith("on") for _, attributes in tags.found for name in attributes)
@@ -233,7 +265,10 @@ def test_extrapolated_values_are_marked(page, report):
 
 
 def test_the_plots_get_the_values_that_the_recommendation_rests_on(report):
-    again = {**report.picks["recommended"], "metrics": {**report.picks["recommended"]["metrics"], "samples_per_s": 123.0}}
+    again = {
+        **report.picks["recommended"],
+        "metrics": {**report.picks["recommended"]["metrics"], "samples_per_s": 123.0},
+    }
     front = [again if point["trial"] == again["trial"] else point for point in report.front]
     data = data_of(html.render(replace(with_picks(report, recommended=again, lowest_latency=again), front=front)))
     point = next(p for p in data["points"] if p["trial"] == again["trial"])
@@ -247,15 +282,23 @@ def data_of(page: str) -> dict:
 def test_a_trial_is_compared_with_the_baseline_as_it_was_measured_then():
     report = study_report()
     # Measured again at the end, when the machine ran twice as fast; only the recommended trial was measured again with it.
-    faster = {name: value * (2 if name.endswith("per_s") else 0.5) for name, value in report.baseline["metrics"].items()}
-    again = {**report.picks["recommended"], "metrics": {**report.picks["recommended"]["metrics"], "samples_per_s": 700.0}}
+    faster = {
+        name: value * (2 if name.endswith("per_s") else 0.5) for name, value in report.baseline["metrics"].items()
+    }
+    again = {
+        **report.picks["recommended"],
+        "metrics": {**report.picks["recommended"]["metrics"], "samples_per_s": 700.0},
+    }
     recommended = {"picks": {**report.picks, "recommended": again}, "baseline": {**report.baseline, "metrics": faster}}
     report = replace(report, recommended=recommended)
     alone, own = report.picks["highest_throughput"], report.trials[0]["metrics"]["samples_per_s"]
     unsaid = {name: value for name, value in alone.items() if name != "speedup"}
     assert report.comparable(alone)["metrics"]["samples_per_s"] == own
     assert report.comparable(again)["metrics"]["samples_per_s"] == 2 * own
-    assert speedup(replace(report, recommended={**recommended, "picks": {}}), unsaid) == alone["metrics"]["samples_per_s"] / own
+    assert (
+        speedup(replace(report, recommended={**recommended, "picks": {}}), unsaid)
+        == alone["metrics"]["samples_per_s"] / own
+    )
 
 
 def test_loss_curves_are_averaged_into_few_points_on_three_axes(page):
@@ -277,14 +320,21 @@ def test_a_loss_that_was_not_finite_leaves_a_gap():
 def test_a_study_in_which_nothing_completed_says_why():
     report = failed_study()
     page = html.render(report)
-    assert "Nothing to recommend: no configuration completed." in page and "3 crashed" in page and "no module named" in page
+    assert (
+        "Nothing to recommend: no configuration completed." in page
+        and "3 crashed" in page
+        and "no module named" in page
+    )
     assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
 
 
 def test_without_a_baseline_no_speedup_is_stated():
     report = study_report()
     bare = {name: pick | {"speedup": None, "speedup_ci95": None, "reasons": []} for name, pick in report.picks.items()}
-    trials = [report.trials[0] | {"outcome": "oom", "reason": "over the memory limit", "metrics": {}}, *report.trials[1:]]
+    trials = [
+        report.trials[0] | {"outcome": "oom", "reason": "over the memory limit", "metrics": {}},
+        *report.trials[1:],
+    ]
     report = replace(report, recommended={"picks": bare, "baseline": None}, trials=trials)
     for text in (html.render(report).partition("<script")[0], render(report), printed(report, 80)):
         assert "the baseline did not complete (oom: over the memory limit)" in " ".join(text.split())
@@ -303,7 +353,9 @@ def test_one_objective_is_enough_for_a_report():
     report = study_report()
     keep = {"samples_per_s"}
     trials = [t | {"metrics": {k: v for k, v in t["metrics"].items() if k in keep}} for t in report.trials]
-    cut = {name: p | {"metrics": {k: v for k, v in p["metrics"].items() if k in keep}} for name, p in report.picks.items()}
+    cut = {
+        name: p | {"metrics": {k: v for k, v in p["metrics"].items() if k in keep}} for name, p in report.picks.items()
+    }
     report = replace(report, study={**report.study, "objectives": ["samples_per_s"]}, trials=trials, front=[cut["highest_throughput"]],
                      recommended={"picks": cut, "baseline": report.baseline})  # fmt: skip
     assert "samples/s" in html.render(report) and "samples/s" in render(report) and "samples/s" in printed(report, 80)
@@ -356,7 +408,10 @@ def test_the_answer_reads_without_colour_and_in_ascii(report):
 def test_the_answer_shows_picks_speedup_interval_and_what_was_written(report):
     text = " ".join(printed(report, 80, ["studies/code-gpt/ds_config.json"]).split())
     pick = report.picks["highest_throughput"]
-    assert f"{pick['speedup']:.2f}x ({pick['speedup_ci95'][0]:.2f} to {pick['speedup_ci95'][1]:.2f}) the baseline's throughput" in text
+    assert (
+        f"{pick['speedup']:.2f}x ({pick['speedup_ci95'][0]:.2f} to {pick['speedup_ci95'][1]:.2f}) the baseline's throughput"
+        in text
+    )
     assert "<- baseline" in text and "recommended" in text and "studies/code-gpt/ds_config.json" in text
 
 
@@ -393,7 +448,9 @@ def test_values_that_are_compared_share_unit_and_decimals(metric, values, shown)
     assert [scale.quantity(value) for value in values] == shown
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(8.42, "8.4 s"), (59.97, "1 min 0 s"), (222.4, "3 min 42 s"), (7500, "2 h 5 min")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(8.42, "8.4 s"), (59.97, "1 min 0 s"), (222.4, "3 min 42 s"), (7500, "2 h 5 min")]
+)
 def test_a_wall_time_is_said_in_two_units(seconds, shown):
     assert units.duration(seconds) == shown
 
@@ -404,7 +461,10 @@ def test_the_page_shows_the_curves_of_what_the_quality_gate_refused_beside_the_r
     refused = {"passed": False, "reason": f"trains worse {EVIL}", "excess": 0.3, "limit": 0.05, "n_steps": 12, "losses": curve,
                "replicates": [curve, curve], "batch": 16}  # fmt: skip
     passed = refused | {"passed": True, "reason": "", "excess": -0.001}
-    trials = [trial | {"gate": refused if trial is chosen[1] else passed if trial is chosen[0] else None} for trial in report.trials]
+    trials = [
+        trial | {"gate": refused if trial is chosen[1] else passed if trial is chosen[0] else None}
+        for trial in report.trials
+    ]
     tags = Tags(html.render(replace(report, trials=trials)))
     titles = [text for text in tags.texts["h3"] if "train" in text or "refused" in text]
     assert titles == [f"trial {chosen[1]['trial']}: refused: diverged", f"trial {chosen[0]['trial']}: trains alike"]

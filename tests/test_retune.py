@@ -53,7 +53,9 @@ def tmp_path(finished, tmp_path_factory):
 
 
 def retuning(folder, **asked):
-    return Retuning(name="s", folder=folder / "s", url=store.default_url(folder), asked=Asked(**asked), observer=Watcher())
+    return Retuning(
+        name="s", folder=folder / "s", url=store.default_url(folder), asked=Asked(**asked), observer=Watcher()
+    )
 
 
 def retune(folder, executor, plan=None, **asked):
@@ -81,7 +83,10 @@ def rows(folder):
     engine = store.open_storage(store.default_url(folder)).engine
     with engine.connect() as connection:
         tables = (MEASUREMENT, RECOMMENDATION, DECISION, ENVIRONMENTS)
-        return {table.name: connection.scalar(sqlalchemy.select(sqlalchemy.func.count()).select_from(table)) for table in tables}
+        return {
+            table.name: connection.scalar(sqlalchemy.select(sqlalchemy.func.count()).select_from(table))
+            for table in tables
+        }
 
 
 # Unchanged, improved, failed.
@@ -104,7 +109,11 @@ def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kep
     assert config(tmp_path) != before and "bf16" not in config(tmp_path)
     assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
     kept = history(tmp_path).decisions("s")[0]
-    assert kept["verdict"] == "improved" and kept["evidence"]["duel"]["gain"] > 0.03 and kept["ended_at"] >= kept["began_at"]
+    assert (
+        kept["verdict"] == "improved"
+        and kept["evidence"]["duel"]["gain"] > 0.03
+        and kept["ended_at"] >= kept["began_at"]
+    )
     assert len(history(tmp_path).recommendations("s")) == 2
 
 
@@ -121,7 +130,9 @@ def test_after_a_replacement_the_study_answers_with_the_new_configuration(tmp_pa
 
 
 def test_a_configuration_that_no_longer_runs_is_replaced_without_a_gain_to_show(tmp_path):
-    decision = retune(tmp_path, Instant(lambda c: failed(Outcome.OOM, "no room") if c.precision == "bf16" else report(c)))
+    decision = retune(
+        tmp_path, Instant(lambda c: failed(Outcome.OOM, "no room") if c.precision == "bf16" else report(c))
+    )
     assert decision.verdict is Verdict.IMPROVED
     assert "does not run any more (oom: no room)" in decision.reason
     assert config(tmp_path).get("bf16") is None
@@ -272,7 +283,9 @@ def test_a_standing_reads_back_as_it_was_written():
 def test_a_new_study_of_the_same_model_starts_from_what_an_earlier_one_found(tmp_path):
     known = replace(WORKLOAD, structure="abc")
     for name in ("a", "t"):
-        runner = runner_of(tmp_path, Instant(), **{**STUDY, "name": name, "sampler": "physics", "stop_below": 0.0, "trials": 8})
+        runner = runner_of(
+            tmp_path, Instant(), **{**STUDY, "name": name, "sampler": "physics", "stop_below": 0.0, "trials": 8}
+        )
         runner.plan = replace(runner.plan, workload=known)
         runner.folder = tmp_path / name
         runner.open()

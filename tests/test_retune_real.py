@@ -73,7 +73,9 @@ def test_what_became_slow_is_replaced_and_the_history_tells_it(tmp_path: Path, s
 
     def autotune(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "autotune"), *arguments, *storage]
-        return subprocess.run(command, cwd=tmp_path, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, check=False
+        )
 
     done = autotune("run", "study.yaml")
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,9 @@ def test_the_guide_finds_the_best_of_the_made_up_machine(names):
 def test_the_optuna_sampler_does_too(names):
     study = names["study"]
     assert len({str(t.params) for t in study.trials}) == 15
-    assert max(t.values[1] for t in study.trials if t.values) >= 0.95 / fastest(names, lambda c, s: s / c.global_batch_size(4))
+    assert max(t.values[1] for t in study.trials if t.values) >= 0.95 / fastest(
+        names, lambda c, s: s / c.global_batch_size(4)
+    )
     assert sum(t.state.name == "PRUNED" for t in study.trials) <= 2
 
 

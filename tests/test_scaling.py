@@ -29,7 +29,9 @@ def run(world_size, rate, round_=0, **more):
 
 def test_strong_scaling_keeps_the_global_batch_and_the_memory_of_a_rank():
     found = candidates(BASE, [1, 2, 4], "strong")
-    assert {c.global_batch_size(n) for n, c in found.items()} == {32} and {c.micro_batch_size for c in found.values()} == {4}
+    assert {c.global_batch_size(n) for n, c in found.items()} == {32} and {
+        c.micro_batch_size for c in found.values()
+    } == {4}
     assert found[4] == BASE
 
 
@@ -45,7 +47,11 @@ def test_rank_counts_that_cannot_keep_the_global_batch_are_refused_with_the_reme
 def test_speedup_and_efficiency_are_those_of_the_throughputs():
     one, two, four = scaling([run(1, 10.0), run(2, 18.0), run(4, 25.0)], 1000)
     assert (one.speedup, one.efficiency, one.serial_share) == (1.0, 1.0, None)
-    assert two.speedup == pytest.approx(1.8) and two.efficiency == pytest.approx(0.9) and four.efficiency == pytest.approx(0.625)
+    assert (
+        two.speedup == pytest.approx(1.8)
+        and two.efficiency == pytest.approx(0.9)
+        and four.efficiency == pytest.approx(0.625)
+    )
     assert four.epoch_s == pytest.approx(40.0) and four.speedup_ci95 is None
 
 
@@ -63,14 +69,21 @@ def test_a_machine_that_slows_down_between_rounds_changes_no_speedup():
 
 def test_rounds_that_scatter_widen_the_interval():
     found = scaling(
-        [run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 16), (10, 18)]) for n, rate in zip((1, 2), rates, strict=True)], None
+        [
+            run(n, rate, r)
+            for r, rates in enumerate([(10, 19), (10, 16), (10, 18)])
+            for n, rate in zip((1, 2), rates, strict=True)
+        ],
+        None,
     )
     low, high = found[1].speedup_ci95
     assert low < 1.6 < found[1].speedup < 1.9 < high
 
 
 def test_a_count_that_never_ran_is_left_out():
-    assert [scale.world_size for scale in scaling([run(1, 10.0), run(4, 30.0)], None)] == [1, 4] and scaling([], None) == []
+    assert [scale.world_size for scale in scaling([run(1, 10.0), run(4, 30.0)], None)] == [1, 4] and scaling(
+        [], None
+    ) == []
 
 
 @pytest.mark.parametrize("text", ["", "2", "a,b", "0,2", "2,2", "-1,4"])
@@ -104,7 +117,11 @@ def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
 
 def test_every_quantity_has_a_panel_with_its_intervals_and_what_is_ideal():
     rounds = [(10, 19), (10, 16), (10, 18)]
-    runs = [run(n, rate, r, communication=0.1 * (n - 1)) for r, rates in enumerate(rounds) for n, rate in enumerate(rates, 1)]
+    runs = [
+        run(n, rate, r, communication=0.1 * (n - 1))
+        for r, rates in enumerate(rounds)
+        for n, rate in enumerate(rates, 1)
+    ]
     found = scaling(runs, 1000)
     strong, weak = ({panel.title: panel for panel in page.panels(found, mode)} for mode in ("strong", "weak"))
     assert list(strong) == list(weak) and len(strong) == 6
@@ -124,7 +141,9 @@ def test_what_is_not_known_has_no_panel():
 
 
 def test_an_interval_without_end_does_not_make_everything_else_flat(tmp_path):
-    wild = scaling([run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 2)]) for n, rate in enumerate(rates, 1)], None)
+    wild = scaling(
+        [run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 2)]) for n, rate in enumerate(rates, 1)], None
+    )
     assert wild[1].speedup_ci95[1] > 100
     page.write(wild, "strong", "wild", [], tmp_path / "scaling.html")
     panel = (tmp_path / "scaling.html").read_text().split("Speed-up")[2]
@@ -150,20 +169,41 @@ def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path,
     """Weakly: two ranks do twice the samples in a step, each what one did."""
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    done = autotune("scale", "ok.py", "--ranks", "1,2", "--weak", "--rounds", "1", "--base-config", "ds.json", "--json", cwd=tmp_path)
+    done = autotune(
+        "scale",
+        "ok.py",
+        "--ranks",
+        "1,2",
+        "--weak",
+        "--rounds",
+        "1",
+        "--base-config",
+        "ds.json",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["mode"] == "weak" and [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [(1, 8), (2, 16)]
-    assert all(each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in found["scales"])
+    assert found["mode"] == "weak" and [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [
+        (1, 8),
+        (2, 16),
+    ]
+    assert all(
+        each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in found["scales"]
+    )
     assert "Weak scaling" in (tmp_path / "studies" / "ok" / "scaling.html").read_text()
 
 
 @pytest.mark.slow
 def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    found = plan.plan(StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path)
+    found = plan.plan(
+        StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path
+    )
     said = Console(file=io.StringIO())
-    runs, failures = scale.measure(found, executor, tmp_path, candidates(found.baseline, [1, 2], "strong"), 2, ProgressView(said))
+    runs, failures = scale.measure(
+        found, executor, tmp_path, candidates(found.baseline, [1, 2], "strong"), 2, ProgressView(said)
+    )
     assert failures == [] and [(each.round, each.world_size, each.samples_per_step) for each in runs] == [
         (0, 1, 16), (0, 2, 16), (1, 1, 16), (1, 2, 16),
     ]  # fmt: skip

@@ -24,10 +24,17 @@ CONDITIONAL = SearchSpace.parse(
         "micro_batch_size": [1, 2, 4, 8, 16, 32, 64],
         "gradient_accumulation_steps": [1, 2, 4],
         "zero_stage": [0, 1, 2, 3],
-        "zero_optimization.reduce_bucket_size": {"range": [16, 29], "power_of_two": True, "when": {"zero_stage": [1, 2]}},
+        "zero_optimization.reduce_bucket_size": {
+            "range": [16, 29],
+            "power_of_two": True,
+            "when": {"zero_stage": [1, 2]},
+        },
         "zero_optimization.overlap_comm": {"choices": [None, True], "when": {"zero_stage": [1, 2]}},
         "precision": ["fp32", "bf16", "fp16"],
-        "bf16.bf16_master_weights_and_grads": {"choices": [None, True], "when": {"precision": ["bf16"], "zero_stage": [1, 2, 3]}},
+        "bf16.bf16_master_weights_and_grads": {
+            "choices": [None, True],
+            "when": {"precision": ["bf16"], "zero_stage": [1, 2, 3]},
+        },
         "bf16.bf16_optimizer_states": {"choices": [None, True], "when": {"bf16.bf16_master_weights_and_grads": [True]}},
     },
     "conditional",
@@ -63,7 +70,9 @@ class Search:
     def tell(self, asked, state=None):
         if self.constraint:
             asked.set_constraint("completed", 0.0 if state is None else 1.0)
-        self.study.tell(asked, None if state else [1 + self.rng.random() for _ in range(self.n_objectives)], state=state)
+        self.study.tell(
+            asked, None if state else [1 + self.rng.random() for _ in range(self.n_objectives)], state=state
+        )
 
     def run(self, n):
         """The candidates of n trials (or as many as there are); every fourth trial fails."""
@@ -168,7 +177,9 @@ def test_equal_seeds_search_alike_and_others_do_not(name):
 
 def test_tpe_finds_a_good_candidate_sooner_than_chance():
     """On a space of 1,024 candidates with one clear slope: the sum over seeds of the best of 40 trials."""
-    space = SearchSpace.parse({"micro_batch_size": {"range": [1, 32]}, "gradient_accumulation_steps": {"range": [1, 32]}}, "slope")
+    space = SearchSpace.parse(
+        {"micro_batch_size": {"range": [1, 32]}, "gradient_accumulation_steps": {"range": [1, 32]}}, "slope"
+    )
 
     def best(name, seed):
         study = optuna.create_study(directions=["minimize"])
@@ -176,7 +187,9 @@ def test_tpe_finds_a_good_candidate_sooner_than_chance():
         values = []
         for _ in range(40):
             asked = study.ask()
-            candidate = space.candidate(space.suggest(lambda parameter, asked=asked: parameter.suggest(asked), BASELINE), BASELINE)
+            candidate = space.candidate(
+                space.suggest(lambda parameter, asked=asked: parameter.suggest(asked), BASELINE), BASELINE
+            )
             asked.set_user_attr(CANDIDATE_ATTR, candidate.key)
             values.append(abs(candidate.micro_batch_size - 20) + abs(candidate.gradient_accumulation_steps - 5))
             study.tell(asked, values[-1])

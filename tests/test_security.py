@@ -55,15 +55,24 @@ def test_nothing_is_unpickled():
 def test_yaml_is_read_in_one_place_and_as_plain_data():
     users = {file for file, name, _ in calls() if re.fullmatch(r"yaml\.(safe_|full_|unsafe_)?load(_all)?", name)}
     assert users == set()
-    names = ((file, ast.unparse(node)) for file, tree in SOURCES.items() for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    names = (
+        (file, ast.unparse(node))
+        for file, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    )
     loaders = {file for file, name in names if re.fullmatch(r"yaml\.\w*Loader", name)}
     assert loaders == {"documents.py"}
 
 
 def test_nothing_but_the_users_own_target_and_commands_is_executed():
-    executes = {(file, name) for file, name, _ in calls() if name in ("exec", "eval", "compile", "os.system", "os.popen")}
+    executes = {
+        (file, name) for file, name, _ in calls() if name in ("exec", "eval", "compile", "os.system", "os.popen")
+    }
     assert executes == {("worker/script.py", "exec"), ("worker/script.py", "compile")}
-    assert {file for file, _, keywords in calls() if keywords.get("shell") == "True"} == {"retune.py"}  # --on-change COMMAND
+    assert {file for file, _, keywords in calls() if keywords.get("shell") == "True"} == {
+        "retune.py"
+    }  # --on-change COMMAND
 
 
 # Names.
@@ -112,7 +121,9 @@ def test_a_preset_s_name_leads_to_no_preset_elsewhere(tmp_path, name):
         found = find_preset("search_spaces", name, tmp_path, "--space")
     except UserError:
         return
-    assert "/" in name and found == Path(os.path.abspath(tmp_path / name))  # a path that the user wrote, not one of our presets
+    assert "/" in name and found == Path(
+        os.path.abspath(tmp_path / name)
+    )  # a path that the user wrote, not one of our presets
 
 
 def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path):
@@ -139,14 +150,18 @@ def in_database(tmp_path, study: str) -> History:
     """A database with a schedule that no command of ours would have made."""
     history = History(store.open_storage(store.default_url(tmp_path / "studies")).engine)
     with history.engine.begin() as connection:
-        connection.execute(SCHEDULE.insert().values(study=study, every_s=60.0, on_change=False, created_at=0.0, next_run_at=0.0))
+        connection.execute(
+            SCHEDULE.insert().values(study=study, every_s=60.0, on_change=False, created_at=0.0, next_run_at=0.0)
+        )
     return history
 
 
 @pytest.mark.parametrize("study", ["--on-change=touch pwned", "x\n* * * * * touch pwned", "../x", "$(touch pwned)"])
 def test_a_schedule_of_somebody_else_s_runs_and_exports_nothing(tmp_path, study):
     history, said = in_database(tmp_path, study), []
-    daemon = Daemon(store.default_url(tmp_path / "studies"), tmp_path / "studies", said.append, ["touch", str(tmp_path / "pwned")])
+    daemon = Daemon(
+        store.default_url(tmp_path / "studies"), tmp_path / "studies", said.append, ["touch", str(tmp_path / "pwned")]
+    )
     daemon.jobs.leads = True
     daemon.fire(1)
     assert "passed by" in said[-1] and not (tmp_path / "pwned").exists()
@@ -164,10 +179,18 @@ def evil_report():
     report = study_report(12)
     evil = f"{EVIL}{{{{7*7}}}}`"
     knob = f"optimizer.params.{EVIL}"
-    trials = [t | {"candidate": {**t["candidate"], knob: evil}, "reason": evil, "caveats": [evil], "phase": evil} for t in report.trials]
+    trials = [
+        t | {"candidate": {**t["candidate"], knob: evil}, "reason": evil, "caveats": [evil], "phase": evil}
+        for t in report.trials
+    ]
     front = [point | {"candidate": {**point["candidate"], knob: evil}} for point in report.front]
     picks = {
-        name: pick | {"candidate": {**pick["candidate"], knob: evil}, "reasons": [evil], "script_side_changes": [evil, f"`{evil}`"]}
+        name: pick
+        | {
+            "candidate": {**pick["candidate"], knob: evil},
+            "reasons": [evil],
+            "script_side_changes": [evil, f"`{evil}`"],
+        }
         for name, pick in report.picks.items()
     }
     return replace(
@@ -181,7 +204,9 @@ def test_no_text_name_or_parameter_gets_out_of_its_place_in_the_page():
     tags = Tags(page)
     assert [tag for tag, _ in tags.found].count("script") == 4 and "img" not in [tag for tag, _ in tags.found]
     assert not any(
-        name.startswith("on") or str(value).startswith("javascript:") for _, found in tags.found for name, value in found.items()
+        name.startswith("on") or str(value).startswith("javascript:")
+        for _, found in tags.found
+        for name, value in found.items()
     )
     assert data_of(page)["points"] and "{{7*7}}" in page  # nothing fills templates in
 
@@ -199,7 +224,9 @@ def test_nothing_in_the_readme_and_the_notes_is_html():
 
 def test_scripts_write_no_text_as_html():
     for path in (ROOT / "report").glob("*.js"):
-        writes = re.findall(r"(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function)\b.*", path.read_text())
+        writes = re.findall(
+            r"(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function)\b.*", path.read_text()
+        )
         assert all("${swatch}</svg>" in line for line in writes), writes  # drawn by ourselves, of no text
 
 
@@ -207,7 +234,17 @@ def test_scripts_write_no_text_as_html():
 
 
 @pytest.mark.parametrize(
-    "host", ["[", "[::1", "]", "a" * 5000, "127.0.0.1@evil.example", "evil.example#127.0.0.1", "\x00", "127.0.0.1.evil.example"]
+    "host",
+    [
+        "[",
+        "[::1",
+        "]",
+        "a" * 5000,
+        "127.0.0.1@evil.example",
+        "evil.example#127.0.0.1",
+        "\x00",
+        "127.0.0.1.evil.example",
+    ],
 )
 def test_a_host_that_is_none_is_not_ours(host):
     application = Application.__new__(Application)
@@ -225,7 +262,9 @@ def test_an_address_that_is_none_is_refused_in_a_sentence(tmp_path, host):
         make_server(url, tmp_path, host, 0, "a-token-of-sixteen")
 
 
-@pytest.mark.parametrize("token", ["", "short", "x" * (LEAST_TOKEN - 1), "sixteen letters;", "sixteen-letters\n", "a" * 15 + "é"])
+@pytest.mark.parametrize(
+    "token", ["", "short", "x" * (LEAST_TOKEN - 1), "sixteen letters;", "sixteen-letters\n", "a" * 15 + "é"]
+)
 def test_a_token_that_is_quickly_guessed_or_breaks_a_cookie_is_refused(token):
     assert not is_strong(token)
     assert is_strong(new_token()) and new_token() != new_token()

@@ -63,7 +63,9 @@ def url(server: postgres.Postgres) -> Iterator[str]:
 class Coordinator:
     """A process that leads or helps a study; forked, which spares it the imports."""
 
-    def __init__(self, role: str, folder: Path, log: Path, url: str, trials: int, seconds: float, patience_s: float) -> None:
+    def __init__(
+        self, role: str, folder: Path, log: Path, url: str, trials: int, seconds: float, patience_s: float
+    ) -> None:
         def main() -> None:
             sys.stdout = open(log, "w")  # noqa: SIM115
             # Who is dead is seen by the process number, so that this need not be quick.
@@ -165,7 +167,12 @@ def test_who_was_taken_for_dead_cannot_tell_his_trial(url):
     assert study.get_trials()[0].state is TrialState.RUNNING
     assert alive.tell(asked, TrialState.COMPLETE, [2.0], {"a": 2}, {"fits": 0.0})
     ended = study.get_trials()[0]
-    assert (ended.state, ended.values, ended.user_attrs["a"], ended.constraints) == (TrialState.COMPLETE, [2.0], 2, {"fits": 0.0})
+    assert (ended.state, ended.values, ended.user_attrs["a"], ended.constraints) == (
+        TrialState.COMPLETE,
+        [2.0],
+        2,
+        {"fits": 0.0},
+    )
 
 
 def test_a_trial_is_told_once_though_the_answer_was_lost(url):
@@ -337,7 +344,9 @@ def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start)
         ended(*workers)
         assert_whole(own.url, 14)
         # One that was just being begun has no candidate, and is closed.
-        assert not [t for t in study_of(own.url).get_trials() if t.state is TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs]
+        assert not [
+            t for t in study_of(own.url).get_trials() if t.state is TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs
+        ]
     assert any("is away" in worker.log for worker in workers)
 
 
@@ -371,7 +380,9 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
 
     executor = Instant(behaviour)
     spec = spec_of(trials=7, finalists=0, space=[SPACE], stop_below=0, overlap=True)
-    runner = Runner(plan_of(spec), executor, tmp_path / "s", store.default_url(tmp_path), Watcher(), [executor, executor])
+    runner = Runner(
+        plan_of(spec), executor, tmp_path / "s", store.default_url(tmp_path), Watcher(), [executor, executor]
+    )
     runner.run()
     assert most[0] == 2
     measured = runner.measured()
@@ -515,7 +526,11 @@ finalists: 0
 
 def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "autotune.cli", *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "autotune.cli", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

@@ -59,7 +59,9 @@ def test_every_value_of_a_preset_can_run_somewhere(name):
 
 
 def test_a_list_and_a_single_value_are_short_for_choices():
-    assert space(zero_stage=[0, 1], precision="bf16") == space(zero_stage={"choices": [0, 1]}, precision={"choices": ["bf16"]})
+    assert space(zero_stage=[0, 1], precision="bf16") == space(
+        zero_stage={"choices": [0, 1]}, precision={"choices": ["bf16"]}
+    )
 
 
 def test_a_range_contains_both_ends():
@@ -96,7 +98,9 @@ def test_optuna_values_decode_to_the_values_and_back(data):
 def test_parents_come_first_whatever_the_order_of_the_file():
     backwards = SearchSpace.parse(dict(reversed(CONDITIONAL.items())), "test.yaml")
     names = [parameter.name for parameter in backwards.parameters]
-    assert names.index("zero_stage") < min(names.index(child) for child in CONDITIONAL if child not in ("zero_stage", "micro_batch_size"))
+    assert names.index("zero_stage") < min(
+        names.index(child) for child in CONDITIONAL if child not in ("zero_stage", "micro_batch_size")
+    )
 
 
 def test_a_space_is_written_as_it_is_read():
@@ -136,13 +140,22 @@ def bad(**knobs):
         (bad(zero_stage={"choices": [1], "when": {"precision": []}}), "no value"),
         (bad(zero_stage={"choices": [1], "when": {"precision": ["bf61"]}}), "'bf61' is not one of"),
         (bad(zero_stage={"choices": [1], "when": {"precison": ["bf16"]}}), "'precision'"),
-        (bad(zero_stage={"choices": [1], "when": {"communication_data_type": ["bf16"]}}), "not a knob of this search space"),
         (
-            bad(communication_data_type=["bf16"], zero_stage={"choices": [1], "when": {"communication_data_type": ["fp16"]}}),
+            bad(zero_stage={"choices": [1], "when": {"communication_data_type": ["bf16"]}}),
+            "not a knob of this search space",
+        ),
+        (
+            bad(
+                communication_data_type=["bf16"],
+                zero_stage={"choices": [1], "when": {"communication_data_type": ["fp16"]}},
+            ),
             "one of its values",
         ),
         (
-            bad(zero_stage={"choices": [1], "when": {"precision": "bf16"}}, precision={"choices": ["bf16"], "when": {"zero_stage": 1}}),
+            bad(
+                zero_stage={"choices": [1], "when": {"precision": "bf16"}},
+                precision={"choices": ["bf16"], "when": {"zero_stage": 1}},
+            ),
             "circle",
         ),
         (bad(zero_stage={"choices": [1], "when": {"zero_stage": 1}}), "circle"),
@@ -157,7 +170,10 @@ def test_a_mistake_is_named_with_its_place(data, said):
 def test_two_presets_with_one_knob_are_refused_by_name():
     with pytest.raises(SpaceError, match=r"mine\.yaml: zero_stage: already defined by zero"):
         SearchSpace.compose(
-            [("zero", parse_parameters(PRESETS["zero"], "zero")), ("mine.yaml", parse_parameters({"zero_stage": [1]}, "mine.yaml"))]
+            [
+                ("zero", parse_parameters(PRESETS["zero"], "zero")),
+                ("mine.yaml", parse_parameters({"zero_stage": [1]}, "mine.yaml")),
+            ]
         )
 
 
@@ -192,7 +208,12 @@ def test_parameters_are_chosen_one_after_the_other():
     values = {}
     while (parameter := conditional().next_parameter(values, BASELINE)) is not None:
         values[parameter.name] = parameter.all_values()[-1]
-    assert values == {"micro_batch_size": 2, "zero_stage": 3, "zero_optimization.reduce_bucket_size": 2**18, "offload_param": "cpu"}
+    assert values == {
+        "micro_batch_size": 2,
+        "zero_stage": 3,
+        "zero_optimization.reduce_bucket_size": 2**18,
+        "offload_param": "cpu",
+    }
 
 
 def test_only_active_parameters_are_asked_for():
@@ -210,22 +231,37 @@ def test_optuna_fills_a_space_define_by_run():
 
 def test_what_is_not_tuned_is_the_baselines():
     baseline = Candidate.of(
-        {"micro_batch_size": 8, "gradient_accumulation_steps": 2, "precision": "bf16", "communication_data_type": "fp32"}
+        {
+            "micro_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "precision": "bf16",
+            "communication_data_type": "fp32",
+        }
     )
     candidate = conditional().candidate({"micro_batch_size": 1, "zero_stage": 0}, baseline)
     assert candidate == Candidate(
-        micro_batch_size=1, gradient_accumulation_steps=2, precision="bf16", config=(("communication_data_type", "fp32"),)
+        micro_batch_size=1,
+        gradient_accumulation_steps=2,
+        precision="bf16",
+        config=(("communication_data_type", "fp32"),),
     )
 
 
 def test_what_is_tuned_but_inactive_is_switched_off_even_if_the_baseline_has_it():
-    baseline = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "offload_param": "cpu", "zero_optimization.overlap_comm": True})
+    baseline = Candidate.of(
+        {"micro_batch_size": 8, "zero_stage": 3, "offload_param": "cpu", "zero_optimization.overlap_comm": True}
+    )
     candidate = conditional().candidate({"micro_batch_size": 8, "zero_stage": 0}, baseline)
     assert candidate == Candidate(micro_batch_size=8)
 
 
 def test_a_value_given_for_an_inactive_parameter_is_ignored():
-    assert conditional().candidate({"micro_batch_size": 1, "zero_stage": 0, "offload_param": "cpu"}, BASELINE).offload_param == "none"
+    assert (
+        conditional()
+        .candidate({"micro_batch_size": 1, "zero_stage": 0, "offload_param": "cpu"}, BASELINE)
+        .offload_param
+        == "none"
+    )
 
 
 def test_null_leaves_the_key_out():
@@ -241,7 +277,9 @@ def test_null_leaves_the_key_out():
 def test_a_space_contains_what_it_spans_and_nothing_else():
     inside = Candidate.of({"micro_batch_size": 1, "zero_stage": 1, "zero_optimization.reduce_bucket_size": 65_536})
     outside = Candidate.of({"micro_batch_size": 1, "zero_stage": 1, "zero_optimization.reduce_bucket_size": 65_537})
-    switched_off = Candidate.of({"micro_batch_size": 1, "zero_stage": 0, "zero_optimization.reduce_bucket_size": 65_536})
+    switched_off = Candidate.of(
+        {"micro_batch_size": 1, "zero_stage": 0, "zero_optimization.reduce_bucket_size": 65_536}
+    )
     assert [conditional().contains(candidate) for candidate in (inside, outside, switched_off)] == [True, False, False]
 
 
@@ -254,7 +292,10 @@ def test_candidates_are_all_there_and_there_once():
 @settings(max_examples=50)
 @given(
     names=st.lists(
-        st.sampled_from(["batch", "zero", "precision", "checkpointing", "compression", "offload"]), min_size=1, max_size=3, unique=True
+        st.sampled_from(["batch", "zero", "precision", "checkpointing", "compression", "offload"]),
+        min_size=1,
+        max_size=3,
+        unique=True,
     )
 )
 def test_enumeration_has_no_duplicates_and_counts_as_it_says(names):
@@ -310,7 +351,10 @@ def test_a_kept_batch_that_no_micro_batch_divides_is_refused():
 
 
 def test_a_condition_on_the_accumulation_holds_under_a_kept_batch_too():
-    knobs = {"communication_data_type": {"choices": ["bf16"], "when": {"gradient_accumulation_steps": [4]}}, **PRESETS["batch"]}
+    knobs = {
+        "communication_data_type": {"choices": ["bf16"], "when": {"gradient_accumulation_steps": [4]}},
+        **PRESETS["batch"],
+    }
     kept = SearchSpace.parse(knobs, "test.yaml").keeping(32, 2)
     assert {c.gradient_accumulation_steps for c in kept.candidates(BASELINE) if c.config} == {4}
 
@@ -344,7 +388,9 @@ def test_a_value_that_can_never_run_is_dead_and_says_why():
 
 
 def test_a_value_that_runs_only_with_another_knob_is_alive():
-    assert ("offload_param", "cpu") not in compose("zero", "offload").dead_values(BASELINE, Setting(accelerator="cuda", world_size=2))
+    assert ("offload_param", "cpu") not in compose("zero", "offload").dead_values(
+        BASELINE, Setting(accelerator="cuda", world_size=2)
+    )
 
 
 def test_a_value_whose_parent_is_not_tuned_is_dead():
@@ -359,7 +405,12 @@ def test_a_value_whose_parent_is_not_tuned_is_dead():
 )
 @settings(max_examples=30)
 @given(
-    names=st.lists(st.sampled_from(["zero", "precision", "checkpointing", "compression", "offload"]), min_size=1, max_size=3, unique=True),
+    names=st.lists(
+        st.sampled_from(["zero", "precision", "checkpointing", "compression", "offload"]),
+        min_size=1,
+        max_size=3,
+        unique=True,
+    ),
     setting=st.builds(
         Setting,
         accelerator=st.sampled_from(["cpu", "cuda"]),
@@ -384,4 +435,6 @@ def test_pruning_loses_no_legal_candidate():
 
 
 def test_a_parameter_does_not_know_optuna_until_it_is_asked():
-    assert Parameter(name="zero_stage", choices=(0, 1)).distribution() == optuna.distributions.CategoricalDistribution((0, 1))
+    assert Parameter(name="zero_stage", choices=(0, 1)).distribution() == optuna.distributions.CategoricalDistribution(
+        (0, 1)
+    )

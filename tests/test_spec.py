@@ -54,7 +54,9 @@ def test_a_bare_model_gets_the_documented_defaults(target):
     spec = StudySpec.of_target(target)
     assert (spec.name, spec.target, spec.trials, spec.global_batch) == ("tiny", target, 30, "free")
     assert [objective.name for objective in spec.objectives] == ["latency", "throughput", "convergence", "memory"]
-    assert {"micro_batch_size", "zero_stage", "precision", "checkpoint_every"} <= {parameter.name for parameter in spec.space.parameters}
+    assert {"micro_batch_size", "zero_stage", "precision", "checkpoint_every"} <= {
+        parameter.name for parameter in spec.space.parameters
+    }
 
 
 def test_a_study_is_named_for_its_file_unless_that_is_what_such_files_are_called(target, study):
@@ -83,7 +85,9 @@ def test_flags_go_before_the_file_and_absent_flags_change_nothing(study):
 def test_presets_files_and_inline_knobs_compose(target, study):
     (target.parent / "mine.yaml").write_text("checkpoint_every: [0, 2]\n")
     spec = study("space: [zero, mine.yaml, {gradient_accumulation_steps: [1, 2]}]")
-    assert spec.space["checkpoint_every"].choices == (0, 2) and {"zero_stage", "gradient_accumulation_steps"} <= set(spec.space.to_data())
+    assert spec.space["checkpoint_every"].choices == (0, 2) and {"zero_stage", "gradient_accumulation_steps"} <= set(
+        spec.space.to_data()
+    )
 
 
 def test_objectives_may_be_presets_files_or_inline(target, study):
@@ -95,7 +99,9 @@ def test_objectives_may_be_presets_files_or_inline(target, study):
 
 
 def test_amounts_carry_units(study):
-    spec = study("time_budget_s: 1h30m\ntrial_budget_s: 4s\ndevice_memory_bytes: 4GiB\nconstraints: {peak_memory_bytes: {max: 2GiB}}\n")
+    spec = study(
+        "time_budget_s: 1h30m\ntrial_budget_s: 4s\ndevice_memory_bytes: 4GiB\nconstraints: {peak_memory_bytes: {max: 2GiB}}\n"
+    )
     assert (spec.time_budget_s, spec.trial_budget_s, spec.device_memory_bytes) == (5400, 4, 4 * 2**30)
     assert spec.constraints == (Constraint(metric="peak_memory_bytes", max=2 * 2**30),)
 
@@ -139,7 +145,9 @@ repeats: 3
 """
 
 
-@pytest.mark.parametrize("text", ["", WHOLE, "space: [batch, zero, precision, checkpointing, compression, buckets, offload]"])
+@pytest.mark.parametrize(
+    "text", ["", WHOLE, "space: [batch, zero, precision, checkpointing, compression, buckets, offload]"]
+)
 def test_a_study_is_written_whole_and_read_back_as_it_was(study, target, tmp_path, text):
     spec = study(text)
     for folder in (None, tmp_path / "elsewhere", target.parent):
@@ -263,7 +271,9 @@ def test_every_preset_says_first_what_it_is(path):
 
 
 def test_a_preset_that_is_copied_and_changed_is_used_as_a_file(study, target):
-    (target.parent / "zero.yaml").write_text(presets("search_spaces")["zero"].read_text().replace("[0, 1, 2, 3]", "[0, 1]"))
+    (target.parent / "zero.yaml").write_text(
+        presets("search_spaces")["zero"].read_text().replace("[0, 1, 2, 3]", "[0, 1]")
+    )
     assert study("space: zero.yaml").space["zero_stage"].choices == (0, 1)
 
 
@@ -331,9 +341,15 @@ def test_imports_are_listed_without_what_lies_beside_the_target(target):
     target.write_text(
         "from __future__ import annotations\nimport helpers, torch.nn.functional as F\n"
         "from transformers.models import gpt2\nfrom . import sibling\n"
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import heavy\nif __name__ == '__main__':\n    import script\n" + MODEL
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import heavy\nif __name__ == '__main__':\n    import script\n"
+        + MODEL
     )
-    assert inspect_target(target).imports == ("torch.nn.functional", "transformers.models:gpt2", "typing:TYPE_CHECKING", "torch")
+    assert inspect_target(target).imports == (
+        "torch.nn.functional",
+        "transformers.models:gpt2",
+        "typing:TYPE_CHECKING",
+        "torch",
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +393,9 @@ def test_frameworks_are_told_from_the_text(target, text):
 def test_the_training_may_be_in_a_module_that_a_script_imports(target):
     (target.parent / "training").mkdir()
     (target.parent / "training" / "__init__.py").write_text("from .loop import run\n")
-    (target.parent / "training" / "loop.py").write_text("import deepspeed\nimport wandb\ndef run(): deepspeed.initialize()\n")
+    (target.parent / "training" / "loop.py").write_text(
+        "import deepspeed\nimport wandb\ndef run(): deepspeed.initialize()\n"
+    )
     target.write_text("BATCH: int = 2 * 4\nif True:\n    STEPS = 3\nfrom training import run\nrun()\n")
     found = inspect_target(target)
     assert (found.kind, found.constants) == ("script", ("BATCH", "STEPS"))
@@ -401,7 +419,9 @@ def test_there_is_more_than_one_way_to_write_a_target(target, text):
 
 
 def test_a_script_that_calls_deepspeed_itself_is_a_target(target):
-    target.write_text("import deepspeed, torch\nBATCH = 8\nmodel = build()\nengine, *_ = deepspeed.initialize(model=model)\n")
+    target.write_text(
+        "import deepspeed, torch\nBATCH = 8\nmodel = build()\nengine, *_ = deepspeed.initialize(model=model)\n"
+    )
     found = inspect_target(target)
     assert found.kind == "script" and "BATCH" in found.constants and "torch" in found.imports
 
@@ -422,7 +442,9 @@ def test_scripts_of_frameworks_are_targets(target, text):
 
 def test_a_script_of_a_study_keeps_arguments_constants_and_folder(target, tmp_path):
     target.write_text("import deepspeed\nBATCH = 8\ndeepspeed.initialize()\n")
-    wanted = StudySpec.of(target, {"script_args": ("--bsz", "{micro_batch_size}"), "script_set": ["BATCH={micro_batch_size}"]})
+    wanted = StudySpec.of(
+        target, {"script_args": ("--bsz", "{micro_batch_size}"), "script_set": ["BATCH={micro_batch_size}"]}
+    )
     (tmp_path / "study.yaml").write_text(wanted.to_yaml(tmp_path))
     again = StudySpec.of(tmp_path / "study.yaml")
     assert again == wanted and again.global_batch == "keep" and again.working_dir == Path.cwd()
@@ -486,7 +508,9 @@ def test_a_script_and_its_arguments_in_one_word_are_taken_apart_for_the_user(scr
 
 
 def test_a_study_keeps_its_command_and_finds_the_script_again(script, tmp_path):
-    wanted = StudySpec.of_command(invocation(script), {"arg_mappings": {"gradient_accumulation_steps": "--gas"}, "trials": 3})
+    wanted = StudySpec.of_command(
+        invocation(script), {"arg_mappings": {"gradient_accumulation_steps": "--gas"}, "trials": 3}
+    )
     assert (wanted.name, wanted.target, wanted.ranks, wanted.global_batch) == ("train", script, 2, "keep")
     file = tmp_path / "studies" / "train" / "study.yaml"
     file.parent.mkdir(parents=True)
@@ -549,7 +573,9 @@ def test_braces_of_the_scripts_own_are_left_alone(script):
 
 
 def test_with_a_template_for_its_path_the_configuration_is_given_here(script):
-    wanted = StudySpec.of(script, {"script_args": ("--ds", "{ds_config}"), "base_config": {"train_micro_batch_size_per_gpu": 2}})
+    wanted = StudySpec.of(
+        script, {"script_args": ("--ds", "{ds_config}"), "base_config": {"train_micro_batch_size_per_gpu": 2}}
+    )
     assert wanted.templated() == ("ds_config",)
 
 
@@ -575,7 +601,9 @@ def test_reading_a_study_imports_neither_torch_nor_optuna(study, target):
         "import sys; from pathlib import Path; from autotune.spec import StudySpec; StudySpec.of(Path(sys.argv[1]));"
         " print([name for name in ('torch', 'deepspeed', 'optuna') if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(target.with_name("study.yaml"))], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(target.with_name("study.yaml"))], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "[]"
 
 
@@ -603,7 +631,9 @@ class TestExecutors:
         assert (again.executor, again.nodes, again.executor_options) == ("slurm", 2, spec.executor_options)
 
     def test_flags_go_before_the_file(self, study):
-        spec = study("executor: slurm\n", {"executor": "ray", "executor_options": ["address=host:6379", "resources=a:1,b:2"]})
+        spec = study(
+            "executor: slurm\n", {"executor": "ray", "executor_options": ["address=host:6379", "resources=a:1,b:2"]}
+        )
         assert (spec.executor, spec.executor_options) == ("ray", {"address": "host:6379", "resources": "a:1,b:2"})
 
     @pytest.mark.parametrize(
@@ -647,7 +677,10 @@ class TestExecutors:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("executor: slurm\nexecutor_options: {partitions: gpu}\n", r"partitions: unknown to slurm\. Did you mean 'partition'"),
+            (
+                "executor: slurm\nexecutor_options: {partitions: gpu}\n",
+                r"partitions: unknown to slurm\. Did you mean 'partition'",
+            ),
             ("executor_options: {partition: gpu}\n", "partition: unknown to local"),
             ("nodes: 2\n", "several machines take --executor slurm or ray, or --hostfile"),
             ("executor: slurm\nexecutor_options: {idle: soon}\n", "idle=soon: a number of seconds is needed"),

@@ -91,7 +91,10 @@ class TestInterval:
         assert np.median(widths) == pytest.approx(1.96 * 1.253 * 0.05 / 10, rel=0.3)
 
     def test_correlated_steps_say_less_than_independent_ones(self) -> None:
-        alone, alike = (np.median([stats.summarise([*SETUP, *noise(s, 60, 0.05, r)]).ci95_s for s in range(100)]) for r in (0.0, 0.7))
+        alone, alike = (
+            np.median([stats.summarise([*SETUP, *noise(s, 60, 0.05, r)]).ci95_s for s in range(100)])
+            for r in (0.0, 0.7)
+        )
         assert alike > 1.5 * alone
 
     def test_stopping_as_soon_as_it_is_narrow_keeps_most_of_its_cover(self) -> None:
@@ -155,7 +158,11 @@ class TestEnough:
 
     @given(TIMES)
     def test_every_rank_decides_alike(self, times: list[float]) -> None:
-        assert stats.measured_enough(times) == stats.measured_enough(tuple(times)) == stats.measured_enough(np.array(times).tolist())
+        assert (
+            stats.measured_enough(times)
+            == stats.measured_enough(tuple(times))
+            == stats.measured_enough(np.array(times).tolist())
+        )
 
 
 class TestRatio:

@@ -54,7 +54,9 @@ def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tm
     assert len(executor.ran) == len(ended) - ended.count(Outcome.PREDICTED_OOM)
     # 20 candidates, of which those with a micro-batch of 32 do not fit.
     assert ended.count(Outcome.COMPLETE) == min(17 - ended.count(Outcome.OOM), 16)
-    reason = next(t["reason"] for t in map(store.told_data, store.told_trials(runner.study)) if t["outcome"] == "predicted_oom")
+    reason = next(
+        t["reason"] for t in map(store.told_data, store.told_trials(runner.study)) if t["outcome"] == "predicted_oom"
+    )
     assert "predicted to need 1." in reason and "a rank has 1.02 GiB" in reason
     seen = summary.status_data(summary.load("s", str(runner.storage.url), tmp_path / "s"), 0)
     assert seen["outcomes"]["predicted_oom"] == ended.count(Outcome.PREDICTED_OOM)
@@ -64,14 +66,23 @@ def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tm
 @pytest.mark.parametrize("sampler", ["grid", "physics"])
 def test_without_the_filter_everything_is_launched(tmp_path, sampler):
     runner, executor, _ = run(
-        tmp_path, limited, sampler=sampler, space=SMALL, trials=30, device_memory_bytes=LIMIT, memory_filter=False, **NEVER
+        tmp_path,
+        limited,
+        sampler=sampler,
+        space=SMALL,
+        trials=30,
+        device_memory_bytes=LIMIT,
+        memory_filter=False,
+        **NEVER,
     )
     assert outcomes(runner).count(Outcome.OOM) == 4 and len(executor.ran) == 20
 
 
 def test_predictions_without_end_count_as_trials(tmp_path):
     many = [{"micro_batch_size": [8, *range(100, 160)]}]
-    runner, executor, _ = run(tmp_path, limited, sampler="grid", space=many, trials=6, device_memory_bytes=LIMIT, **NEVER)
+    runner, executor, _ = run(
+        tmp_path, limited, sampler="grid", space=many, trials=6, device_memory_bytes=LIMIT, **NEVER
+    )
     assert 12 <= len(outcomes(runner)) <= 13 and len(executor.ran) <= 3
 
 
@@ -87,18 +98,31 @@ def test_where_nothing_more_fits_the_study_says_so(tmp_path):
 
 def test_a_baseline_that_runs_out_of_memory_does_not_end_the_search(tmp_path):
     """Nothing was measured yet, and the guess of the workload may be wrong in its scale."""
-    given = {"sampler": "physics", "space": [{"micro_batch_size": [1, 2, 32, 64], "checkpoint_every": [0, 1]}], "trials": 8}
+    given = {
+        "sampler": "physics",
+        "space": [{"micro_batch_size": [1, 2, 32, 64], "checkpoint_every": [0, 1]}],
+        "trials": 8,
+    }
     behaviour = lambda c: failed(Outcome.OOM, "over") if needs(c) > 220_000_000 else limited(c)  # noqa: E731
     runner, _, _ = run(tmp_path, behaviour, device_memory_bytes=220_000_000, **given, **NEVER)
     assert outcomes(runner)[0] is Outcome.OOM and outcomes(runner).count(Outcome.COMPLETE) == 4
 
 
 def test_where_nothing_fits_at_all_the_answer_says_so(tmp_path):
-    given = {"sampler": "physics", "space": [{"micro_batch_size": [8, 16, 32]}], "trials": 12, "objectives": ["latency", "throughput"]}
-    runner, executor, _ = run(tmp_path, lambda _: failed(Outcome.OOM, "over"), device_memory_bytes=10**8, **given, **NEVER)
+    given = {
+        "sampler": "physics",
+        "space": [{"micro_batch_size": [8, 16, 32]}],
+        "trials": 12,
+        "objectives": ["latency", "throughput"],
+    }
+    runner, executor, _ = run(
+        tmp_path, lambda _: failed(Outcome.OOM, "over"), device_memory_bytes=10**8, **given, **NEVER
+    )
     assert set(outcomes(runner)) <= {Outcome.OOM, Outcome.PREDICTED_OOM} and len(executor.ran) == 3
     found = summary.load("s", str(runner.storage.url), tmp_path / "s")
-    assert found.picks == {} and found.why_nothing.startswith("no configuration fits the device memory: 3 ran out of it")
+    assert found.picks == {} and found.why_nothing.startswith(
+        "no configuration fits the device memory: 3 ran out of it"
+    )
 
 
 # When it is done.
@@ -106,11 +130,19 @@ def test_where_nothing_fits_at_all_the_answer_says_so(tmp_path):
 
 def test_a_study_ends_when_nothing_is_left_to_gain_and_says_so(tmp_path):
     wide = [{"micro_batch_size": {"range": [1, 40]}, "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}]
-    given = {"sampler": "physics", "space": wide, "finalists": 0, "objectives": ["latency", "throughput"], "stop_trials": False}
+    given = {
+        "sampler": "physics",
+        "space": wide,
+        "finalists": 0,
+        "objectives": ["latency", "throughput"],
+        "stop_trials": False,
+    }
     runner, executor, watcher = run(tmp_path, trials=60, **given)
     assert 12 <= len(executor.ran) < 60
     why = next(text for text in watcher.said if text.startswith("stopped after"))
-    assert why.startswith(f"stopped after {len(executor.ran)} of 60 trials: no candidate is expected to improve an objective by 0.01")
+    assert why.startswith(
+        f"stopped after {len(executor.ran)} of 60 trials: no candidate is expected to improve an objective by 0.01"
+    )
     assert why in summary.load("s", str(runner.storage.url), tmp_path / "s").caveats()
     throughputs = [m.metrics["samples_per_s"] for m in runner.measured()]
     assert max(throughputs) >= 0.98 * 40 / (0.02 + 0.001 * 40 * 0.6)
@@ -118,7 +150,9 @@ def test_a_study_ends_when_nothing_is_left_to_gain_and_says_so(tmp_path):
     assert run(tmp_path, trials=60, **given)[1].ran == []
     again, executor, _ = run(tmp_path, stop_below=0.0, trials=len(executor.ran) + 2, **given)
     assert len(executor.ran) == 2
-    assert not any("stopped after" in text for text in summary.load("s", str(again.storage.url), tmp_path / "s").caveats())
+    assert not any(
+        "stopped after" in text for text in summary.load("s", str(again.storage.url), tmp_path / "s").caveats()
+    )
 
 
 def test_a_study_that_cannot_foretell_does_not_end_itself(tmp_path):
@@ -149,8 +183,14 @@ class Stopping(Instant):
         rival = trial.beaten_by(self.requests[-1].rivals, whole.step_times_s, max(whole.peak_memory_bytes.values()))
         if rival is None:
             return whole
-        short = {"step_times_s": whole.step_times_s[:5], "cpu_times_s": whole.cpu_times_s[:5], "losses": whole.losses[:5]}
-        return replace(whole, outcome=Outcome.STOPPED_EARLY, reason=f"worse than trial {rival.trial}", phase="measure", **short)
+        short = {
+            "step_times_s": whole.step_times_s[:5],
+            "cpu_times_s": whole.cpu_times_s[:5],
+            "losses": whole.losses[:5],
+        }
+        return replace(
+            whole, outcome=Outcome.STOPPED_EARLY, reason=f"worse than trial {rival.trial}", phase="measure", **short
+        )
 
 
 def stopping(folder, **changes):
@@ -171,7 +211,8 @@ def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
     complete = [m for m in runner.measured() if m.usable]
     for m in stopped:  # each is worse than one that ran to its end on both objectives
         assert any(
-            c.metrics["step_time_s"] <= m.metrics["step_time_s"] and c.metrics["peak_memory_bytes"] <= m.metrics["peak_memory_bytes"]
+            c.metrics["step_time_s"] <= m.metrics["step_time_s"]
+            and c.metrics["peak_memory_bytes"] <= m.metrics["peak_memory_bytes"]
             for c in complete
         )
     found = recommend.recommend(runner.measured(), complete[0], runner.objectives, 1)
@@ -180,13 +221,21 @@ def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
 
 
 def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_known_yet(tmp_path):
-    same_batch = [{"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4], "precision": ["fp32", "bf16"]}]
-    _, executor = stopping(tmp_path, sampler="random", space=same_batch, trials=14, finalists=0, objectives=["throughput"])
-    asked = [(Candidate.of(request.candidate).global_batch_size(1), request.rivals) for request in executor.requests[1:]]
+    same_batch = [
+        {"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4], "precision": ["fp32", "bf16"]}
+    ]
+    _, executor = stopping(
+        tmp_path, sampler="random", space=same_batch, trials=14, finalists=0, objectives=["throughput"]
+    )
+    asked = [
+        (Candidate.of(request.candidate).global_batch_size(1), request.rivals) for request in executor.requests[1:]
+    ]
     batches = [c.global_batch_size(1) for c in executor.ran]
     assert any(rivals for batch, rivals in asked if batch != 8)
     assert all(batches[rival.trial] == 8 for batch, rivals in asked if batch == 8 for rival in rivals)
-    _, executor = stopping(tmp_path / "b", sampler="random", trials=6, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}])
+    _, executor = stopping(
+        tmp_path / "b", sampler="random", trials=6, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}]
+    )
     assert all(not request.rivals for request in executor.requests)
 
 
@@ -218,10 +267,21 @@ def test_a_finalist_that_is_clearly_beaten_is_not_measured_again(tmp_path):
     def behaviour(candidate):
         whole = report(candidate)
         first = executor.ran.count(candidate) == 1
-        return replace(whole, step_times_s=[0.3 * s for s in whole.step_times_s]) if candidate == lucky and first else whole
+        return (
+            replace(whole, step_times_s=[0.3 * s for s in whole.step_times_s])
+            if candidate == lucky and first
+            else whole
+        )
 
     executor.behaviour, watcher = behaviour, Watcher()
-    given = {"sampler": "grid", "trials": 33, "finalists": 3, "repeats": 3, "objectives": ["latency", "throughput"], "stop_trials": False}
+    given = {
+        "sampler": "grid",
+        "trials": 33,
+        "finalists": 3,
+        "repeats": 3,
+        "objectives": ["latency", "throughput"],
+        "stop_trials": False,
+    }
     runner = runner_of(tmp_path, executor, watcher=watcher, **given)
     runner.run()
     again = executor.ran[len(runner.measured()) :]

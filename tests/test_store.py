@@ -37,7 +37,9 @@ def url(tmp_path):
 
 def begin(url, name="s", n=0, directions=("minimize",)):
     """A study with n told trials."""
-    study = store.create_study(store.open_storage(url), name, list(directions), [f"m{i}" for i in range(len(directions))])
+    study = store.create_study(
+        store.open_storage(url), name, list(directions), [f"m{i}" for i in range(len(directions))]
+    )
     for number in range(n):
         tell(study, Candidate(micro_batch_size=number + 1))
     return study
@@ -47,7 +49,15 @@ def tell(study, candidate, outcome=Outcome.COMPLETE, state=None, **metrics):
     asked = study.ask()
     asked.set_user_attr(CANDIDATE_ATTR, candidate.key)
     values = metrics or {"step_time_s": 0.1}
-    data = {"outcome": outcome, "reason": "", "phase": "done", "wall_s": 1.0, "metrics": values, "ci95": {}, "feasible": True}
+    data = {
+        "outcome": outcome,
+        "reason": "",
+        "phase": "done",
+        "wall_s": 1.0,
+        "metrics": values,
+        "ci95": {},
+        "feasible": True,
+    }
     asked.set_user_attr(store.MEASURED_ATTR, json.dumps(data | {"censored": [], "caveats": []}))
     study.tell(asked, None if state else [1.0] * len(study.directions), state=state)
     return asked.number

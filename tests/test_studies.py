@@ -17,7 +17,9 @@ def test_a_committed_study_is_read_without_a_complaint(path):
 
 
 def test_the_classifier_of_digits_learns_them():
-    pytest.importorskip("sklearn", reason="scikit-learn, which carries the images, is not installed: pip install scikit-learn")
+    pytest.importorskip(
+        "sklearn", reason="scikit-learn, which carries the images, is not installed: pip install scikit-learn"
+    )
     spec = importlib.util.spec_from_file_location("digits_cnn", STUDIES / "digits-cnn" / "model.py")
     target = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(target)
@@ -25,7 +27,9 @@ def test_the_classifier_of_digits_learns_them():
     model, samples = target.model(), target.data()
     optimizer, losses = target.optimizer(model.parameters()), []
     for start in range(0, 640, 32):
-        value = target.loss(model, [torch.stack(part) for part in zip(*(samples[i] for i in range(start, start + 32)), strict=True)])
+        value = target.loss(
+            model, [torch.stack(part) for part in zip(*(samples[i] for i in range(start, start + 32)), strict=True)]
+        )
         optimizer.zero_grad()
         value.backward()
         optimizer.step()

@@ -144,7 +144,9 @@ def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth
     assert phi == pytest.approx(8 * (4.1 - 2) / 3 / ((8 - 4.1) / 3), rel=0.01)
     for m in runner.measured():
         batch = m.candidate.global_batch_size(1)
-        assert m.metrics["goodput_samples_per_s"] == pytest.approx(m.metrics["samples_per_s"] * (phi + 8) / (phi + batch))
+        assert m.metrics["goodput_samples_per_s"] == pytest.approx(
+            m.metrics["samples_per_s"] * (phi + 8) / (phi + batch)
+        )
     again, executor, _ = run(tmp_path, trials=5, objectives=["latency", "convergence"])
     assert again.reference == runner.reference and not any(request.noise for request in executor.requests)
 
@@ -160,7 +162,13 @@ def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_
     with pytest.raises(UserError, match="adascale needs the gradient noise scale"):
         run(tmp_path / "other", Instant(silent), trials=2, objectives=["latency"], learning_rate_rule="adascale")
     with pytest.raises(UserError, match="the space varies nothing else"):
-        run(tmp_path / "third", Instant(silent), trials=2, space=[{"micro_batch_size": [8, 16]}], objectives=["convergence"])
+        run(
+            tmp_path / "third",
+            Instant(silent),
+            trials=2,
+            space=[{"micro_batch_size": [8, 16]}],
+            objectives=["convergence"],
+        )
 
 
 def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
@@ -178,7 +186,9 @@ def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recomme
         assert request.ds_config["optimizer"]["params"]["lr"] == pytest.approx(1e-3 * (batch / 8) ** 0.5, rel=1e-4)
         assert request.learning_rate_factor == pytest.approx((batch / 8) ** 0.5)
     for m in runner.measured():
-        assert m.ds_config["optimizer"]["params"]["lr"] == pytest.approx(1e-3 * (m.candidate.global_batch_size(1) / 8) ** 0.5, rel=1e-4)
+        assert m.ds_config["optimizer"]["params"]["lr"] == pytest.approx(
+            1e-3 * (m.candidate.global_batch_size(1) / 8) ** 0.5, rel=1e-4
+        )
 
 
 def test_a_study_of_nothing_but_what_cannot_be_measured_is_refused(tmp_path):
@@ -215,7 +225,11 @@ def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
 
 def test_a_study_goes_on_where_some_trials_fail(tmp_path):
     some = Instant(
-        lambda c: failed(Outcome.OOM, "over the limit") if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8) else report(c)
+        lambda c: (
+            failed(Outcome.OOM, "over the limit")
+            if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8)
+            else report(c)
+        )
     )
     runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
     outcomes = {m.outcome for m in runner.measured()}
@@ -224,7 +238,9 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
 
 
 def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
-    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c))
+    executor = Instant(
+        lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c)
+    )
     runner, _, watcher = run(tmp_path, executor, trials=5, memory_filter=False)
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
     assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
@@ -234,7 +250,11 @@ def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
 # Models whose types do not mix.
 
 MIXED = "RuntimeError: expected scalar type Float but found BFloat16"
-WITH_AUTOCAST = {"micro_batch_size": [4, 8], "precision": ["fp32", "bf16", "torch_autocast"], "checkpoint_every": [0, 1]}
+WITH_AUTOCAST = {
+    "micro_batch_size": [4, 8],
+    "precision": ["fp32", "bf16", "torch_autocast"],
+    "checkpoint_every": [0, 1],
+}
 
 
 def mixed(candidate):
@@ -255,7 +275,9 @@ def test_a_dtype_mismatch_is_tried_again_under_autocast_and_twice_is_enough(tmp_
 
 
 def test_without_autocast_in_the_space_the_reason_says_what_to_do(tmp_path):
-    runner, executor, _ = run(tmp_path, Instant(mixed), trials=10, finalists=0)  # the space of `instant` has no autocast
+    runner, executor, _ = run(
+        tmp_path, Instant(mixed), trials=10, finalists=0
+    )  # the space of `instant` has no autocast
     reasons = [reason for told in store.told_trials(runner.study) if (reason := store.told_data(told)["reason"])]
     assert len(reasons) == 2 and all("add it to `precision` in the study's space" in reason for reason in reasons)
     assert {candidate.precision for candidate in executor.ran[-3:]} == {"fp32"}
@@ -290,15 +312,21 @@ def test_a_precision_that_has_worked_once_stays(tmp_path):
     def sometimes(candidate):
         return mixed(candidate) if candidate.checkpoint_every else report(candidate)
 
-    _, executor, watcher = run(tmp_path, Instant(sometimes), trials=12, finalists=0, space=[WITH_AUTOCAST], sampler="grid")
+    _, executor, watcher = run(
+        tmp_path, Instant(sometimes), trials=12, finalists=0, space=[WITH_AUTOCAST], sampler="grid"
+    )
     assert len(executor.ran) == 12 and not any("no longer proposed" in text for text in watcher.said)
 
 
-@pytest.mark.parametrize("reason", ["TypeError: model() is broken", "rank {n} exited with status 0 but wrote no result"])
+@pytest.mark.parametrize(
+    "reason", ["TypeError: model() is broken", "rank {n} exited with status 0 but wrote no result"]
+)
 def test_a_target_that_always_crashes_stops_the_study_after_four_trials(tmp_path, reason):
     executor = Instant()
     executor.behaviour = lambda _: failed(Outcome.CRASHED, reason.format(n=len(executor.ran)))
-    with pytest.raises(UserError, match="the first 4 trials, the baseline among them, all ended the same way: crashed: ") as error:
+    with pytest.raises(
+        UserError, match="the first 4 trials, the baseline among them, all ended the same way: crashed: "
+    ) as error:
         run(tmp_path, executor, trials=30)
     assert "rank-0.log" in str(error.value)
     assert len(executor.ran) == 4
@@ -306,8 +334,12 @@ def test_a_target_that_always_crashes_stops_the_study_after_four_trials(tmp_path
 
 def test_a_target_that_fails_in_several_ways_stops_it_after_eight(tmp_path):
     executor = Instant()
-    executor.behaviour = lambda _: failed(Outcome.DIVERGED, ["the loss was not finite", "updates were skipped"][len(executor.ran) % 2])
-    with pytest.raises(UserError, match="the first 8 trials, the baseline among them, all failed; the baseline: diverged"):
+    executor.behaviour = lambda _: failed(
+        Outcome.DIVERGED, ["the loss was not finite", "updates were skipped"][len(executor.ran) % 2]
+    )
+    with pytest.raises(
+        UserError, match="the first 8 trials, the baseline among them, all failed; the baseline: diverged"
+    ):
         run(tmp_path, executor, trials=30)
 
 
@@ -452,7 +484,8 @@ def dead_run(folder, *, with_result):
     path.mkdir(parents=True)
     if with_result:
         trial.write(
-            TrialDir(path).result, trial.TrialResult(outcome=Outcome.OOM, reason="it was told on disk", candidate=candidate.values())
+            TrialDir(path).result,
+            trial.TrialResult(outcome=Outcome.OOM, reason="it was told on disk", candidate=candidate.values()),
         )
     return candidate
 
@@ -656,7 +689,11 @@ def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp
     assert any("trains as the baseline's numerics do" in reason for reason in found.picks["recommended"].reasons)
     assert found.picks["drop_in"].measured.candidate.precision == "fp32"
     batch = best.candidate.global_batch_size(1)
-    seen = [r for r in executor.gated if r.candidate["micro_batch_size"] * r.candidate["gradient_accumulation_steps"] == batch]
+    seen = [
+        r
+        for r in executor.gated
+        if r.candidate["micro_batch_size"] * r.candidate["gradient_accumulation_steps"] == batch
+    ]
     assert [r.replicate for r in seen] == ([1, 2] if batch == 8 else [0, 1, 2])
 
 
@@ -673,10 +710,14 @@ def test_with_the_numerics_kept_nothing_is_checked(tmp_path):
 
 def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
     executor = Instant()
-    executor.behaviour = lambda c: failed(Outcome.OOM, "over the limit") if c.precision == "fp32" and executor.gated else report(c)
+    executor.behaviour = lambda c: (
+        failed(Outcome.OOM, "over the limit") if c.precision == "fp32" and executor.gated else report(c)
+    )
     runner, _, _ = run(tmp_path, executor, trials=12, sampler="grid", space=[SPACE | {"precision": ["fp32", "bf16"]}])
     doubted = [m for m in runner.measured() if m.verdict is not None and m.verdict.passed is None]
-    assert doubted and all("could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted)
+    assert doubted and all(
+        "could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted
+    )
     found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
     assert not found.picks["recommended"].measured.doubt
 
@@ -684,7 +725,9 @@ def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
 def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses(tmp_path):
     def lossy(candidate):
         error = 0.008 if candidate.precision == "bf16" and candidate.gradient_accumulation_steps > 1 else 0.0019
-        return report(candidate, gradient=GradientCheck(error=error, norm=1.0, n_micro=candidate.gradient_accumulation_steps))
+        return report(
+            candidate, gradient=GradientCheck(error=error, norm=1.0, n_micro=candidate.gradient_accumulation_steps)
+        )
 
     runner, _, _ = run(tmp_path, Instant(lossy), trials=16, sampler="grid")
     refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
@@ -734,7 +777,13 @@ def branching(folder, worth=None, **changes):
     executor, submit = Instant(behaviour), Instant.submit
     executor.submit = lambda folder: _leaving_weights(executor, submit, folder)
     space = [{"micro_batch_size": [4, 8, 16], "checkpoint_every": [0, 1]}]
-    given = {"trials": 6, "space": space, "branch": True, "sampler": "grid", "objectives": ["latency", "throughput"]} | changes
+    given = {
+        "trials": 6,
+        "space": space,
+        "branch": True,
+        "sampler": "grid",
+        "objectives": ["latency", "throughput"],
+    } | changes
     return run(folder, executor, **given)
 
 
@@ -752,7 +801,9 @@ def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_eq
     warm = [request for request in executor.requests if request.save_weights is not None]
     assert len(warm) == 1 and {request.weights for request in branches} == {warm[0].save_weights}
     assert len({request.first_sample for request in branches}) == 1
-    assert {request.deadline_s for request in branches} == {runner.spec.trial_deadline_s}  # it trains longer than a trial
+    assert {request.deadline_s for request in branches} == {
+        runner.spec.trial_deadline_s
+    }  # it trains longer than a trial
     samples = {r.max_steps * r.candidate["micro_batch_size"] for r in branches}
     assert max(samples) - min(samples) < 16  # equal, up to a step
     assert any(m.branch is not None and m.branch.confirmed for m in runner.measured())
@@ -838,19 +889,29 @@ def test_a_target_whose_watcher_was_killed_is_loaded_again_once(tmp_path, monkey
         inspect_workload(spec_of(), Instant(), tmp_path, 1)
 
 
-@pytest.mark.parametrize(("movable", "ran"), [(("micro_batch_size",), None), (("micro_batch_size", "gradient_accumulation_steps"), (2, 4))])
-def test_a_script_whose_batch_cannot_be_split_is_asked_for_no_noise_that_one_micro_batch_cannot_show(tmp_path, movable, ran):
+@pytest.mark.parametrize(
+    ("movable", "ran"), [(("micro_batch_size",), None), (("micro_batch_size", "gradient_accumulation_steps"), (2, 4))]
+)
+def test_a_script_whose_batch_cannot_be_split_is_asked_for_no_noise_that_one_micro_batch_cannot_show(
+    tmp_path, movable, ran
+):
     executor, watcher = Instant(), Watcher()
     runner = runner_of(tmp_path, executor, watcher=watcher, trials=2, objectives=["latency", "convergence"])
     script = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, movable=movable)
     runner.plan = replace(runner.plan, workload=replace(runner.plan.workload, script=script))
     runner.run()
     probes = [request.candidate for request in executor.requests if request.noise]
-    assert [(each["micro_batch_size"], each["gradient_accumulation_steps"]) for each in probes] == ([ran] if ran else [])
+    assert [(each["micro_batch_size"], each["gradient_accumulation_steps"]) for each in probes] == (
+        [ran] if ran else []
+    )
     assert any("the script's batch cannot be split" in line for line in watcher.said) == (ran is None)
 
 
-SPLIT = {"tensor-parallel": {"model_parallel_size": 2}, "pipelined": {"pipeline_stages": 2}, "experts": {"expert_parallel": True}}
+SPLIT = {
+    "tensor-parallel": {"model_parallel_size": 2},
+    "pipelined": {"pipeline_stages": 2},
+    "experts": {"expert_parallel": True},
+}
 
 
 @pytest.mark.parametrize("split", SPLIT.values(), ids=SPLIT)

@@ -23,7 +23,9 @@ def report():
 def test_the_csv_holds_every_trial_and_pandas_reads_its_numbers(report):
     table = pandas.read_csv(io.StringIO(takeaway.as_csv(report)))
     assert list(table["trial"]) == [trial["trial"] for trial in report.trials]
-    assert table["samples_per_s"].dtype == float and table["samples_per_s"].isna().sum() == sum(not t["metrics"] for t in report.trials)
+    assert table["samples_per_s"].dtype == float and table["samples_per_s"].isna().sum() == sum(
+        not t["metrics"] for t in report.trials
+    )
     complete = table[table["outcome"] == "complete"]
     assert (complete["samples_per_s_low"] <= complete["samples_per_s"]).all() and (complete["speedup"] > 0).all()
     assert set(table["candidate.precision"]) == {"fp32", "bf16", "torch_autocast"}
@@ -31,7 +33,9 @@ def test_the_csv_holds_every_trial_and_pandas_reads_its_numbers(report):
 
 def test_a_reason_with_commas_and_lines_stays_one_cell(report):
     trials = [report.trials[0] | {"reason": 'a, "b"\nc'}, *report.trials[1:]]
-    text = takeaway.as_csv(html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials))
+    text = takeaway.as_csv(
+        html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
+    )
     assert next(csv.DictReader(io.StringIO(text)))["reason"] == 'a, "b"\nc'
 
 
@@ -55,7 +59,11 @@ def test_the_command_writes_the_report_of_a_study_and_prints_it_as_json(tmp_path
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert not ended.value.code and {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "report.json", "trials.csv"}
+    assert not ended.value.code and {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.html",
+        "report.json",
+        "trials.csv",
+    }
     assert capsys.readouterr().err == ""  # no progress where nobody looks at a terminal
     monkeypatch.setattr("sys.argv", ["autotune", "report", "s", "--json"])
     with pytest.raises(SystemExit):
@@ -80,7 +88,9 @@ def test_the_search_is_drawn_over_the_time_that_trials_took(report):
 
 def test_an_outlier_among_the_steps_is_not_averaged_away(report):
     trials = [dict(report.trials[0], step_times_s=[0.1] * 500 + [3.0] + [0.1] * 500), *report.trials[1:]]
-    steps = plots.data(html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials))["steps"]
+    steps = plots.data(
+        html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
+    )["steps"]
     first = next(s for s in steps if s["trial"] == 0)
     assert max(first["high"]) == 3000 and max(first["ms"]) == 100 and len(first["ms"]) <= plots.STEP_PIECES
 
@@ -88,9 +98,13 @@ def test_an_outlier_among_the_steps_is_not_averaged_away(report):
 def test_every_trial_of_a_large_study_has_its_steps(report):
     timed = [row for row in report.trials if row.get("step_times_s")]
     trials = [timed[n % len(timed)] | {"trial": n, "step_times_s": [0.1] * 900} for n in range(1000)]
-    steps = plots.data(html.StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))["steps"]
+    steps = plots.data(html.StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))[
+        "steps"
+    ]
     assert {found["trial"] for found in steps} == set(range(1000))
-    assert all(60 <= len(found["ms"]) <= 80 and (len(found["ms"]) - 1) * found["size"] < found["n"] == 900 for found in steps)
+    assert all(
+        60 <= len(found["ms"]) <= 80 and (len(found["ms"]) - 1) * found["size"] < found["n"] == 900 for found in steps
+    )
 
 
 def test_the_study_keeps_the_weights_of_its_objectives(tmp_path):
@@ -104,7 +118,10 @@ def test_the_study_keeps_the_weights_of_its_objectives(tmp_path):
 def test_forecasts_stand_beside_what_their_own_trial_measured(report):
     again = {**report.picks["recommended"], "metrics": {**report.picks["recommended"]["metrics"], "step_time_s": 99.0}}
     changed = html.StudyReport(
-        study=report.study, recommended={**report.recommended, "picks": {"recommended": again}}, front=[], trials=report.trials
+        study=report.study,
+        recommended={**report.recommended, "picks": {"recommended": again}},
+        front=[],
+        trials=report.trials,
     )
     found = plots.forecasts(changed)["step_time_s"]
     own = {trial["trial"]: trial["metrics"].get("step_time_s") for trial in report.trials}
@@ -122,7 +139,9 @@ def test_the_page_says_how_good_the_forecasts_were(report):
 
 def test_a_study_of_before_there_were_forecasts_has_no_such_section(report):
     trials = [{name: value for name, value in trial.items() if name != "forecast"} for trial in report.trials]
-    page = html.render(html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials))
+    page = html.render(
+        html.StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
+    )
     assert 'id="forecasts"' not in page and 'id="forecast-plot"' not in page
 
 

@@ -34,7 +34,11 @@ def seconds(candidate, longer=1.0):
 
 def told(candidate, longer=1.0):
     time_s = seconds(candidate, longer)
-    metrics = {"step_time_s": time_s, "samples_per_s": 2 * candidate.micro_batch_size / time_s, "peak_memory_bytes": 1e9}
+    metrics = {
+        "step_time_s": time_s,
+        "samples_per_s": 2 * candidate.micro_batch_size / time_s,
+        "peak_memory_bytes": 1e9,
+    }
     return Told(candidate=candidate, metrics=metrics)
 
 
@@ -59,9 +63,13 @@ def test_what_knobs_add_is_expected_elsewhere_too(prior):
 
 def test_the_formulas_are_those_of_the_new_circumstances():
     """Samples of twice the length cost about twice as much, which the earlier trials cannot know and the formulas do."""
-    shorter, longer = (AnalyticPrior(replace(PROFILE, flops_per_sample=PROFILE.flops_per_sample * n), MACHINE) for n in (1, 2))
+    shorter, longer = (
+        AnalyticPrior(replace(PROFILE, flops_per_sample=PROFILE.flops_per_sample * n), MACHINE) for n in (1, 2)
+    )
     earlier, trials = guide(shorter), [told(c) for c in SEEN]
-    same, other = (np.log(Transferred(prior, earlier, trials)(SPACE).time_terms.sum(axis=1)) for prior in (shorter, longer))
+    same, other = (
+        np.log(Transferred(prior, earlier, trials)(SPACE).time_terms.sum(axis=1)) for prior in (shorter, longer)
+    )
     bare = np.log(longer(SPACE).time_terms.sum(axis=1)) - np.log(shorter(SPACE).time_terms.sum(axis=1))
     assert (other - same).max() > 0.5 * bare.max() > 0
 

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from autotune import trial
 from autotune.candidate import Candidate
 from autotune.stats import StepStats
-from autotune.trial import Environment, Exit, Observed, Outcome, RankReport, TrialDir, TrialRequest, TrialResult, Workload
+from autotune.trial import (
+    Environment,
+    Exit,
+    Observed,
+    Outcome,
+    RankReport,
+    TrialDir,
+    TrialRequest,
+    TrialResult,
+    Workload,
+)
 
 OBSERVED = Observed(
     micro_batch_size=4, loader_batch_size=4, gradient_accumulation_steps=2, samples_per_step=16, tokens_per_step=None,
@@ -31,19 +41,29 @@ STEPS = [3.0, 2.0, 1.0, 1.01, 0.99, 1.0, 1.0]
 def done(rank: int, **what: Any) -> RankReport:
     """The report of a rank that came to the end."""
     whole = RankReport(
-        rank=rank, outcome=Outcome.COMPLETE, phase="done", step_times_s=STEPS, cpu_times_s=[0.5] * 7, losses=[2.0, 1.0], observed=OBSERVED
+        rank=rank,
+        outcome=Outcome.COMPLETE,
+        phase="done",
+        step_times_s=STEPS,
+        cpu_times_s=[0.5] * 7,
+        losses=[2.0, 1.0],
+        observed=OBSERVED,
     )
     return replace(whole, **what)
 
 
 def failed(rank: int, reason: str, *, at: float = 10.0, outcome: Outcome = Outcome.CRASHED, **what: Any) -> RankReport:
     """The report of a rank that failed."""
-    return RankReport(**{"rank": rank, "outcome": outcome, "phase": "measure", "reason": reason, "failed_at": at, **what})
+    return RankReport(
+        **{"rank": rank, "outcome": outcome, "phase": "measure", "reason": reason, "failed_at": at, **what}
+    )
 
 
 def merged(*reports: RankReport, entered: dict[int, str] | None = None, **end: Any) -> TrialResult:
     """The result of these reports and this end."""
-    return trial.merge(REQUEST, {report.rank: report for report in reports}, Exit(**{"codes": {0: 0, 1: 0}, **end}), entered)
+    return trial.merge(
+        REQUEST, {report.rank: report for report in reports}, Exit(**{"codes": {0: 0, 1: 0}, **end}), entered
+    )
 
 
 ECHO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2222"
@@ -76,7 +96,9 @@ class TestFiles:
 
     @given(
         st.builds(
-            TrialRequest, target=st.text(), candidate=st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
+            TrialRequest,
+            target=st.text(),
+            candidate=st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()),
         )
     )
     def test_any_request_reads_back(self, tmp_path_factory: pytest.TempPathFactory, request_: TrialRequest) -> None:
@@ -101,7 +123,9 @@ class TestFiles:
         assert trial.reports(folder, 3) == {0: done(0)}
 
     @pytest.mark.parametrize("what", ["noise", "folder", "pipe", "link", "deep", "nan", "another rank's", "endless"])
-    def test_what_a_rank_leaves_in_place_of_its_report_is_none(self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_a_rank_leaves_in_place_of_its_report_is_none(
+        self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         folder = TrialDir(tmp_path)
         path, whole = folder.report(1), {"rank": 1, "outcome": "complete", "phase": "done", "other_cores": 0.5}
         match what:
@@ -132,7 +156,12 @@ class TestFiles:
     def test_phases_come_from_the_event_stream_torn_or_not(self, tmp_path: Path) -> None:
         folder = TrialDir(tmp_path)
         assert trial.phases(folder) == {}
-        events = [{"rank": 0, "phase": "build"}, {"rank": 1, "phase": "import"}, {"rank": 0, "phase": "warmup"}, {"rank": 0, "step": 1}]
+        events = [
+            {"rank": 0, "phase": "build"},
+            {"rank": 1, "phase": "import"},
+            {"rank": 0, "phase": "warmup"},
+            {"rank": 0, "step": 1},
+        ]
         folder.events.write_text("\n".join([*map(json.dumps, events), "[1]", '{"rank": 1, "pha']))
         assert trial.phases(folder) == {0: "warmup", 1: "import"}
         nonsense = ['{"rank": 1e999, "phase": "x"}', "[" * 5000, '"phase"', '{"rank": {}, "phase": 1}', "\udcff"]
@@ -152,14 +181,21 @@ class TestVerdict:
         assert (result.outcome, result.reason, result.phase, result.failed_rank) == (Outcome.COMPLETE, "", "done", None)
 
     def test_it_stays_complete_if_a_process_dies_after_its_report(self) -> None:
-        assert merged(done(0), done(1), codes={0: -11, 1: -9}, first_failed=0, killed="deadline").outcome is Outcome.COMPLETE
+        assert (
+            merged(done(0), done(1), codes={0: -11, 1: -9}, first_failed=0, killed="deadline").outcome
+            is Outcome.COMPLETE
+        )
 
     def test_an_echo_is_not_the_cause_even_if_it_came_first(self) -> None:
-        result = merged(failed(0, ECHO, at=1.0), failed(1, "ValueError: bad batch", at=2.0), codes={0: 1, 1: 1}, first_failed=0)
+        result = merged(
+            failed(0, ECHO, at=1.0), failed(1, "ValueError: bad batch", at=2.0), codes={0: 1, 1: 1}, first_failed=0
+        )
         assert (result.failed_rank, result.reason) == (1, "ValueError: bad batch")
 
     def test_of_two_causes_the_earlier_one_is_named(self) -> None:
-        result = merged(failed(0, "ValueError: late", at=2.0), failed(1, "ValueError: early", at=1.0), codes={0: 1, 1: 1})
+        result = merged(
+            failed(0, "ValueError: late", at=2.0), failed(1, "ValueError: early", at=1.0), codes={0: 1, 1: 1}
+        )
         assert result.reason == "ValueError: early"
 
     def test_an_echo_alone_is_better_than_nothing(self) -> None:
@@ -176,11 +212,21 @@ class TestVerdict:
     )
     def test_a_silent_end_explains_the_echo(self, code: int, reason: str) -> None:
         result = merged(failed(0, ECHO), codes={0: 1, 1: code}, first_failed=1, entered={0: "measure", 1: "warmup"})
-        assert (result.outcome, result.reason, result.failed_rank, result.phase) == (Outcome.CRASHED, reason, 1, "warmup")
+        assert (result.outcome, result.reason, result.failed_rank, result.phase) == (
+            Outcome.CRASHED,
+            reason,
+            1,
+            "warmup",
+        )
 
     def test_a_rank_that_we_killed_is_no_cause(self) -> None:
         """Rank 1 failed in words that sound like an echo; rank 0 waited for it until the agent ended it."""
-        result = merged(failed(1, "OSError: connection refused by the data server"), codes={0: -9, 1: 1}, first_failed=1, killed="peer")
+        result = merged(
+            failed(1, "OSError: connection refused by the data server"),
+            codes={0: -9, 1: 1},
+            first_failed=1,
+            killed="peer",
+        )
         assert (result.failed_rank, result.reason) == (1, "OSError: connection refused by the data server")
 
     def test_of_silent_ranks_the_one_that_fell_first_is_named(self) -> None:
@@ -190,7 +236,11 @@ class TestVerdict:
     def test_the_kernel_out_of_memory_is_oom(self) -> None:
         end = {"codes": {0: -9, 1: 1}, "first_failed": 0}
         result = merged(failed(1, ECHO), kernel_oom=True, **end)
-        assert (result.outcome, result.failed_rank, result.reason) == (Outcome.OOM, 0, "rank 0 was killed by the kernel: out of memory")
+        assert (result.outcome, result.failed_rank, result.reason) == (
+            Outcome.OOM,
+            0,
+            "rank 0 was killed by the kernel: out of memory",
+        )
         assert merged(failed(1, ECHO), kernel_oom=False, **end).outcome is Outcome.CRASHED
 
     def test_a_kernel_oom_elsewhere_does_not_excuse_a_crash(self) -> None:
@@ -228,7 +278,9 @@ class TestVerdict:
         st.sampled_from([None, "peer", "deadline", "cancel", "processes"]),
         st.booleans(),
     )
-    def test_every_end_has_a_verdict(self, kinds: list[str], codes: list[int], first: int | None, killed: str | None, kernel: bool) -> None:
+    def test_every_end_has_a_verdict(
+        self, kinds: list[str], codes: list[int], first: int | None, killed: str | None, kernel: bool
+    ) -> None:
         make = {
             "done": done,
             "echo": lambda rank: failed(rank, ECHO),
@@ -237,7 +289,9 @@ class TestVerdict:
         }
         reports = [make[kind](rank) for rank, kind in enumerate(kinds) if kind != "none"]
         note = "it started more than 9 processes" if killed == "processes" else ""
-        result = merged(*reports, codes=dict(enumerate(codes)), first_failed=first, killed=killed, kernel_oom=kernel, note=note)
+        result = merged(
+            *reports, codes=dict(enumerate(codes)), first_failed=first, killed=killed, kernel_oom=kernel, note=note
+        )
         by_us = killed in ("cancel", "processes")
         assert (result.outcome is Outcome.COMPLETE) == (kinds == ["done", "done"] and not by_us)
         assert result.reason or result.outcome is Outcome.COMPLETE
@@ -254,8 +308,15 @@ class TestMerge:
         assert (result.samples_per_step, result.losses, result.wall_s) == (16, [2.0, 1.0], 9.0)
 
     def test_memory_and_phases_are_the_highest(self) -> None:
-        first = done(0, peak_memory_bytes={"forward": 5, "step": 9}, phase_times_s={"data": 1.0, "step": 2.0}, startup_s={"build": 1.0})
-        second = done(1, peak_memory_bytes={"forward": 7}, phase_times_s={"data": 3.0, "step": 1.0}, startup_s={"build": 4.0})
+        first = done(
+            0,
+            peak_memory_bytes={"forward": 5, "step": 9},
+            phase_times_s={"data": 1.0, "step": 2.0},
+            startup_s={"build": 1.0},
+        )
+        second = done(
+            1, peak_memory_bytes={"forward": 7}, phase_times_s={"data": 3.0, "step": 1.0}, startup_s={"build": 4.0}
+        )
         result = merged(first, second)
         assert (result.memory_by_phase_bytes, result.peak_memory_bytes) == ({"forward": 7, "step": 9}, 9)
         assert result.phase_times_s == {"data": 3.0, "step": 2.0}
@@ -267,11 +328,15 @@ class TestMerge:
         assert (result.peak_memory_bytes, result.memory_by_phase_bytes, result.alloc_retries) == (11, {"forward": 5}, 2)
 
     def test_what_was_measured_before_a_failure_is_kept(self) -> None:
-        result = merged(done(0, outcome=Outcome.DIVERGED, reason="nan", losses=[2.0, None]), failed(1, ECHO), codes={0: 1, 1: 1})
+        result = merged(
+            done(0, outcome=Outcome.DIVERGED, reason="nan", losses=[2.0, None]), failed(1, ECHO), codes={0: 1, 1: 1}
+        )
         assert result.outcome is Outcome.DIVERGED and result.losses == [2.0, None] and result.steps is not None
 
     def test_without_observation_nothing_is_scored(self) -> None:
-        result = merged(failed(0, "ValueError: x", step_times_s=STEPS), codes={0: 1, 1: -9}, killed="peer", first_failed=0)
+        result = merged(
+            failed(0, "ValueError: x", step_times_s=STEPS), codes={0: 1, 1: -9}, killed="peer", first_failed=0
+        )
         assert result.steps is None and result.observed is None and result.step_times_s == []
 
     def test_too_few_steps_have_no_summary(self) -> None:
@@ -291,7 +356,11 @@ class TestMismatch:
             ({}, {}, None),
             ({"micro_batch_size": 8}, {}, None),  # `collate` may make two rows of a sample: the loader's count stands
             ({"micro_batch_size": 2, "loader_batch_size": None}, {}, "micro_batch_size: 4 was asked for, 2 ran"),
-            ({"micro_batch_size": None, "loader_batch_size": None}, {}, "micro_batch_size: 4 was asked for, a varying number ran"),
+            (
+                {"micro_batch_size": None, "loader_batch_size": None},
+                {},
+                "micro_batch_size: 4 was asked for, a varying number ran",
+            ),
             ({"gradient_accumulation_steps": 1}, {}, "gradient_accumulation_steps: 2 was asked for, 1 ran"),
             ({"zero_stage": 0}, {}, "zero_stage: 1 was asked for, 0 ran"),
             ({}, {"precision": "bf16"}, "dtype: bfloat16 was asked for, float32 ran"),
@@ -316,27 +385,42 @@ class TestSeveralMachines:
 
     def test_the_machine_that_failed_first_is_the_cause_wherever_the_others_were_killed(self) -> None:
         result = self.end(
-            (0, Exit(codes={0: -9}, killed="peer", wall_s=3.0)), (1, Exit(codes={1: -11}, first_failed=1, failed_at=5.0, wall_s=2.0))
+            (0, Exit(codes={0: -9}, killed="peer", wall_s=3.0)),
+            (1, Exit(codes={1: -11}, first_failed=1, failed_at=5.0, wall_s=2.0)),
         )
-        assert (result.outcome, result.failed_rank, result.reason) == (Outcome.CRASHED, 1, "rank 1 was killed by signal 11")
+        assert (result.outcome, result.failed_rank, result.reason) == (
+            Outcome.CRASHED,
+            1,
+            "rank 1 was killed by signal 11",
+        )
         assert result.wall_s == 3.0
 
     def test_an_echo_on_one_machine_does_not_hide_the_silent_death_on_another(self) -> None:
-        echo = RankReport(rank=0, outcome=Outcome.CRASHED, phase="measure", reason="Connection closed by peer", failed_at=6.0)
+        echo = RankReport(
+            rank=0, outcome=Outcome.CRASHED, phase="measure", reason="Connection closed by peer", failed_at=6.0
+        )
         first = Exit(codes={0: 1}, first_failed=0, failed_at=6.0)
         result = self.end((0, first), (1, Exit(codes={1: -6}, first_failed=1, failed_at=5.0)), reports=(echo,))
         assert result.reason == "rank 1 was killed by signal 6"
 
     @pytest.mark.parametrize("code", [1, -6])
     def test_who_loses_a_peer_to_the_deadline_of_another_machine_has_not_failed(self, code: int) -> None:
-        echo = RankReport(rank=0, outcome=Outcome.CRASHED, phase="measure", reason="Connection closed by peer", failed_at=5.1)
-        late, killed = Exit(codes={0: code}, first_failed=0, failed_at=5.1), Exit(codes={1: -9}, killed="deadline", failed_at=5.0)
+        echo = RankReport(
+            rank=0, outcome=Outcome.CRASHED, phase="measure", reason="Connection closed by peer", failed_at=5.1
+        )
+        late, killed = (
+            Exit(codes={0: code}, first_failed=0, failed_at=5.1),
+            Exit(codes={1: -9}, killed="deadline", failed_at=5.0),
+        )
         result = self.end((0, late), (1, killed), reports=(echo,) if code == 1 else ())
         assert (result.outcome, result.reason, result.failed_rank) == (Outcome.TIMEOUT, "no end within 300 s", None)
 
     def test_who_failed_before_the_deadline_of_another_machine_is_the_cause(self) -> None:
         failure = RankReport(rank=0, outcome=Outcome.CRASHED, phase="init", reason="Connection refused", failed_at=4.0)
-        early, killed = Exit(codes={0: 1}, first_failed=0, failed_at=4.0), Exit(codes={1: -9}, killed="deadline", failed_at=5.0)
+        early, killed = (
+            Exit(codes={0: 1}, first_failed=0, failed_at=4.0),
+            Exit(codes={1: -9}, killed="deadline", failed_at=5.0),
+        )
         result = self.end((0, early), (1, killed), reports=(failure,))
         assert (result.outcome, result.reason, result.failed_rank) == (Outcome.CRASHED, "Connection refused", 0)
 

@@ -69,8 +69,14 @@ def test_a_schedule_is_added_listed_and_removed(studies, capsys):
         (lambda: upkeep.schedule_add("s", None, "7d", None, "sundays"), "only environment-change"),
         (lambda: upkeep.schedule_add("other", None, "7d", None, None), "no study 'other'.*Known: s"),
         (lambda: upkeep.schedule_exported("cron", None, None), "there is no schedule to export"),
-        (lambda: upkeep.retune("s", None, NOTHING | {"if_due": True}, None, as_json=False), "has no schedule, so it is never due"),
-        (lambda: upkeep.retune("s", None, NOTHING | {"if_due": True, "force": True}, None, as_json=False), "one of --if-due"),
+        (
+            lambda: upkeep.retune("s", None, NOTHING | {"if_due": True}, None, as_json=False),
+            "has no schedule, so it is never due",
+        ),
+        (
+            lambda: upkeep.retune("s", None, NOTHING | {"if_due": True, "force": True}, None, as_json=False),
+            "one of --if-due",
+        ),
         (lambda: upkeep.retune("other", None, NOTHING, None, as_json=False), "no study 'other'"),
         (lambda: upkeep.retune("s", None, NOTHING, None, as_json=False), "study.yaml is missing"),
         (lambda: upkeep.history("s", None, "weather", 5, as_json=False), "unknown 'weather'"),
@@ -137,7 +143,12 @@ def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys
     upkeep.schedule_add("s", None, "7d", None, None)
     upkeep.delete("s", None, yes=True)
     with sqlite3.connect(studies / "autotune.db") as database:
-        tables = [name for (name,) in database.execute("select name from sqlite_master where type = 'table' and name like 'autotune_%'")]
+        tables = [
+            name
+            for (name,) in database.execute(
+                "select name from sqlite_master where type = 'table' and name like 'autotune_%'"
+            )
+        ]
         counts = {name: database.execute(f"select count(*) from {name}").fetchone()[0] for name in tables}
         assert database.execute("select count(*) from studies").fetchone() == (0,)
     assert {name for name, count in counts.items() if count} == {"autotune_migration"}
@@ -160,7 +171,9 @@ def test_migrations_are_applied_once_by_however_many_at_once(tmp_path):
     for each in threads:
         each.join()
     with sqlite3.connect(tmp_path / "new" / "autotune.db") as database:
-        assert [name for (name,) in database.execute("select name from autotune_migration order by name")] == sorted(MIGRATIONS)
+        assert [name for (name,) in database.execute("select name from autotune_migration order by name")] == sorted(
+            MIGRATIONS
+        )
     assert History(engines[0]).schedules() == []
 
 
@@ -169,7 +182,14 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(studies):
     lock = sqlite3.connect(studies / "autotune.db", isolation_level=None, check_same_thread=False)
     lock.execute("begin immediate")
     threading.Timer(1.0, lambda: lock.execute("commit")).start()
-    row = {"study": "s", "generation": 0, "trial": 99, "role": "search", "environment": {"device_name": "x"}, "structure": ""}
+    row = {
+        "study": "s",
+        "generation": 0,
+        "trial": 99,
+        "role": "search",
+        "environment": {"device_name": "x"},
+        "structure": "",
+    }
     row |= {"n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0}
     history.measured(Measurement(**row))
     assert history.measurements(limit=1)[0]["trial"] == 99
@@ -177,7 +197,14 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(studies):
 
 def test_a_measurement_is_kept_once_though_the_answer_was_lost(studies):
     history = known(studies)
-    row = {"study": "s", "generation": 0, "trial": 99, "role": "search", "environment": {"device_name": "x"}, "structure": ""}
+    row = {
+        "study": "s",
+        "generation": 0,
+        "trial": 99,
+        "role": "search",
+        "environment": {"device_name": "x"},
+        "structure": "",
+    }
     row |= {"n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0}
     one = Measurement(**row)
     for each in (one, one, Measurement(**row)):  # the last one is another measurement
@@ -197,7 +224,10 @@ def test_what_a_run_told_and_was_killed_before_it_kept_it_is_made_up_for(studies
     experience.attach(runner, learn=False)
     after = [row["trial"] for row in history.measurements("s") if row["role"] != "repeat"]
     assert sorted(after) == sorted(set(before))
-    assert next(row for row in history.measurements("s") if row["trial"] == 0 and row["role"] != "repeat")["role"] == "baseline"
+    assert (
+        next(row for row in history.measurements("s") if row["trial"] == 0 and row["role"] != "repeat")["role"]
+        == "baseline"
+    )
 
 
 def test_every_command_of_the_schedules_has_its_own_help():

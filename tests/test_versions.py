@@ -18,7 +18,11 @@ import autotune
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGE = (ROOT / "docs" / "versions.md").read_text()
-ROWS = {cells[0]: cells[1:3] for line in PAGE.splitlines() if len(cells := [c.strip() for c in line.strip("|").split("|")]) == 4}
+ROWS = {
+    cells[0]: cells[1:3]
+    for line in PAGE.splitlines()
+    if len(cells := [c.strip() for c in line.strip("|").split("|")]) == 4
+}
 
 spec = importlib.util.spec_from_file_location("floors", ROOT / ".ci" / "floors.py")
 floors = importlib.util.module_from_spec(spec)
@@ -38,10 +42,15 @@ def test_what_was_tested_keeps_to_what_is_asked_for(name):
 
 
 def test_the_tested_torch_is_the_one_that_make_installs():
-    assert f"torch=={ROWS['torch'][1]}" in re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1]
+    assert (
+        f"torch=={ROWS['torch'][1]}"
+        in re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1]
+    )
 
 
-@pytest.mark.parametrize(("bound", "old", "newer"), [("2.6", "2.6.3", "2.7.0"), ("5", "5.0.1", "5.1.0"), ("3.10.2", "3.10.9", "3.11.0")])
+@pytest.mark.parametrize(
+    ("bound", "old", "newer"), [("2.6", "2.6.3", "2.7.0"), ("5", "5.0.1", "5.1.0"), ("3.10.2", "3.10.9", "3.11.0")]
+)
 def test_a_floor_is_installed_with_its_fixes_and_nothing_newer(bound, old, newer):
     taken = SpecifierSet(f"=={floors.series(bound)}")
     assert old in taken and newer not in taken
@@ -56,11 +65,17 @@ def test_the_version_is_semantic_and_the_changelog_knows_it():
     ("packages", "status", "said"),
     [
         ([{"name": "a", "version": "1", "vulns": []}], 0, "1 packages audited, 0 known vulnerabilities"),
-        ([{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"]}]}], 1, "a 1: PYSEC-1, mended in 2"),
+        (
+            [{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"]}]}],
+            1,
+            "a 1: PYSEC-1, mended in 2",
+        ),
         ([{"name": "a", "skip_reason": "not found"}], 1, "not looked up: a"),
     ],
 )
 def test_an_audit_that_could_look_nothing_up_is_no_all_clear(packages: list, status: int, said: str) -> None:
     text = json.dumps({"dependencies": packages})
-    done = subprocess.run([sys.executable, ROOT / ".ci" / "audit.py"], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "audit.py"], input=text, capture_output=True, text=True, check=False
+    )
     assert done.returncode == status and said in done.stdout

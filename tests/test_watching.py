@@ -208,7 +208,10 @@ def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_b
     measuring = threading.Thread(target=measure)
     measuring.start()
     assert begun.wait(30) and watching.running_studies(tmp_path / "studies") == {"s": os.getpid()}
-    with pytest.raises(UserError, match=r"study 's' is being run by process .*`autotune status s`"), study_lock(folder, "s"):
+    with (
+        pytest.raises(UserError, match=r"study 's' is being run by process .*`autotune status s`"),
+        study_lock(folder, "s"),
+    ):
         pass
     threading.Timer(0.5, over.set).start()
     assert commands.status(None, None, once=False, as_json=False) == 0

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel, built without a network."""
-    pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed: pip install hatchling")
+    pytest.importorskip(
+        "hatchling", reason="hatchling, which builds the wheel, is not installed: pip install hatchling"
+    )
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -51,12 +53,16 @@ def outside(wheel, tmp_path_factory):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"} | {"PYTHONPATH": str(site)}
+    environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"} | {
+        "PYTHONPATH": str(site)
+    }
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         if command[0] == "autotune":
             command = (sys.executable, str(site / "bin" / "autotune"), *command[1:])
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
         assert done.returncode == 0, done.stderr
         return done
 
@@ -66,7 +72,11 @@ def outside(wheel, tmp_path_factory):
 
 def files(folder: Path) -> set[str]:
     """What lies below a folder, without what Python leaves there."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_it_carries_every_file_of_the_package_and_the_presets_and_nothing_else(wheel):
@@ -76,12 +86,19 @@ def test_it_carries_every_file_of_the_package_and_the_presets_and_nothing_else(w
     for kind in ("search_spaces", "objectives"):
         expected |= {f"autotune/_presets/{kind}/{name}" for name in files(ROOT / kind)}
     assert names == expected
-    assert {"autotune/py.typed", "autotune/report/page.js", "autotune/report/page.css", "autotune/_templates/study.yaml"} <= names
+    assert {
+        "autotune/py.typed",
+        "autotune/report/page.js",
+        "autotune/report/page.css",
+        "autotune/_templates/study.yaml",
+    } <= names
 
 
 def test_its_commands_find_presets_and_templates(outside):
     assert outside("autotune", "--version").stdout.strip() == autotune.__version__
-    assert Path(outside(sys.executable, "-c", "import autotune; print(autotune.__file__)").stdout.strip()).is_relative_to(outside.site)
+    assert Path(
+        outside(sys.executable, "-c", "import autotune; print(autotune.__file__)").stdout.strip()
+    ).is_relative_to(outside.site)
     for what, kind in (("spaces", "search_spaces"), ("objectives", "objectives")):
         listed = [line.split()[0] for line in outside("autotune", "ls", what).stdout.splitlines()]
         assert listed == sorted(path.stem for path in (ROOT / kind).glob("*.yaml"))
@@ -98,7 +115,9 @@ def test_the_page_about_the_library_runs_as_it_stands_and_as_a_script_without_a_
     (outside.folder / "notebook.py").write_text(text)
     done = outside(sys.executable, "notebook.py")
     said = done.stdout
-    assert re.search(r"^recommended.*: trial \d", said, flags=re.MULTILINE) and done.stderr == ""  # the answer, and no progress
+    assert (
+        re.search(r"^recommended.*: trial \d", said, flags=re.MULTILINE) and done.stderr == ""
+    )  # the answer, and no progress
     assert re.search(r"^complete +[1-3]$", said, flags=re.MULTILINE)  # the table of outcomes
     assert "--per_device_train_batch_size" in said and "largest micro-batch" in said
     assert "unknown 'bath'" in said

@@ -74,7 +74,10 @@ class Zoo:
         candidate = Candidate.of({"micro_batch_size": micro, **what})
         defaults = {"world_size": 2, "budget_s": 0.3, "deadline_s": 60.0}
         return TrialRequest(
-            target=str(target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(config), **{**defaults, **own}
+            target=str(target),
+            candidate=candidate.values(),
+            ds_config=candidate.to_deepspeed(config),
+            **{**defaults, **own},
         )
 
     def run(self, model: str | Path, on_tick: Callable[[], None] = lambda: None, **what: Any) -> TrialResult:
@@ -121,7 +124,9 @@ def assert_nothing_left(zoo: Zoo, shared_before: set[str]) -> None:
     """No process below the server, no file in /dev/shm, no build lock."""
     if isinstance(zoo.executor, LocalExecutor) and zoo.executor._server is not None:
         assert wait_until(lambda: zoo.server.children(recursive=True) == []), zoo.server.children(recursive=True)
-    assert wait_until(lambda: not shared_memory() - shared_before), f"left in /dev/shm: {shared_memory() - shared_before}"
+    assert wait_until(lambda: not shared_memory() - shared_before), (
+        f"left in /dev/shm: {shared_memory() - shared_before}"
+    )
     assert build_locks() == []
 
 

@@ -48,7 +48,11 @@ def is_tool(script: str | None, module: str | None) -> bool:
     if module:
         package = module.partition(".")[0]
         return package in LAUNCHER_PACKAGES or package in getattr(sys, "stdlib_module_names", ())
-    beside = {os.path.dirname(os.path.abspath(sys.executable)), os.path.join(sys.prefix, "bin"), os.path.expanduser("~/.local/bin")}
+    beside = {
+        os.path.dirname(os.path.abspath(sys.executable)),
+        os.path.join(sys.prefix, "bin"),
+        os.path.expanduser("~/.local/bin"),
+    }
     return is_launcher(script) or os.path.dirname(script or "") in beside
 
 
@@ -84,17 +88,28 @@ def refusal(started_as: str, arguments: list[str]) -> str | None:
         if word.endswith(".py"):
             break  # what follows is the script's own
         name, _, value = word.partition("=")
-        name, value = name.replace("-", "_").replace("__", "--", 1), value or (arguments[n + 1] if n + 1 < len(arguments) else "")
+        name, value = (
+            name.replace("-", "_").replace("__", "--", 1),
+            value or (arguments[n + 1] if n + 1 < len(arguments) else ""),
+        )
         nodes = re.match(r"\d+", value)
         if name in NODES and nodes and int(nodes[0]) > 1:
-            return f"it asks for {nodes[0]} machines ({word.partition('=')[0]}), and trials run on this one; say 1 there"
+            return (
+                f"it asks for {nodes[0]} machines ({word.partition('=')[0]}), and trials run on this one; say 1 there"
+            )
         if name == "--autotuning":
             return "--autotuning starts DeepSpeed's own tuner; leave it out"
         if name == "--hostfile" and hosts(value) > 1:
             return f"{value} names {hosts(value)} machines, and trials run on this one; give it this one only"
         if name == "--config_file" and machines(value) > 1:
-            return f"{value} asks for {machines(value)} machines (num_machines), and trials run on this one; say 1 there"
-    if os.path.basename(started_as).startswith(("deepspeed", "ds")) and "--hostfile" not in " ".join(arguments) and hosts(JOB_HOSTFILE) > 1:
+            return (
+                f"{value} asks for {machines(value)} machines (num_machines), and trials run on this one; say 1 there"
+            )
+    if (
+        os.path.basename(started_as).startswith(("deepspeed", "ds"))
+        and "--hostfile" not in " ".join(arguments)
+        and hosts(JOB_HOSTFILE) > 1
+    ):
         return f"{JOB_HOSTFILE} names {hosts(JOB_HOSTFILE)} machines, and trials run on this one; give --hostfile with this one only"
     return None
 

@@ -188,7 +188,9 @@ def diagnose(evidence: Evidence, others: Sequence[Seen], effects: Effects | None
     if total <= 0:
         why = "the phases of its step were not kept (of a trial of an earlier version, say): --profile runs it again and takes them"
         unknown = [Part(name=name, seconds=None, share=None, known="not measured") for name in ("compute", *BOUND_FROM)]
-        return Diagnosis(trial=evidence.seen.trial, bound_by="", parts=[*unknown, memory], advice=[], notes=[why, *notes])
+        return Diagnosis(
+            trial=evidence.seen.trial, bound_by="", parts=[*unknown, memory], advice=[], notes=[why, *notes]
+        )
     parts = _parts(evidence, others, ranks)
     bound = worst = _worst(parts)
     if _no_room(worst, evidence, others, memory):
@@ -199,7 +201,9 @@ def diagnose(evidence: Evidence, others: Sequence[Seen], effects: Effects | None
     spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
     beside = evidence.beside_s or evidence.step_s
     if beside and abs(spent / beside - 1) > 0.25:
-        notes.append(f"the step that was taken apart took {spent / beside:.2f} times the median step: read the shares as rough")
+        notes.append(
+            f"the step that was taken apart took {spent / beside:.2f} times the median step: read the shares as rough"
+        )
     if bound in OUTSIDE:
         notes.insert(0, OUTSIDE[bound])
     known = sorted((part for part in parts if part.seconds is not None), key=lambda part: -(part.seconds or 0.0))
@@ -232,7 +236,10 @@ def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mappi
     * forward and backward of a typical rank computed: a part of it recomputation, a part the fixed cost of operations, a part
       memory traffic, the rest arithmetic.
     """
-    stage, every = int(evidence.seen.candidate.get("zero_stage") or 0), int(evidence.seen.candidate.get("checkpoint_every") or 0)
+    stage, every = (
+        int(evidence.seen.candidate.get("zero_stage") or 0),
+        int(evidence.seen.candidate.get("checkpoint_every") or 0),
+    )
 
     def typical(*names: str) -> float:
         # Of two ranks the faster one: the lead of a slow one is a part of its own.
@@ -256,10 +263,21 @@ def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mappi
         ),
         ("input pipeline", typical("data"), "measured"),
         ("stragglers", lead, between),
-        ("recomputation", again, "measured" if timed else f"estimated: one block of {every} goes forward again" if every else "nothing"),
-        ("communication", messages, f"{between.partition(' (')[0]}{', with what stage 3 gathers' if stage == 3 else ''}"),
+        (
+            "recomputation",
+            again,
+            "measured" if timed else f"estimated: one block of {every} goes forward again" if every else "nothing",
+        ),
+        (
+            "communication",
+            messages,
+            f"{between.partition(' (')[0]}{', with what stage 3 gathers' if stage == 3 else ''}",
+        ),
         ("optimizer", typical("step"), "measured"),
-        *((name, computing * split[name] if name in split else None, how.get(name, why)) for name, why in missing.items()),
+        *(
+            (name, computing * split[name] if name in split else None, how.get(name, why))
+            for name, why in missing.items()
+        ),
     ]
     whole = sum(seconds for _, seconds, _ in found if seconds) or 1.0
     return [
@@ -273,7 +291,9 @@ def _parts(evidence: Evidence, others: Sequence[Seen], ranks: Mapping[int, Mappi
     ]
 
 
-def _lost_between(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]], messages: float) -> tuple[float | None, float | None, str]:
+def _lost_between(
+    evidence: Evidence, ranks: Mapping[int, Mapping[str, float]], messages: float
+) -> tuple[float | None, float | None, str]:
     """Seconds lost to a slow rank and to the collectives themselves, and how that is known."""
     if evidence.world_size == 1:
         return 0.0, 0.0, "one rank"
@@ -296,8 +316,13 @@ def _inside(evidence: Evidence, others: Sequence[Seen]) -> tuple[dict[str, float
     """
     traced = [each for each in evidence.traced.values() if each.spans_s.get("forward")]
     if traced:
-        each = sorted(traced, key=lambda one: sum(one.spans_s.get(name, 0.0) for name in COMPUTING))[(len(traced) - 1) // 2]
-        own = {kind: sum(each.kinds_s.get(name, {}).get(kind, 0.0) for name in COMPUTING) for kind in ("products", "traffic", "messages")}
+        each = sorted(traced, key=lambda one: sum(one.spans_s.get(name, 0.0) for name in COMPUTING))[
+            (len(traced) - 1) // 2
+        ]
+        own = {
+            kind: sum(each.kinds_s.get(name, {}).get(kind, 0.0) for name in COMPUTING)
+            for kind in ("products", "traffic", "messages")
+        }
         busy = own["products"] + own["traffic"]  # the rest lies between operations, or in those that are too short
         span = max(sum(each.spans_s.get(name, 0.0) for name in COMPUTING) - own["messages"], busy, 1e-9)
         shares = {"launch overhead": (span - busy) / span, "memory bandwidth": own["traffic"] / span}
@@ -312,7 +337,9 @@ def _inside(evidence: Evidence, others: Sequence[Seen]) -> tuple[dict[str, float
     overhead, known = _overhead(evidence, others)
     if overhead is not None:
         rest = 1 - found.get("launch overhead", 0.0)
-        found = {name: value * (1 - overhead) / rest for name, value in found.items() if rest > 0} | {"launch overhead": overhead}
+        found = {name: value * (1 - overhead) / rest for name, value in found.items() if rest > 0} | {
+            "launch overhead": overhead
+        }
         how["launch overhead"] = known
     return found, how
 
@@ -350,7 +377,11 @@ def _overhead(evidence: Evidence, others: Sequence[Seen]) -> tuple[float | None,
 def _worst(parts: Sequence[Part]) -> str:
     """What loses most beyond what is worth the trouble."""
     arithmetic = next((part.share for part in parts if part.name == "compute"), None) or 0.0
-    over = [part for part in parts if part.name in BOUND_FROM and part.share is not None and part.share >= BOUND_FROM[part.name]]
+    over = [
+        part
+        for part in parts
+        if part.name in BOUND_FROM and part.share is not None and part.share >= BOUND_FROM[part.name]
+    ]
     # Every model moves memory too; it is the bottleneck where it takes longer than the arithmetic.
     over = [part for part in over if part.name != "memory bandwidth" or (part.share or 0.0) > arithmetic]
     # Measured by what is worth the trouble: recomputing can be left off whole, of memory traffic little can be saved.
@@ -383,7 +414,9 @@ def _relief(worst: str, own: Seen, others: Sequence[Seen]) -> list[Seen]:
         case "launch overhead":
             micro = own.candidate.get("micro_batch_size") or math.inf
             batch = ("micro_batch_size", "gradient_accumulation_steps")
-            return [seen for seen in others if alike(seen, *batch) and (seen.candidate.get("micro_batch_size") or 0) > micro]
+            return [
+                seen for seen in others if alike(seen, *batch) and (seen.candidate.get("micro_batch_size") or 0) > micro
+            ]
         case _:
             return []
 
@@ -399,7 +432,9 @@ def _memory(evidence: Evidence, others: Sequence[Seen]) -> tuple[Part, list[str]
     peak, limit = evidence.peak_memory_bytes, evidence.memory_limit_bytes
     if not peak or not limit:
         return Part(name="memory capacity", seconds=None, share=None, known="not measured: no limit is known"), notes
-    return Part(name="memory capacity", seconds=None, share=peak / limit, known="measured: the peak, of what a rank may use"), notes
+    return Part(
+        name="memory capacity", seconds=None, share=peak / limit, known="measured: the peak, of what a rank may use"
+    ), notes
 
 
 def _between_ranks(ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
@@ -409,7 +444,9 @@ def _between_ranks(ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
     slow = max(own, key=lambda rank: own[rank])
     if len(own) < 2 or middle <= 0 or own[slow] < 1.1 * middle:
         return []
-    which = max(PHASES, key=lambda name: ranks[slow][name] - statistics.median_low(phases[name] for phases in ranks.values()))
+    which = max(
+        PHASES, key=lambda name: ranks[slow][name] - statistics.median_low(phases[name] for phases in ranks.values())
+    )
     return [
         f"the ranks are uneven: rank {slow} takes {own[slow] / middle:.2f} times as long by itself as the usual one, most of it in {which}"
     ]
@@ -446,7 +483,9 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     if update > 0 and evidence.n_parameters:
         moved = ADAM_BYTES * evidence.n_parameters / (evidence.world_size if stage >= 1 else 1)
         of = f", {moved / update / peak[1]:.0%} of its bandwidth" if peak else ""
-        notes.append(f"the optimizer step moves about {moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter){of}")
+        notes.append(
+            f"the optimizer step moves about {moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter){of}"
+        )
     return notes
 
 
@@ -470,8 +509,16 @@ def _advice(bound: str, evidence: Evidence, others: Sequence[Seen], effects: Eff
             own_level = next((level for level in effect.levels if level.value == own.candidate.get(effect.knob)), None)
             for level in effect.levels:
                 key = effect.knob, repr(level.value)
-                if effect.knob in KNOBS[bound] and own_level and level is not own_level and level.n and key not in found:
+                if (
+                    effect.knob in KNOBS[bound]
+                    and own_level
+                    and level is not own_level
+                    and level.n
+                    and key not in found
+                ):
                     factor = level.factor / own_level.factor
                     why = f"estimated from {effects.n} trials, all else equal"
-                    found[key] = Advice(knob=effect.knob, value=level.value, before=own_level.value, factor=factor, why=why)
+                    found[key] = Advice(
+                        knob=effect.knob, value=level.value, before=own_level.value, factor=factor, why=why
+                    )
     return sorted((advice for advice in found.values() if advice.factor > 1.01), key=lambda advice: -advice.factor)

@@ -63,7 +63,9 @@ class Effects:
     knobs: Sequence[Effect]
 
 
-def effects(metric: str, trials: Sequence[tuple[Mapping[str, Any], float]], reference: Mapping[str, Any]) -> Effects | None:
+def effects(
+    metric: str, trials: Sequence[tuple[Mapping[str, Any], float]], reference: Mapping[str, Any]
+) -> Effects | None:
     """Fits log(metric) as a sum of one term for each knob's value.
 
     Ridge regression on indicator columns, its penalty chosen by leaving one out (closed form). A search samples knobs
@@ -80,14 +82,17 @@ def effects(metric: str, trials: Sequence[tuple[Mapping[str, Any], float]], refe
     """
     usable = [(values, value) for values, value in trials if value > 0]
     names = list(dict.fromkeys(name for values, _ in usable for name in values))
-    levels = {name: list(dict.fromkeys([reference.get(name), *(values.get(name) for values, _ in usable)])) for name in names}
+    levels = {
+        name: list(dict.fromkeys([reference.get(name), *(values.get(name) for values, _ in usable)])) for name in names
+    }
     seen = {name: {repr(values.get(name)) for values, _ in usable} for name in names}
     names = [name for name in names if len(seen[name]) > 1]
     if len(usable) < MIN_TRIALS or not names:
         return None
     y = np.log([value for _, value in usable])
     columns = {
-        name: np.array([[values.get(name) == level for level in levels[name]] for values, _ in usable], dtype=float) for name in names
+        name: np.array([[values.get(name) == level for level in levels[name]] for values, _ in usable], dtype=float)
+        for name in names
     }
     X = np.concatenate(list(columns.values()), axis=1)
     coefficients, explained = _fit(X, y)
@@ -105,7 +110,9 @@ def effects(metric: str, trials: Sequence[tuple[Mapping[str, Any], float]], refe
             if counts[i] or i == 0
         ]
         found.append(Effect(knob=name, share=max(0.0, share), levels=worth))
-    return Effects(metric=metric, n=len(usable), explained=explained, knobs=sorted(found, key=lambda effect: -effect.share))
+    return Effects(
+        metric=metric, n=len(usable), explained=explained, knobs=sorted(found, key=lambda effect: -effect.share)
+    )
 
 
 def _fit(X: Floats, y: Floats) -> tuple[Floats, float]:

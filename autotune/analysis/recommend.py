@@ -71,7 +71,9 @@ class Measured:
     def doubt(self) -> str:
         """Why it must not be recommended although it is usable; empty if nothing is left open."""
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
-            return (self.verdict and self.verdict.reason) or "how it trains with other numerics than the baseline's was not checked"
+            return (
+                self.verdict and self.verdict.reason
+            ) or "how it trains with other numerics than the baseline's was not checked"
         if self.branch_wanted and not (self.branch is not None and self.branch.confirmed):
             return (self.branch and self.branch.reason) or "its global batch was not checked by a branch"
         return ""
@@ -172,7 +174,11 @@ def rank(measured: Sequence[Measured], baseline: Measured | None, objectives: Se
     """
     usable = [m for m in measured if m.usable and all(m.metrics.get(o.metric) is not None for o in objectives)]
     reference = baseline or (_typical(usable) if usable else None)
-    return sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial)) if reference else []
+    return (
+        sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial))
+        if reference
+        else []
+    )
 
 
 def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
@@ -238,7 +244,11 @@ def finalists(
 
 
 def in_race(
-    found: Sequence[Measured], measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int
+    found: Sequence[Measured],
+    measured: Sequence[Measured],
+    baseline: Measured | None,
+    objectives: Sequence[Objective],
+    world_size: int,
 ) -> list[Measured]:
     """The finalists that may still turn out the best of something; those clearly beaten in every way need no further round.
 
@@ -274,7 +284,9 @@ def in_race(
     return [f for f in found if f.trial in left or not now[f.trial].repeats]
 
 
-def recommend(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int) -> Recommendation:
+def recommend(
+    measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int
+) -> Recommendation:
     """Picks from everything that was measured.
 
     Args:
@@ -295,7 +307,8 @@ def recommend(measured: Sequence[Measured], baseline: Measured | None, objective
     sound = [m for m in ranked if baseline is None or not m.doubt]
     best, why = _best(sound, baseline, objectives, judge)
     picks["recommended"] = judge.pick(
-        best, [why, *_words(best, baseline, objectives), *_checked(best), *_passed_by(ranked[0], best), *_drift(baseline)]
+        best,
+        [why, *_words(best, baseline, objectives), *_checked(best), *_passed_by(ranked[0], best), *_drift(baseline)],
     )
     same = [m for m in ranked if baseline is not None and _drops_in(m, baseline, world_size)]
     if baseline is not None and same:
@@ -305,23 +318,37 @@ def recommend(measured: Sequence[Measured], baseline: Measured | None, objective
         picks["drop_in"] = judge.pick(keeps, [why, *_words(keeps, baseline, objectives)])
     for name, metric in PICKS.items():
         having = [m for m in ranked if m.value(metric) is not None]
-        if having and (metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")):
+        if having and (
+            metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")
+        ):
             extreme = max(having, key=lambda m: _better(log_ratio(m, reference, metric), metric))
             why = f"the best {METRICS[metric].label} of all that ran"
             picks[name] = judge.pick(extreme, [why, *_words(extreme, baseline, objectives), *_checked(extreme)])
-    apart = max((m for m in everything if m.unreproducible), key=lambda m: log_gain(m, reference, objectives), default=None)
-    if apart is not None and (apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)):
+    apart = max(
+        (m for m in everything if m.unreproducible), key=lambda m: log_gain(m, reference, objectives), default=None
+    )
+    if apart is not None and (
+        apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)
+    ):
         missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
         picks[OUT_OF_REACH] = judge.pick(apart, ["only a trial can run it, so it is ranked apart", *missing])
-    return Recommendation(baseline=judge.pick(baseline, ["the configuration to beat"]) if baseline else None, front=front, picks=picks)
+    return Recommendation(
+        baseline=judge.pick(baseline, ["the configuration to beat"]) if baseline else None, front=front, picks=picks
+    )
 
 
-def _best(ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge) -> tuple[Measured, str]:
+def _best(
+    ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge
+) -> tuple[Measured, str]:
     """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
     confirmed = [m for m in ranked if m.repeats] or list(ranked)
     # Who left while others went on was clearly beaten in the rounds they shared, however the baseline did in just those.
-    raced = {m.trial: set(m.repeats) for m in confirmed if m.repeats and (baseline is None or m.trial != baseline.trial)}
-    confirmed = [m for m in confirmed if m.trial not in raced or not any(raced[m.trial] < rounds for rounds in raced.values())]
+    raced = {
+        m.trial: set(m.repeats) for m in confirmed if m.repeats and (baseline is None or m.trial != baseline.trial)
+    }
+    confirmed = [
+        m for m in confirmed if m.trial not in raced or not any(raced[m.trial] < rounds for rounds in raced.values())
+    ]
     top = confirmed[0]
     gain: Callable[[Measured], float] = lambda m: log_gain(m, baseline or top, objectives)  # noqa: E731
     tied = [m for m in confirmed if gain(top) - gain(m) <= judge.resolution(m)]
@@ -348,10 +375,14 @@ class _Judge:
 
     def __init__(self, measured: Sequence[Measured], baseline: Measured | None) -> None:
         self.baseline = baseline
-        pairs = [paired_log_ratios(m, baseline, "samples_per_s") for m in measured if baseline and m.trial != baseline.trial]
+        pairs = [
+            paired_log_ratios(m, baseline, "samples_per_s") for m in measured if baseline and m.trial != baseline.trial
+        ]
         residuals = [value - sum(values) / len(values) for values in pairs if len(values) > 1 for value in values]
         self.degrees = sum(len(values) - 1 for values in pairs if len(values) > 1)
-        self.spread = math.sqrt(sum(r * r for r in residuals) / self.degrees) if self.degrees else ASSUMED_SPREAD * math.sqrt(2)
+        self.spread = (
+            math.sqrt(sum(r * r for r in residuals) / self.degrees) if self.degrees else ASSUMED_SPREAD * math.sqrt(2)
+        )
         # What was measured once only is compared across time; how much that costs, the configurations measured again tell.
         shifts = [_shift(m, "samples_per_s") for m in measured if m.repeats]
         across = stats.t95(len(shifts)) * math.sqrt(sum(s * s for s in shifts) / len(shifts)) if shifts else 0.0
@@ -391,7 +422,9 @@ def changes(candidate: Candidate, baseline: Measured | None) -> list[str]:
     before, after = baseline.candidate.values(), candidate.values()
     names = dict.fromkeys([*before, *after])
     return [
-        f"{name} {_said(after.get(name))} instead of {_said(before.get(name))}" for name in names if before.get(name) != after.get(name)
+        f"{name} {_said(after.get(name))} instead of {_said(before.get(name))}"
+        for name in names
+        if before.get(name) != after.get(name)
     ]
 
 
@@ -433,7 +466,9 @@ def _checked(measured: Measured) -> list[str]:
     said = [branch.reason] if branch is not None and measured.branch_wanted else []
     if measured.numerics_kept or verdict is None:
         return said
-    whose = "its loss" if verdict.same_as is None else f"the loss of trial {verdict.same_as}, whose numerics are the same,"
+    whose = (
+        "its loss" if verdict.same_as is None else f"the loss of trial {verdict.same_as}, whose numerics are the same,"
+    )
     return [
         *said,
         f"trains as the baseline's numerics do at its global batch: over {verdict.n_steps} steps {whose} is"
@@ -448,11 +483,17 @@ def _passed_by(first: Measured, best: Measured) -> list[str]:
 
 def _drift(baseline: Measured | None) -> list[str]:
     """Says so where the machine was not as fast at the end as at the start: the ratios hold, the absolute times do not."""
-    now, then = (baseline.value("step_time_s"), baseline.metrics.get("step_time_s")) if baseline and baseline.repeats else (None, None)
+    now, then = (
+        (baseline.value("step_time_s"), baseline.metrics.get("step_time_s"))
+        if baseline and baseline.repeats
+        else (None, None)
+    )
     if not now or not then or abs(math.log(now / then)) < DRIFT:
         return []
     word = "slower" if now > then else "faster"
-    return [f"caution: this machine ran the baseline {max(now / then, then / now):.2f}x {word} at the end of the study than at its start"]
+    return [
+        f"caution: this machine ran the baseline {max(now / then, then / now):.2f}x {word} at the end of the study than at its start"
+    ]
 
 
 def _shift(measured: Measured, metric: str) -> float:
@@ -463,7 +504,9 @@ def _shift(measured: Measured, metric: str) -> float:
 
 def _drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:
     """Whether it trains to the same end as the baseline: the same batch, the same numbers."""
-    return measured.numerics_kept and measured.candidate.global_batch_size(world_size) == baseline.candidate.global_batch_size(world_size)
+    return measured.numerics_kept and measured.candidate.global_batch_size(
+        world_size
+    ) == baseline.candidate.global_batch_size(world_size)
 
 
 def _relative_half_width(measured: Measured, metric: str) -> float:

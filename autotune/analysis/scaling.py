@@ -173,5 +173,8 @@ def _share_ci95(shares: Sequence[float]) -> Interval | None:
     """Of a share, which may be zero: around the mean, and no less than nothing."""
     if len(shares) < 2:
         return None
-    mean, reach = statistics.fmean(shares), stats.t95(len(shares) - 1) * statistics.stdev(shares) / math.sqrt(len(shares))
+    mean, reach = (
+        statistics.fmean(shares),
+        stats.t95(len(shares) - 1) * statistics.stdev(shares) / math.sqrt(len(shares)),
+    )
     return max(0.0, mean - reach), min(1.0, mean + reach)

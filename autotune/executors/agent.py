@@ -186,7 +186,9 @@ class Agent:
         trial.write(folder.node(self.node), {"host": socket.gethostname(), "since": time.time()})
         job = None
         try:
-            job = self.executor.submit_part(folder, end, {"node": self.node, "address": self.address} if request.nodes > 1 else {})
+            job = self.executor.submit_part(
+                folder, end, {"node": self.node, "address": self.address} if request.nodes > 1 else {}
+            )
             status = self._watch(job, folder)
             if status is Status.LOST:
                 trial.write(end, Exit(codes={}, killed="lost", note=LOST))
@@ -197,7 +199,9 @@ class Agent:
                 job.cancel()
             if folder.path.exists():
                 found = trial.read(end, Exit) if end.exists() else Exit(codes={})
-                if found.killed is not None or any(found.codes.values()) or not found.codes:  # the engine's signal met the ranks too
+                if (
+                    found.killed is not None or any(found.codes.values()) or not found.codes
+                ):  # the engine's signal met the ranks too
                     trial.write(end, Exit(codes=found.codes, killed="cancel", wall_s=found.wall_s, swept=found.swept))
             raise
 

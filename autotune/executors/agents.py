@@ -147,7 +147,12 @@ class AgentExecutor:
     mark = ""
 
     def __init__(
-        self, engine: Engine, root: Path, settings: Settings, nodes: int, on_queue: Callable[[str], None] = lambda _: None
+        self,
+        engine: Engine,
+        root: Path,
+        settings: Settings,
+        nodes: int,
+        on_queue: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
         self._said = ""
@@ -210,7 +215,12 @@ class AgentExecutor:
     def build_ops(self, names: Sequence[str]) -> str | None:
         """Compiles on all machines of a trial, each under the lock of its own cache."""
         request = TrialRequest(
-            target="", mode="build", ops=tuple(names), world_size=self.nodes, nodes=self.nodes, deadline_s=BUILD_DEADLINE_S
+            target="",
+            mode="build",
+            ops=tuple(names),
+            world_size=self.nodes,
+            nodes=self.nodes,
+            deadline_s=BUILD_DEADLINE_S,
         )
         result = base.run(self, self.root / "build", request)
         return None if result.outcome is Outcome.COMPLETE else result.reason
@@ -245,7 +255,12 @@ class AgentExecutor:
         return allocation
 
     def _owner(self) -> dict[str, object]:
-        return {"engine": self.engine.name, "options": self.engine.options, "host": socket.gethostname(), "process": liveness.mark()}
+        return {
+            "engine": self.engine.name,
+            "options": self.engine.options,
+            "host": socket.gethostname(),
+            "process": liveness.mark(),
+        }
 
     def _take_over(self, path: Path) -> None:
         """Goes on with machines whose coordinator is dead; forgets them if they are gone."""
@@ -254,7 +269,11 @@ class AgentExecutor:
         except (FileNotFoundError, ValueError):
             return
         spool = Spool(path.parent)
-        at_work = liveness.lives(said.get("process", "")) if said.get("host") == socket.gethostname() else spool.quiet_s() < SILENT_S
+        at_work = (
+            liveness.lives(said.get("process", ""))
+            if said.get("host") == socket.gethostname()
+            else spool.quiet_s() < SILENT_S
+        )
         if said.get("engine") != self.engine.name or at_work:
             return
         allocation = Allocation(self.engine, spool, said["id"], said["nodes"])
@@ -270,9 +289,17 @@ class AgentExecutor:
 class AgentJob:
     """A trial in the hands of agents."""
 
-    def __init__(self, allocation: Allocation, folder: TrialDir, nodes: int, on_queue: Callable[[str], None], *, held: bool) -> None:
+    def __init__(
+        self, allocation: Allocation, folder: TrialDir, nodes: int, on_queue: Callable[[str], None], *, held: bool
+    ) -> None:
         self.reason = ""
-        self._allocation, self._folder, self._nodes, self._held, self._on_queue = allocation, folder, nodes, held, on_queue
+        self._allocation, self._folder, self._nodes, self._held, self._on_queue = (
+            allocation,
+            folder,
+            nodes,
+            held,
+            on_queue,
+        )
         self._looked, self._status, self._began = 0.0, Status.QUEUED, time.monotonic()
         self._cancelled = False
         self._suspected_at: float | None = None
@@ -355,7 +382,9 @@ class RefusedJob:
 def _may_be_taken_away(end: trial.Exit) -> bool:
     """Whether ranks ended as they do when an engine takes their machine away."""
     own = {-9} if end.killed else set()
-    return end.killed in ("cancel", "lost") or (not end.kernel_oom and bool(set(end.codes.values()) & set(TAKEN_AWAY) - own))
+    return end.killed in ("cancel", "lost") or (
+        not end.kernel_oom and bool(set(end.codes.values()) & set(TAKEN_AWAY) - own)
+    )
 
 
 def settings_for(modules: Sequence[str], environment: dict[str, str], idle_s: float) -> Settings:

@@ -82,7 +82,9 @@ class Executor(Protocol):
         """Ends whatever the engine keeps running."""
 
 
-def run(executor: Executor, path: Path, request: TrialRequest, on_tick: Callable[[], None] = lambda: None) -> TrialResult:
+def run(
+    executor: Executor, path: Path, request: TrialRequest, on_tick: Callable[[], None] = lambda: None
+) -> TrialResult:
     """Runs one trial to its end and returns that end as data; `result.json` is written.
 
     Args:
@@ -182,4 +184,6 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
         end = replace(end, killed="lost", note=lost)
     result = trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))
     texts = ("reason", "caveats", "side_changes", "unreproducible")
-    return replace(result, **{name: masking.masked(getattr(result, name)) for name in texts})  # an exception may quote a token
+    return replace(
+        result, **{name: masking.masked(getattr(result, name)) for name in texts}
+    )  # an exception may quote a token

@@ -53,10 +53,14 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
                 raise UserError("--nodes: several machines take --executor slurm or ray, or --hostfile")
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     idle_s = agents.seconds(options, "idle", 600.0)
-    return AgentExecutor(engine, folder / "trials" / "agents", agents.settings_for(target.imports, environment, idle_s), nodes, on_queue)
+    return AgentExecutor(
+        engine, folder / "trials" / "agents", agents.settings_for(target.imports, environment, idle_s), nodes, on_queue
+    )
 
 
 def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
     for name in options:
         if name not in known:
-            raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {', '.join(known) or 'none'}")
+            raise UserError(
+                f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {', '.join(known) or 'none'}"
+            )

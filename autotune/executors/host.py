@@ -23,7 +23,12 @@ _drawn: dict[int, str] = {}
 
 def extensions_dir() -> Path:
     """DeepSpeed's compiled ops for exactly these libraries, this environment and this kind of machine."""
-    parts = [sys.prefix, sys.version, os.uname().machine, str(shutil.which("ninja", path=str(Path(sys.prefix) / "bin")))]
+    parts = [
+        sys.prefix,
+        sys.version,
+        os.uname().machine,
+        str(shutil.which("ninja", path=str(Path(sys.prefix) / "bin"))),
+    ]
     parts += [metadata.version(name) for name in ("torch", "deepspeed")]
     return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

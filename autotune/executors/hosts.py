@@ -71,7 +71,11 @@ class Hosts:
             with open(_log(spool, node), "ab") as log:
                 processes.append(
                     subprocess.Popen(
-                        [*ssh, host, "sh", shlex.quote(str(script))], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                        [*ssh, host, "sh", shlex.quote(str(script))],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
                     )
                 )
         self._running[job] = spool, processes

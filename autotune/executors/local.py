@@ -58,7 +58,12 @@ class LocalExecutor:
         with open(self._log, "ab") as log:
             # Its own session: Ctrl-C in the terminal is for the driver, which then stops the ranks in order.
             self._server = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment(), start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
             )
         answer = self._answer(START_TIMEOUT_S)
         if answer is None:
@@ -158,18 +163,23 @@ class LocalExecutor:
         environment.setdefault("DS_ACCELERATOR", "" if has_cuda_device() else "cpu")
         if not environment["DS_ACCELERATOR"]:
             del environment["DS_ACCELERATOR"]
-        return environment | {
-            MARK: self.mark,
-            "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-            # Another ninja than the one that built an op finds its build dirty and builds it again.
-            "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
-            "OPENBLAS_NUM_THREADS": "1",  # numpy's thread pool starts at import; the server must have one thread to fork
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for devices without initialising CUDA, which would not survive the fork
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": environment.get("NCCL_SOCKET_IFNAME", "lo"),  # it only finds its peers by it, and they are all here
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
-        }
+        return (
+            environment
+            | {
+                MARK: self.mark,
+                "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+                # Another ninja than the one that built an op finds its build dirty and builds it again.
+                "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
+                "OPENBLAS_NUM_THREADS": "1",  # numpy's thread pool starts at import; the server must have one thread to fork
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for devices without initialising CUDA, which would not survive the fork
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": environment.get(
+                    "NCCL_SOCKET_IFNAME", "lo"
+                ),  # it only finds its peers by it, and they are all here
+                "PYTHONUNBUFFERED": "1",
+                "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
+            }
+        )
 
 
 class LocalJob:

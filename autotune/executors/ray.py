@@ -89,12 +89,18 @@ class Ray:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._bundle()
-        fit = [node for node in ray.nodes() if node["Alive"] and all(node["Resources"].get(k, 0) >= v for k, v in bundle.items())]
+        fit = [
+            node
+            for node in ray.nodes()
+            if node["Alive"] and all(node["Resources"].get(k, 0) >= v for k, v in bundle.items())
+        ]
         if len(fit) < nodes and self.options.get("grow") != "yes":
             what = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
             raise Refused(f"{nodes} machines with {what} are needed, and the cluster has {len(fit)}")
         name = f"autotune-{uuid.uuid4().hex[:12]}"
-        group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name, lifetime="detached")
+        group = placement_group(
+            [bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name, lifetime="detached"
+        )
         settings = trial.read(spool.settings, Settings)
         paths = {"PYTHONPATH": settings.exported["PYTHONPATH"]} if "PYTHONPATH" in settings.exported else {}
         actors = []
@@ -137,7 +143,9 @@ class Ray:
         if group is None:
             return
         with contextlib.suppress(Exception):  # whatever is wrong with an actor, it is killed below
-            ray.get([actor.stop.remote() for actor in group.actors], timeout=ANSWER_TIMEOUT_S if group.is_started() else 0.1)
+            ray.get(
+                [actor.stop.remote() for actor in group.actors], timeout=ANSWER_TIMEOUT_S if group.is_started() else 0.1
+            )
         for actor in group.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
@@ -168,9 +176,14 @@ class Ray:
         """What a machine is asked for."""
         import ray
 
-        gpus = [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0)]
+        gpus = [
+            node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0)
+        ]
         ranks = self.ranks_per_node or int(min(gpus, default=1))
-        per_rank = {"CPU": _number(self.options, "cpus_per_rank", 1.0), "GPU": _number(self.options, "gpus_per_rank", 1.0 if gpus else 0.0)}
+        per_rank = {
+            "CPU": _number(self.options, "cpus_per_rank", 1.0),
+            "GPU": _number(self.options, "gpus_per_rank", 1.0 if gpus else 0.0),
+        }
         for item in filter(None, self.options.get("resources", "").split(",")):
             name, _, amount = item.partition(":")
             per_rank[name] = _number({"resources": amount}, "resources", 1.0)
@@ -234,7 +247,9 @@ class _Group:
             new = {name: data for name in names if (data := self._new(node, folder.path / name)) is not None}
             if "request.json" in new:
                 target = Path(trial.read(folder.request, TrialRequest).target)
-                near = [path for path in sources(target) if path.is_relative_to(target.parent)] if target.is_file() else []
+                near = (
+                    [path for path in sources(target) if path.is_relative_to(target.parent)] if target.is_file() else []
+                )
                 new |= {f"target/{path.relative_to(target.parent)}": path.read_bytes() for path in near}
             answers[node] = self.actors[node].exchange.remote(key_of(folder), spool.orders.read_text(), new)
         for node, reference in answers.items():
@@ -290,11 +305,22 @@ class Machine:
         environment = os.environ | exported
         if "OMP_NUM_THREADS" not in exported:
             environment.pop("OMP_NUM_THREADS", None)  # Ray's own, from the processors that it set aside
-        command = [sys.executable, "-m", "autotune.executors.agent", str(place.path), "--node", str(self._node), "--address", address]
+        command = [
+            sys.executable,
+            "-m",
+            "autotune.executors.agent",
+            str(place.path),
+            "--node",
+            str(self._node),
+            "--address",
+            address,
+        ]
         self._log = place.path / f"agent-{self._node}.log"
         with open(self._log, "ab") as log:
             # Standard input is its lifeline: it ends with this actor.
-            self._process = subprocess.Popen([*command, "--lifeline"], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
+            self._process = subprocess.Popen(
+                [*command, "--lifeline"], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
+            )
         threading.Thread(target=self._give_back, daemon=True).start()
         return self._root is not None
 
@@ -340,8 +366,15 @@ class Machine:
             if beside.is_file():
                 trial.write(folder.request, {**request, "target": str(beside)})
         spool.alive.touch()
-        runs = {order["key"]: str(self._root / "trials" / order["key"]) for order in map(json.loads, orders.splitlines()) if "run" in order}
-        mine = [order | ({"run": runs[order["key"]]} if "run" in order else {}) for order in map(json.loads, orders.splitlines())]
+        runs = {
+            order["key"]: str(self._root / "trials" / order["key"])
+            for order in map(json.loads, orders.splitlines())
+            if "run" in order
+        }
+        mine = [
+            order | ({"run": runs[order["key"]]} if "run" in order else {})
+            for order in map(json.loads, orders.splitlines())
+        ]
         text = "".join(json.dumps(order) + "\n" for order in mine)
         if not spool.orders.exists() or spool.orders.read_text() != text:
             files.write_text(spool.orders, text)
@@ -350,7 +383,11 @@ class Machine:
     def _news(self, spool: Spool, folder: TrialDir, known: Mapping[str, bytes]) -> dict[str, bytes]:
         there = {f"spool/{spool.node(self._node).name}": spool.node(self._node)}
         for _ in range(2):  # the second look is sure to see the reports behind an end that the first one saw
-            there |= {path.name: path for path in sorted(folder.path.iterdir()) if path.is_file() and not path.name.startswith(".")}
+            there |= {
+                path.name: path
+                for path in sorted(folder.path.iterdir())
+                if path.is_file() and not path.name.startswith(".")
+            }
         found = {}
         for name, path in there.items():
             if name in ("request.json", "ds_config.json", "job.json", "cancel") or name in known or not path.exists():

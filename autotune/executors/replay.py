@@ -94,7 +94,9 @@ def _open(path: Path, mode: str, *, compressed: bool | None = None) -> Any:
 
 
 def _row(cells: Mapping[str, str]) -> Row:
-    knobs: dict[str, Scalar] = {n.removeprefix(KNOB): json.loads(text) for n, text in cells.items() if n.startswith(KNOB) and text}
+    knobs: dict[str, Scalar] = {
+        n.removeprefix(KNOB): json.loads(text) for n, text in cells.items() if n.startswith(KNOB) and text
+    }
     texts = ("outcome", "reason", "losses", "repeat")
     return Row(
         candidate=Candidate.of(knobs),
@@ -181,7 +183,11 @@ class ReplayExecutor:
         peak = values.get("peak_memory_bytes", 0.0)
         if row.outcome is Outcome.COMPLETE and limit is not None and peak > limit:
             return RankReport(
-                rank=0, outcome=Outcome.OOM, phase="warmup", reason=f"{peak / 2**20:.0f} MiB, over the stated limit", failed_at=0.0
+                rank=0,
+                outcome=Outcome.OOM,
+                phase="warmup",
+                reason=f"{peak / 2**20:.0f} MiB, over the stated limit",
+                failed_at=0.0,
             )
         if row.outcome is not Outcome.COMPLETE:
             return RankReport(rank=0, outcome=row.outcome, phase="measure", reason=row.reason, failed_at=0.0)

@@ -81,7 +81,9 @@ class Slurm:
         """
         for command in ("sbatch", "scontrol", "scancel", "sinfo"):
             if shutil.which(command) is None:
-                raise UserError(f"--executor slurm: there is no {command} on this machine; run autotune where jobs are submitted")
+                raise UserError(
+                    f"--executor slurm: there is no {command} on this machine; run autotune where jobs are submitted"
+                )
         partition = self.options.get("partition")
         done = _call("sinfo", "--noheader", "--format=%P %D", *(["--partition", partition] if partition else []))
         if done.returncode:
@@ -135,7 +137,9 @@ class Slurm:
 
     def _past(self, job: str) -> Standing:
         done = (
-            _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode") if _has_sacct() else None
+            _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode")
+            if _has_sacct()
+            else None
         )
         if done is None or done.returncode or not done.stdout.strip():
             return Standing(Status.LOST, f"Slurm no longer knows job {job}")
@@ -148,16 +152,20 @@ class Slurm:
         if self.ranks_per_node and "gpus_per_rank" in self.options:
             return self.ranks_per_node * _whole(self.options, "gpus_per_rank")
         done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
-        lines = [line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")]  # the default one
-        counts = [int(n or 1) for line in lines for n in re.findall(r"gpu(?::[^:,( ]+)?(?::(\d+))?(?=[(,\s]|$)", line.partition(" ")[2])]
+        lines = [
+            line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")
+        ]  # the default one
+        counts = [
+            int(n or 1)
+            for line in lines
+            for n in re.findall(r"gpu(?::[^:,( ]+)?(?::(\d+))?(?=[(,\s]|$)", line.partition(" ")[2])
+        ]
         return (self.ranks_per_node or min(counts)) if counts else 0
 
     def _script(self, spool: Spool) -> str:
         """What the first node runs: the first node's address, as Slurm knows it, and an agent on every node."""
         python = self.options.get("python", sys.executable)
-        agent = (
-            f"{self.options.get('container', '')} {shlex.quote(python)} -m autotune.executors.agent {shlex.quote(str(spool.path))}".strip()
-        )
+        agent = f"{self.options.get('container', '')} {shlex.quote(python)} -m autotune.executors.agent {shlex.quote(str(spool.path))}".strip()
         return f"""#!/bin/sh
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
@@ -186,9 +194,13 @@ def _words(name: str) -> str:
 
 def _call(*command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+        return subprocess.run(
+            command, input=given, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s")
+        return subprocess.CompletedProcess(
+            command, 1, "", f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
+        )
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

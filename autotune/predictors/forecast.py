@@ -143,8 +143,13 @@ class Calibration:
         total = np.maximum(scaled.sum(axis=1), 1e-30)
         return total, np.column_stack([np.ones(len(total)), scaled / total[:, None]])
 
-    def _solve(self, terms: Floats, y: Floats, start: Floats | None = None, iterations: int = ITERATIONS) -> tuple[Floats, Floats]:
-        theta, prior = np.zeros(len(self.prior_sd)) if start is None else start, np.diag(1.0 / np.maximum(self.prior_sd, 1e-6) ** 2)
+    def _solve(
+        self, terms: Floats, y: Floats, start: Floats | None = None, iterations: int = ITERATIONS
+    ) -> tuple[Floats, Floats]:
+        theta, prior = (
+            np.zeros(len(self.prior_sd)) if start is None else start,
+            np.diag(1.0 / np.maximum(self.prior_sd, 1e-6) ** 2),
+        )
         weight = np.full(len(y), 1.0 / self.noise_sd**2)
         for _ in range(iterations):
             total, slopes = self._total(terms, theta)
@@ -187,7 +192,12 @@ class Predictor:
         self._rows: tuple[dict[tuple[Candidate, Machine], Floats], ...] = ({}, {})
 
     def learn(
-        self, candidate: Candidate, *, peak_memory_bytes: float | None, step_time_s: float | None, machine: Machine | None = None
+        self,
+        candidate: Candidate,
+        *,
+        peak_memory_bytes: float | None,
+        step_time_s: float | None,
+        machine: Machine | None = None,
     ) -> None:
         """Takes what a trial measured; the latest counts where a candidate was measured twice.
 
@@ -234,7 +244,9 @@ class Predictor:
         """Logarithm of the peak of many candidates: mean and standard deviation."""
         return self._calibrations()[0].predict(self.memory_terms(candidates))
 
-    def _terms(self, formula: Formula, names: Iterable[str], candidates: Sequence[Candidate], machine: Machine) -> Floats:
+    def _terms(
+        self, formula: Formula, names: Iterable[str], candidates: Sequence[Candidate], machine: Machine
+    ) -> Floats:
         table = formula(Knobs.of(candidates, self.base), self.profile, machine)
         return np.column_stack([table[name] for name in names])
 
@@ -242,9 +254,15 @@ class Predictor:
         if self._fitted is None:
             guessed, probed = self.profile.guessed, self.machine.measured
             sizes = Calibration(
-                list(memory.spreads(self.profile).values()), GUESSED_MEMORY_SCALE if guessed else MEMORY_SCALE, MEMORY_NOISE
+                list(memory.spreads(self.profile).values()),
+                GUESSED_MEMORY_SCALE if guessed else MEMORY_SCALE,
+                MEMORY_NOISE,
             )
-            times = Calibration(list(step_time.SPREADS.values()), TIME_SCALE if probed and not guessed else GUESSED_TIME_SCALE, TIME_NOISE)
+            times = Calibration(
+                list(step_time.SPREADS.values()),
+                TIME_SCALE if probed and not guessed else GUESSED_TIME_SCALE,
+                TIME_NOISE,
+            )
             for column, calibration, formula, names in (
                 (0, sizes, memory.memory_terms, memory.SPREADS),
                 (1, times, step_time.step_time_terms, step_time.SPREADS),

@@ -93,7 +93,10 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
     states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * on_device
     # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
-    gradients = np.where(stage == 3, knobs.gradient_bytes * Pt / N, np.where(_both(knobs), knobs.gradient_bytes * Pt, 0.0)) * on_device
+    gradients = (
+        np.where(stage == 3, knobs.gradient_bytes * Pt / N, np.where(_both(knobs), knobs.gradient_bytes * Pt, 0.0))
+        * on_device
+    )
     sixteen = np.array([ARITHMETIC.get(str(name), "fp32") != "fp32" for name in knobs.precision])
     return {
         "weights": weights,
@@ -140,7 +143,13 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # all gradients are there from the start. At stage 2 what waits in the bucket and the own part of what was reduced. Stage 3 has
     # its part from the start.
     waiting = (stage == 2) & (grows | (waits & (knobs.contiguous == 0)))
-    early = _where((keeps_all & several, 0.0), (keeps_all, w), (waiting, w), ((stage == 2) & ~waits, g / N * on_device), otherwise=0.0)
+    early = _where(
+        (keeps_all & several, 0.0),
+        (keeps_all, w),
+        (waiting, w),
+        ((stage == 2) & ~waits, g / N * on_device),
+        otherwise=0.0,
+    )
     settled = _where((keeps_all & several, w * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
     # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
     flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
@@ -188,7 +197,9 @@ def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
     flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
     # Small parameters stay whole once they are gathered.
     reused = np.maximum(np.minimum(P, knobs.reuse_distance / 2), _small_elements(knobs, profile))
-    live = np.minimum(np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying)))
+    live = np.minimum(
+        np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying))
+    )
     return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
 
 

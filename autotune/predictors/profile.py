@@ -23,7 +23,13 @@ GUESSED_SEQUENCE = 256
 # Bytes of a value that travels between ranks.
 WIRE_BYTES = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
 # What each precision of a candidate computes with; a pass is followed once for each.
-ARITHMETIC = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16", "torch_autocast": "autocast", "torch_autocast_fp16": "autocast"}
+ARITHMETIC = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "bf16",
+    "torch_autocast": "autocast",
+    "torch_autocast_fp16": "autocast",
+}
 # Bytes of activations in proportion to those of fp32, where a pass was not followed in the precision itself.
 ACTIVATION_SCALE = {"fp32": 1.0, "bf16": 0.5, "autocast": 0.65}
 
@@ -114,13 +120,18 @@ class Profile:
     @property
     def largest_parameter(self) -> int:
         """Elements of the largest parameter."""
-        return max((size for size, _ in self.sizes), default=int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks)))
+        return max(
+            (size for size, _ in self.sizes),
+            default=int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks)),
+        )
 
     def small_elements(self, threshold: float) -> int:
         """Elements in parameters of at most so many: stage 3 does not split them."""
         return sum(size * count for size, count in self.sizes if size <= threshold)
 
-    def highest(self, arithmetic: str, every: int, share: float, micro: Floats, gradient_bytes: Floats) -> tuple[Floats, Floats]:
+    def highest(
+        self, arithmetic: str, every: int, share: float, micro: Floats, gradient_bytes: Floats
+    ) -> tuple[Floats, Floats]:
         """Bytes of activations and complete gradients at the highest instant of forward and backward; see `Pass.highest`.
 
         Args:
@@ -152,7 +163,9 @@ class Profile:
         found, scale = self.passes.get(f"{name}/0"), 1.0
         if found is None:
             found, scale = self.passes.get("fp32/0"), ACTIVATION_SCALE[name]
-        return scale * (found.largest_bytes[0] + found.largest_bytes[1] * micro_batch_size) if found is not None else 0.0
+        return (
+            scale * (found.largest_bytes[0] + found.largest_bytes[1] * micro_batch_size) if found is not None else 0.0
+        )
 
     def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
         """FLOPs, bytes moved by other operations, and operations of one micro-step, with all blocks recomputed or none.

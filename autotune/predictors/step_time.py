@@ -73,7 +73,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
     if machine.ranks_per_node:
         # The second copy of the weights (hpZ) is gathered from its own node.
-        wire_s = wire_s + np.where((stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0)
+        wire_s = wire_s + np.where(
+            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
+        )
     hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     communication = wire_s - hidden
 
@@ -112,7 +114,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
 def _within_a_step(machine: Machine) -> Machine:
     """The links as collectives find them while everything else goes on."""
     own, between = WITHIN_A_STEP[machine.accelerator], BETWEEN_NODES[machine.accelerator]
-    return replace(machine, link_bytes_per_s=machine.link_bytes_per_s / own, node_bytes_per_s=machine.node_bytes_per_s / between)
+    return replace(
+        machine, link_bytes_per_s=machine.link_bytes_per_s / own, node_bytes_per_s=machine.node_bytes_per_s / between
+    )
 
 
 def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:

@@ -83,11 +83,17 @@ class StudyReport:
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
         n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
-        n_out, n_unfit = (sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom"))
+        n_out, n_unfit = (
+            sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom")
+        )
         if n_out and n_out + n_unfit == len(self.trials):
             predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
             return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
-        return f"{n_complete} configurations completed, but none keeps every constraint" if n_complete else "no configuration completed"
+        return (
+            f"{n_complete} configurations completed, but none keeps every constraint"
+            if n_complete
+            else "no configuration completed"
+        )
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:
         """Each picked trial once, with all that it was picked for."""
@@ -99,7 +105,11 @@ class StudyReport:
     def metric_names(self, *, all_metrics: bool = True) -> list[str]:
         """The objectives in order, then what else was measured."""
         objectives = [name for name in self.study.get("objectives", ()) if name in METRICS]
-        return [*objectives, *(name for name in METRICS if name in self._seen and name not in objectives)] if all_metrics else objectives
+        return (
+            [*objectives, *(name for name in METRICS if name in self._seen and name not in objectives)]
+            if all_metrics
+            else objectives
+        )
 
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
@@ -136,7 +146,11 @@ class StudyReport:
         # The user's own configuration is trial 0, even where it did not run.
         reference = self.trials[0]["candidate"] if self.trials else {}
         found = (
-            effects(name, [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)], reference)
+            effects(
+                name,
+                [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)],
+                reference,
+            )
             for name in self.metric_names(all_metrics=False)
         )
         return [each for each in found if each is not None]
@@ -153,7 +167,9 @@ class StudyReport:
     @cached_property
     def _points(self) -> dict[int, Data]:
         picked = [*self.front, *self.picks.values(), *([self.baseline] if self.baseline else [])]
-        return {trial["trial"]: trial for trial in self.trials if measured(trial)} | {point["trial"]: point for point in picked}
+        return {trial["trial"]: trial for trial in self.trials if measured(trial)} | {
+            point["trial"]: point for point in picked
+        }
 
     def caveats(self) -> list[str]:
         """What the user should know: about the target, and about the trials that the answer rests on."""
@@ -163,7 +179,9 @@ class StudyReport:
             if trial["trial"] in shown:
                 found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]
         if n := sum(any(BESIDE in text for text in trial.get("caveats") or ()) for trial in self.trials):
-            found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others (--overlap): their times are not those of a trial alone")
+            found.append(
+                f"{n} of {len(self.trials)} trials {BESIDE} as others (--overlap): their times are not those of a trial alone"
+            )
         for trial in self.trials:
             if trial.get("role") == "baseline" and self.baseline is None:
                 found.insert(0, f"the baseline did not complete ({_end(trial)}), so no speed-up can be stated")
@@ -172,7 +190,11 @@ class StudyReport:
 
 def measured(point: Data) -> dict[str, float]:
     """The metrics that a trial or a pick yielded."""
-    return {name: float(value) for name, value in (point.get("metrics") or {}).items() if value is not None and math.isfinite(value)}
+    return {
+        name: float(value)
+        for name, value in (point.get("metrics") or {}).items()
+        if value is not None and math.isfinite(value)
+    }
 
 
 def interval(point: Data, metric: str, value: float) -> tuple[float, float]:

@@ -67,7 +67,13 @@ class Page:
 
     def view(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
         """Sets the size of the window, and the colours that its user prefers."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -116,7 +122,9 @@ class Page:
                 said = given["exceptionDetails"]
                 self.complaints.append(said.get("exception", {}).get("description") or said["text"])
             case "Runtime.consoleAPICalled" if given["type"] in ("error", "warning", "assert"):
-                self.complaints.append(" ".join(str(one.get("value", one.get("description", ""))) for one in given["args"]))
+                self.complaints.append(
+                    " ".join(str(one.get("value", one.get("description", ""))) for one in given["args"])
+                )
             case "Log.entryAdded" if given["entry"]["level"] in ("error", "warning"):
                 self.complaints.append(f"{given['entry']['text']} {given['entry'].get('url', '')}".strip())
 
@@ -177,7 +185,17 @@ def browsing() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(prefix="autotune-browser-", ignore_cleanup_errors=True) as profile:
         there_read, here_write = os.pipe()
         here_read, there_write = os.pipe()
-        command = [sys.executable, "-S", "-c", START, str(there_read), str(there_write), program, *FLAGS, f"--user-data-dir={profile}"]
+        command = [
+            sys.executable,
+            "-S",
+            "-c",
+            START,
+            str(there_read),
+            str(there_write),
+            program,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+        ]
         process = subprocess.Popen(
             command,
             pass_fds=(there_read, there_write),
@@ -190,7 +208,9 @@ def browsing() -> Iterator[Page]:
         session = _Session(here_write, here_read)
         try:
             target = session.send("Target.createTarget", {"url": "about:blank"})["targetId"]
-            page = Page(session, session.send("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"])
+            page = Page(
+                session, session.send("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
+            )
             session.pages[page.id] = page
             for domain in ("Page", "Runtime", "Log", "Network"):
                 page.send(f"{domain}.enable")

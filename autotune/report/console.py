@@ -112,7 +112,13 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
     """The recommended one in full; of the others what they are, the rest is in the README."""
     factor, recommended = speedup_words(pick), "recommended" in names
     same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
-    said = "the baseline itself" if same else f"{factor} the baseline's throughput" if factor else "no baseline to compare with"
+    said = (
+        "the baseline itself"
+        if same
+        else f"{factor} the baseline's throughput"
+        if factor
+        else "no baseline to compare with"
+    )
     head = f"{', '.join(title(name) for name in names)}: trial {pick['trial']}, {said}"
     yield from _wrapped(head, width, "  ", "bold green" if recommended else "", first="")
     if recommended:
@@ -127,6 +133,11 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
 def _wrapped(text: str, width: int, indent: str, style: str = "", first: str | None = None) -> Iterator[Text]:
     lead = indent if first is None else first
     lines = textwrap.wrap(
-        text, max(20, width), initial_indent=lead, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        max(20, width),
+        initial_indent=lead,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     yield from (Text(line.replace("\xa0", " "), style=style) for line in lines)

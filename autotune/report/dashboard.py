@@ -96,7 +96,9 @@ class Application:
         """Answers one request."""
 
         def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
-            return start_response(status, [*(each for each in headers if each[0].lower() not in DROPPED), *HEADERS], *rest)
+            return start_response(
+                status, [*(each for each in headers if each[0].lower() not in DROPPED), *HEADERS], *rest
+            )
 
         environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
         try:
@@ -108,7 +110,11 @@ class Application:
         """What a request is told that is not let in; None if it is."""
         if not self._knows(environ.get("HTTP_HOST", "")):
             # A name of someone else's that resolves to this machine: a page of theirs would else read the dashboard (DNS rebinding).
-            return _say(start, HTTPStatus.MISDIRECTED_REQUEST, "this dashboard is not served under that name; use the address it printed")
+            return _say(
+                start,
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "this dashboard is not served under that name; use the address it printed",
+            )
         if self.token is not None:
             entered = self._enter(environ, start)
             if entered is not None:
@@ -117,7 +123,11 @@ class Application:
         if method in ("GET", "HEAD"):
             return None
         if method != "PUT" or not NOTE.fullmatch(path):
-            return _say(start, HTTPStatus.METHOD_NOT_ALLOWED, "this dashboard shows what autotune measured and changes nothing but notes")
+            return _say(
+                start,
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                "this dashboard shows what autotune measured and changes nothing but notes",
+            )
         if not _same_origin(environ):
             return _say(start, HTTPStatus.FORBIDDEN, "another page may not change notes here")
         return None
@@ -149,7 +159,9 @@ class Application:
         if (scheme.lower() == "bearer" and self._is_token(given.strip())) or self._is_token(_cookie(environ)):
             return None
         return _say(
-            start, HTTPStatus.UNAUTHORIZED, "this dashboard asks for its token: open the whole address that `autotune dashboard` printed"
+            start,
+            HTTPStatus.UNAUTHORIZED,
+            "this dashboard asks for its token: open the whole address that `autotune dashboard` printed",
         )
 
     def _is_token(self, given: str) -> bool:
@@ -193,8 +205,12 @@ class Application:
             answer.close()
         status, headers = kept[0], kept[1]
         if status.startswith("200"):
-            content = content.replace(b"</head>", STYLE + b"</head>", 1) if shown is None else _with_notes(content, shown)
-            headers = [(name, str(len(content)) if name.lower() == "content-length" else value) for name, value in headers]
+            content = (
+                content.replace(b"</head>", STYLE + b"</head>", 1) if shown is None else _with_notes(content, shown)
+            )
+            headers = [
+                (name, str(len(content)) if name.lower() == "content-length" else value) for name, value in headers
+            ]
         start(status, headers)
         return [content]
 
@@ -214,7 +230,9 @@ class Application:
         row = next((row for row in report.trials if str(row["trial"]) == name), None)
         if row is None:
             return None
-        return File(name=f"{report.name}-trial-{name}.json", mimetype="application/json", read=lambda: config_json(report, row))
+        return File(
+            name=f"{report.name}-trial-{name}.json", mimetype="application/json", read=lambda: config_json(report, row)
+        )
 
 
 def _with_notes(content: bytes, shown: Shown) -> bytes:
@@ -305,7 +323,9 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
     except OverflowError:
         raise DashboardError(f"port {port} is not one of 0 to 65535") from None
     except (socket.gaierror, UnicodeError, TypeError):  # the latter two for what no name server could be asked for
-        raise DashboardError(f"{host!r} is no address of this machine; leave --host out to serve this machine only") from None
+        raise DashboardError(
+            f"{host!r} is no address of this machine; leave --host out to serve this machine only"
+        ) from None
     except OSError as error:
         raise DashboardError(_why_not(error, host, port)) from None
     server.set_app(application)

@@ -52,7 +52,9 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         alloc_retries=result.alloc_retries if result else None,
         tokens_per_step=result.tokens_per_step if result else None,
         traced=traces(paths[0], report.world_size),
-        **of_workload(TypeAdapter(Workload).validate_python(dict(report.workload)), seen[number].candidate, report.world_size),
+        **of_workload(
+            TypeAdapter(Workload).validate_python(dict(report.workload)), seen[number].candidate, report.world_size
+        ),
     )
     told = [(row.candidate, row.samples_per_s) for row in seen.values() if row.samples_per_s]
     knobs = effects("samples_per_s", told, seen[number].candidate)
@@ -104,7 +106,13 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
         workload: Its target, as it was inspected.
         others: Other trials of that target.
     """
-    seen = Seen(trial=0, candidate=result.candidate, samples_per_s=None, outcome=str(result.outcome), phases_s=result.phase_times_s)
+    seen = Seen(
+        trial=0,
+        candidate=result.candidate,
+        samples_per_s=None,
+        outcome=str(result.outcome),
+        phases_s=result.phase_times_s,
+    )
     evidence = Evidence(
         seen=seen,
         world_size=result.world_size,
@@ -155,7 +163,13 @@ def communication(result: TrialResult, path: Path, n_blocks: int) -> float | Non
     ranks = phases(path, result.world_size)
     if not ranks:
         return None
-    seen = Seen(trial=0, candidate=result.candidate, samples_per_s=None, outcome=str(result.outcome), phases_s=result.phase_times_s)
+    seen = Seen(
+        trial=0,
+        candidate=result.candidate,
+        samples_per_s=None,
+        outcome=str(result.outcome),
+        phases_s=result.phase_times_s,
+    )
     found = diagnose(Evidence(seen=seen, world_size=result.world_size, ranks=[ranks], n_blocks=n_blocks), [])
     return next(part.share for part in found.parts if part.name == "communication")
 
@@ -164,7 +178,10 @@ def as_data(report: StudyReport, found: Diagnosis, folder: Path) -> dict[str, An
     """A diagnosis for programs, with what a trace showed by rank, where there is one."""
     row = next(row for row in report.trials if row["trial"] == found.trial)
     path = tracing.path_in(folder, found.trial)
-    traced = {str(rank): {**asdict(each), "file": str(path / each.file)} for rank, each in traces(path, report.world_size).items()}
+    traced = {
+        str(rank): {**asdict(each), "file": str(path / each.file)}
+        for rank, each in traces(path, report.world_size).items()
+    }
     return {"study": report.name, "candidate": row["candidate"], **asdict(found), "traced": traced}
 
 
@@ -182,7 +199,10 @@ def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
         share = "-" if part.share is None else f"{part.share:.0%}" if part.share >= 0.005 else "0%"
         cells.append((part.name, share, "-" if part.seconds is None else scale.number(part.seconds), part.known))
     wide = [max(len(line[i]) for line in cells) for i in range(3)]
-    yield from (f"  {name:<{wide[0]}}  {share:>{wide[1]}}  {time:>{wide[2]}}  {how}".rstrip() for name, share, time, how in cells)
+    yield from (
+        f"  {name:<{wide[0]}}  {share:>{wide[1]}}  {time:>{wide[2]}}  {how}".rstrip()
+        for name, share, time, how in cells
+    )
     yield ""
     if found.advice:
         yield "What the study's other trials say about the knobs that matter here:"
@@ -210,4 +230,6 @@ def trace_lines(folder: Path, number: int, world_size: int) -> Iterator[str]:
 
 
 def _advice(each: Advice) -> str:
-    return f"{each.knob} {said(each.value)} instead of {said(each.before)}: {each.factor:.2f}x the throughput ({each.why})"
+    return (
+        f"{each.knob} {said(each.value)} instead of {said(each.before)}: {each.factor:.2f}x the throughput ({each.why})"
+    )

@@ -30,7 +30,9 @@ def el(tag: str, *children: Child, **attributes: Attribute) -> Html:
         *children: Texts, which are escaped, and elements; None is left out.
         **attributes: A trailing underscore is dropped, inner ones are hyphens (`class_`, `data_v`); None and False leave the attribute out.
     """
-    stated = "".join(_attribute(name, value) for name, value in attributes.items() if value is not None and value is not False)
+    stated = "".join(
+        _attribute(name, value) for name, value in attributes.items() if value is not None and value is not False
+    )
     return Html(f"<{tag}{stated}>" if tag in VOID else f"<{tag}{stated}>{group(*children)}</{tag}>")
 
 
@@ -59,7 +61,11 @@ def choice(label: str, name: str, options: Mapping[str, str], *, chosen: str = "
     return el(
         "label",
         f"{label} ",
-        el("select", each(el("option", text, value=value, selected=value == chosen) for value, text in options.items()), id=name),
+        el(
+            "select",
+            each(el("option", text, value=value, selected=value == chosen) for value, text in options.items()),
+            id=name,
+        ),
     )
 
 

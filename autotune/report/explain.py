@@ -75,7 +75,9 @@ class Explanation:
         if self.measured:
             found += ["", "measured:"]
             for m in self.measured:
-                found.append(f"  trial {m['trial']}: {m['outcome']}{_figures(m['metrics'])}; {', '.join(m['differs']) or 'the same'}")
+                found.append(
+                    f"  trial {m['trial']}: {m['outcome']}{_figures(m['metrics'])}; {', '.join(m['differs']) or 'the same'}"
+                )
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
 
 
@@ -114,7 +116,9 @@ class Evidence:
     def __init__(self, study: Study, report: StudyReport) -> None:
         kept = store.record(study)
         if kept is None or kept.search is None:
-            raise StoreError(f"study {study.study_name!r} was made by an earlier version, which kept too little to explain it")
+            raise StoreError(
+                f"study {study.study_name!r} was made by an earlier version, which kept too little to explain it"
+            )
         self.kept: StudyRecord = kept
         self.report, self.setting = report, kept.search.setting
         space = SearchSpace.parse(kept.search.space, f"study {study.study_name}")
@@ -136,7 +140,9 @@ class Evidence:
         """Why the recommended configuration, knob by knob."""
         if self.recommended is None:
             return Explanation(
-                question="Why is nothing recommended?", answer=f"{self.report.why_nothing.capitalize()}.", reasons=self._scope()
+                question="Why is nothing recommended?",
+                answer=f"{self.report.why_nothing.capitalize()}.",
+                reasons=self._scope(),
             )
         pick = self.report.picks["recommended"]
         now, before = self.recommended.values(), self.baseline.values()
@@ -157,7 +163,10 @@ class Evidence:
         question = f"What if {name} were {_said(value)} in {what}?"
         if changed == start:
             return Explanation(
-                question=question, answer=f"It is: {start.describe()}.", candidate=start.values(), measured=self._near(start)
+                question=question,
+                answer=f"It is: {start.describe()}.",
+                candidate=start.values(),
+                measured=self._near(start),
             )
         reason = changed.illegal(self.setting)
         if reason is not None:
@@ -169,10 +178,14 @@ class Evidence:
         question = f"Why not {name} = {_said(value)}?"
         if self.recommended is not None and self.recommended.values().get(name) == value:
             return Explanation(
-                question=question, answer=f"It is recommended: {self.recommended.describe()}.", candidate=self.recommended.values()
+                question=question,
+                answer=f"It is recommended: {self.recommended.describe()}.",
+                candidate=self.recommended.values(),
             )
         guide = self.sampler.guide
-        pool = [c for c in guide.catalogue.candidates if c.values().get(name) == value and c.illegal(self.setting) is None]
+        pool = [
+            c for c in guide.catalogue.candidates if c.values().get(name) == value and c.illegal(self.setting) is None
+        ]
         if not pool:
             alone = self._with(self.recommended or self.baseline, name, value)
             reason = alone.illegal(self.setting)
@@ -184,18 +197,26 @@ class Evidence:
         fits = [c for c, chance in zip(pool, believed.fits, strict=True) if chance >= chance_needed(self.told)]
         if not fits:
             least = size(math.exp(float(believed.log_memory[0].min())))
-            answer = f"No candidate with it fits: the smallest is predicted to need {least}, a rank has {self._limit()}."
+            answer = (
+                f"No candidate with it fits: the smallest is predicted to need {least}, a rank has {self._limit()}."
+            )
             return Explanation(question=question, answer=answer)
         ended = {Candidate.of(trial["candidate"]): trial["outcome"] for trial in self.trials}
         hopeful = [c for c in fits if ended.get(c, Outcome.COMPLETE) in RAN]
         if not hopeful:
             ends = ", ".join(sorted({str(ended[c]) for c in fits}))
-            return Explanation(question=question, answer=f"No candidate with it completed: {ends}.", measured=self._near(fits[0]))
+            return Explanation(
+                question=question, answer=f"No candidate with it completed: {ends}.", measured=self._near(fits[0])
+            )
         said = self._judged(question, hopeful[int(np.argmax(self._gains(hopeful)))])
         ran = [trial for trial in self.trials if trial["outcome"] in RAN]
         n_with = sum(trial["candidate"].get(name) == value for trial in ran)
         return replace(
-            said, reasons=[f"{n_with} of the {len(ran)} trials that ran had it; this is the best that is expected of it", *said.reasons]
+            said,
+            reasons=[
+                f"{n_with} of the {len(ran)} trials that ran had it; this is the best that is expected of it",
+                *said.reasons,
+            ],
         )
 
     # What is known
@@ -206,17 +227,19 @@ class Evidence:
         predicted, fits, words = self._predicted(candidate), float(believed.fits[0]), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
-            answer = f"{words} was tried in trial {exact['trial']} and ended with {exact['outcome']}: {exact['reason']}."
+            answer = (
+                f"{words} was tried in trial {exact['trial']} and ended with {exact['outcome']}: {exact['reason']}."
+            )
         elif exact is not None:
-            ratios = {m: exact["metrics"][m] / value for m, value in self.best.items() if exact["metrics"].get(m) and value}
+            ratios = {
+                m: exact["metrics"][m] / value for m, value in self.best.items() if exact["metrics"].get(m) and value
+            }
             answer = f"{words} was measured in trial {exact['trial']}: {self._verdict(ratios)}."
         elif fits < chance_needed(self.told):
             low, high = (size(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
             answer = f"{words} would not fit: predicted to need {low} to {high}, a rank has {self._limit()}."
         else:
-            answer = (
-                f"{words} was not run; predicted: {self._verdict({m: said['ratio'] for m, said in predicted.items() if 'ratio' in said})}."
-            )
+            answer = f"{words} was not run; predicted: {self._verdict({m: said['ratio'] for m, said in predicted.items() if 'ratio' in said})}."
         return Explanation(
             question=question, answer=answer, candidate=candidate.values(), predicted=predicted, fits=fits, measured=near,
             reasons=[] if fits > SURE else [f"it fits the memory with a probability of {fits:.0%}"],
@@ -244,7 +267,9 @@ class Evidence:
         total = np.zeros(len(candidates))
         for o in self.kept.objectives:
             if o.metric in logs:
-                total += o.weight * (logs[o.metric][0] if METRICS[o.metric].direction == "maximize" else -logs[o.metric][0])
+                total += o.weight * (
+                    logs[o.metric][0] if METRICS[o.metric].direction == "maximize" else -logs[o.metric][0]
+                )
         return total
 
     def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:
@@ -252,7 +277,11 @@ class Evidence:
         said = self.sampler.guide.beliefs(self.told, candidates)
         batch = np.log([c.global_batch_size(self.setting.world_size) for c in candidates])
         (time, time_sd), (samples, samples_sd) = said.log_step_time, said.log_samples
-        logs = {"step_time_s": (time, time_sd), "samples_per_s": (batch - time, time_sd), "peak_memory_bytes": said.log_memory}
+        logs = {
+            "step_time_s": (time, time_sd),
+            "samples_per_s": (batch - time, time_sd),
+            "peak_memory_bytes": said.log_memory,
+        }
         if any(o.metric == "time_to_loss_s" for o in self.kept.objectives):
             logs["time_to_loss_s"] = time + samples - batch, np.hypot(time_sd, samples_sd)
         if any(o.metric == GOODPUT for o in self.kept.objectives):
@@ -282,7 +311,9 @@ class Evidence:
         if self.space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
             values["gradient_accumulation_steps"] = max(1, self.space.samples_per_rank // value)
         changed = Candidate.of(values)
-        return self.space.candidate(self.space.values_of(changed), changed)  # knobs whose condition no longer holds are off
+        return self.space.candidate(
+            self.space.values_of(changed), changed
+        )  # knobs whose condition no longer holds are off
 
     def _without(self, name: str, now: Scalar, before: Scalar) -> str:
         """What the recommended configuration would lose with one of its changes undone."""
@@ -295,13 +326,20 @@ class Evidence:
         ratios = {m: said["ratio"] for m, said in self._predicted(other).items() if "ratio" in said}
         gain = self._compromise(ratios)
         n_with, n_other = (
-            sum(trial["candidate"].get(name) == value and trial["outcome"] in RAN for trial in self.trials) for value in (now, before)
+            sum(trial["candidate"].get(name) == value and trial["outcome"] in RAN for trial in self.trials)
+            for value in (now, before)
         )
         effect = (
-            "undone it is predicted to be as good" if abs(gain) < NOTHING else f"undone it is predicted to be {math.exp(gain):.2f}x as good"
+            "undone it is predicted to be as good"
+            if abs(gain) < NOTHING
+            else f"undone it is predicted to be {math.exp(gain):.2f}x as good"
         )
-        figures = ", ".join(f"{METRICS[m].label} {ratio:.2f}x" for m, ratio in ratios.items() if abs(math.log(ratio)) >= NOTHING)
-        return f"{change}: {effect}{f' ({figures})' if figures else ''}; {n_with} trials had it, {n_other} {_said(before)}"
+        figures = ", ".join(
+            f"{METRICS[m].label} {ratio:.2f}x" for m, ratio in ratios.items() if abs(math.log(ratio)) >= NOTHING
+        )
+        return (
+            f"{change}: {effect}{f' ({figures})' if figures else ''}; {n_with} trials had it, {n_other} {_said(before)}"
+        )
 
     def _near(self, candidate: Candidate) -> list[dict[str, Any]]:
         """The trials whose configurations differ least."""
@@ -314,14 +352,21 @@ class Evidence:
 
         def distance(trial: Mapping[str, Any]) -> float:
             batches = [
-                abs(math.log2(trial["candidate"][n] / getattr(candidate, n))) for n in ("micro_batch_size", "gradient_accumulation_steps")
+                abs(math.log2(trial["candidate"][n] / getattr(candidate, n)))
+                for n in ("micro_batch_size", "gradient_accumulation_steps")
             ]
             return len(differs(trial)) + 0.5 * sum(batches)
 
         ordered = sorted(self.trials, key=lambda trial: (distance(trial), trial["trial"]))
         exact = [trial for trial in ordered if not differs(trial)]
         return [
-            {"trial": t["trial"], "outcome": t["outcome"], "reason": t["reason"], "metrics": t["metrics"], "differs": differs(t)}
+            {
+                "trial": t["trial"],
+                "outcome": t["outcome"],
+                "reason": t["reason"],
+                "metrics": t["metrics"],
+                "differs": differs(t),
+            }
             for t in (exact or ordered)[:NEAREST]
         ]
 
@@ -329,9 +374,13 @@ class Evidence:
         """What the answer rests on."""
         outlook = self.sampler.guide.outlook(self.told)
         ran = sum(trial["outcome"] in RAN for trial in self.trials)
-        said = [f"{ran} configurations ran, of {len(self.sampler.guide.catalogue.candidates):,} that the search looked at"]
+        said = [
+            f"{ran} configurations ran, of {len(self.sampler.guide.catalogue.candidates):,} that the search looked at"
+        ]
         if outlook.covered > 0:
-            said.append(f"{outlook.covered:.0%} of the step times lie in the 90 % interval in which the other trials foretell them")
+            said.append(
+                f"{outlook.covered:.0%} of the step times lie in the 90 % interval in which the other trials foretell them"
+            )
         if all(map(math.isfinite, outlook.gains.values())) and outlook.gains:
             gains = ", ".join(f"{METRICS[m].label} {gain:.1%}" for m, gain in outlook.gains.items())
             said.append(f"the largest improvement that is still expected of a candidate: {gains}")

@@ -150,10 +150,21 @@ def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: in
         *notes(pick, base, "accelerate"),
     ]
     lines = [f"# {text}" for text in comments]
-    lines += ["compute_environment: LOCAL_MACHINE", "distributed_type: DEEPSPEED", "deepspeed_config:", "  deepspeed_config_file: |-"]
+    lines += [
+        "compute_environment: LOCAL_MACHINE",
+        "distributed_type: DEEPSPEED",
+        "deepspeed_config:",
+        "  deepspeed_config_file: |-",
+    ]
     lines += [f"    {line}" for line in json.dumps(config, indent=2, allow_nan=False).splitlines()]
     lines += [f"  zero3_init_flag: {str(config['zero_optimization']['stage'] == 3).lower()}"]
-    lines += ["machine_rank: 0", "main_training_function: main", "num_machines: 1", f"num_processes: {world_size}", "use_cpu: false"]
+    lines += [
+        "machine_rank: 0",
+        "main_training_function: main",
+        "num_machines: 1",
+        f"num_processes: {world_size}",
+        "use_cpu: false",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -176,11 +187,15 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
             stays = started.baseline.get(TRAINING_FIELDS.get(flag, "")) == values.get(TRAINING_FIELDS.get(flag, ""), "")
             if not stays or has_flag(arguments, (flag,)):
                 arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
-        if (rate := training_rate(deepspeed_config(pick, base))) != training_rate(dict(base)):  # transformers refuses a JSON that differs
+        if (rate := training_rate(deepspeed_config(pick, base))) != training_rate(
+            dict(base)
+        ):  # transformers refuses a JSON that differs
             arguments = with_flag(arguments, flags.get("learning_rate") or (RATE_FLAG,), str(rate))
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
     shown = templates_in([*arguments, *how.environment.values()])
-    by_accelerate = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ()))
+    by_accelerate = any(
+        text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ())
+    )
     if by_accelerate or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         carried += ("DeepSpeed:",)
         comments = ["accelerate.yaml is the same pick in the format `accelerate`."]
@@ -188,11 +203,18 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
     elif "deepspeed" in flags or DS_CONFIG in flags:
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], EXPORTED_CONFIG)
     elif DS_CONFIG not in shown:
-        source = f"{started.config_source}, which the script reads" if started.config_source else "the configuration in the script"
+        source = (
+            f"{started.config_source}, which the script reads"
+            if started.config_source
+            else "the configuration in the script"
+        )
         comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
     more, command = pasted(how, arguments, values, world_size, launcher)
     if masking.holds_mask(command):
-        more = [*more, f"{masking.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the environment."]
+        more = [
+            *more,
+            f"{masking.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the environment.",
+        ]
     comments += more + [text for text in pick.get("script_side_changes", ()) if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
 
@@ -264,19 +286,27 @@ def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list
     config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
     found = []
     if format == "accelerate":
-        found.append(f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states the micro-batch, it does not set it.")
+        found.append(
+            f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states the micro-batch, it does not set it."
+        )
         if candidate.checkpoint_every:
             found.append(
                 f"Recompute the activations of {_every(candidate.checkpoint_every)} block in the script: no key of this file does."
             )
         if "optimizer" in config:
-            found.append("The JSON makes the optimizer: the script passes accelerate.utils.DummyOptim instead of its own.")
+            found.append(
+                "The JSON makes the optimizer: the script passes accelerate.utils.DummyOptim instead of its own."
+            )
         if "scheduler" in config:
-            found.append("The JSON makes the scheduler: the script passes accelerate.utils.DummyScheduler instead of its own.")
+            found.append(
+                "The JSON makes the scheduler: the script passes accelerate.utils.DummyScheduler instead of its own."
+            )
     if format == "hf-args":
         found.append("ds_config.json is the same pick in the format `deepspeed`.")
         if candidate.checkpoint_every > 1:
-            found.append("Recomputing every k-th layer needs transformers 5; with older ones every layer: --gradient_checkpointing.")
+            found.append(
+                "Recomputing every k-th layer needs transformers 5; with older ones every layer: --gradient_checkpointing."
+            )
         if _at(config, "scheduler.params.total_num_steps") or _at(config, "scheduler.params.warmup_num_steps"):
             found.append(
                 'The JSON fixes the scheduler steps: set them to "auto", or transformers refuses other --max_steps or --warmup_steps.'
@@ -305,7 +335,9 @@ def script_side_changes(
         found.append(
             f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
         )
-    if candidate.zero_stage == 0 < baseline.zero_stage and not is_script:  # a script whose backward is refused there is not tried
+    if (
+        candidate.zero_stage == 0 < baseline.zero_stage and not is_script
+    ):  # a script whose backward is refused there is not tried
         found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
     if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append(
@@ -330,7 +362,9 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
     return found
 
 
-def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool, flag: str = "") -> list[str]:
+def learning_rate_changes(
+    candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool, flag: str = ""
+) -> list[str]:
     """What another global batch means for the learning rate, in a sentence.
 
     Args:
@@ -346,7 +380,10 @@ def learning_rate_changes(candidate: Candidate, baseline: Candidate, rate: Learn
     more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"
     if rate.rule == "none":
         return [f"{more}, and the trials kept your learning rate and schedule."]
-    factor, rule = rate.factor(round(rate.baseline_batch * ratio)), f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}"
+    factor, rule = (
+        rate.factor(round(rate.baseline_batch * ratio)),
+        f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}",
+    )
     if in_json:
         also = f"transformers wants the same from `{flag}`" if flag else "a schedule of your own should follow"
         return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); {also}."]
@@ -372,12 +409,16 @@ def _checkpointing(every: int, block_class: str, family: str) -> str:
 def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]:
     if precision in DTYPES and not noted:
         dtype = DTYPES[precision]
-        return [f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer tokens stay."]
+        return [
+            f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer tokens stay."
+        ]
     found = []
     if before in DTYPES and precision not in DTYPES and not noted:
         found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
     if precision.startswith("torch_autocast"):
-        found.append("Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away.")
+        found.append(
+            "Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away."
+        )
     return found
 
 

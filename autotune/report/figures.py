@@ -33,7 +33,10 @@ def front(report: StudyReport) -> dict[str, Data]:
     values = {number: measured(point) for number, point in report.points().items()}
     scales = {name: units.scale(name, [found[name] for found in values.values() if name in found]) for name in names}
     # Once, not for each of the figures: of 1,000 trials that would be half the time of a page.
-    texts = {number: _hover(point, values[number], marks.get(number, []), scales) for number, point in report.points().items()}
+    texts = {
+        number: _hover(point, values[number], marks.get(number, []), scales)
+        for number, point in report.points().items()
+    }
     return {
         f"autotune-front-{n}": _figure(report, {name: scales[name] for name in pair}, values, texts, marks)
         for n, pair in enumerate(combinations(names, 2), start=1)
@@ -70,7 +73,10 @@ def _figure(
         for name, members, size, marker in groups
         if members
     ]
-    axes = {f"{axis}axis": {"title": {"text": _title(name, scale)}} for axis, (name, scale) in zip("xy", scales.items(), strict=True)}
+    axes = {
+        f"{axis}axis": {"title": {"text": _title(name, scale)}}
+        for axis, (name, scale) in zip("xy", scales.items(), strict=True)
+    }
     heading = f"Front: {' against '.join(METRICS[name].label for name in scales)}"
     layout = {
         # Below the buttons that plotly puts at the top, and clear of the legend, also where a narrow screen breaks that.
@@ -87,7 +93,9 @@ def _title(name: str, scale: units.Scale) -> str:
     return f"{METRICS[name].label} ({scale.unit}),<br>{'less' if METRICS[name].direction == 'minimize' else 'more'} is better"
 
 
-def _coordinates(points: Sequence[Data], values: Mapping[int, Mapping[str, float]], scales: Mapping[str, units.Scale]) -> dict[str, Any]:
+def _coordinates(
+    points: Sequence[Data], values: Mapping[int, Mapping[str, float]], scales: Mapping[str, units.Scale]
+) -> dict[str, Any]:
     """The arguments of a trace: values and error bars for each axis."""
     found: dict[str, Any] = {}
     for axis, (name, scale) in zip("xy", scales.items(), strict=True):
@@ -105,5 +113,7 @@ def _coordinates(points: Sequence[Data], values: Mapping[int, Mapping[str, float
 def _hover(point: Data, values: Mapping[str, float], marks: Sequence[str], scales: Mapping[str, units.Scale]) -> str:
     """What is shown at a point; plotly reads tags in it, so whatever is not ours is escaped."""
     head = f"<b>trial {point['trial']}</b>{', ' + ', '.join(marks) if marks else ''}"
-    said = [f"{METRICS[name].label}: {scale.quantity(values[name])}" for name, scale in scales.items() if name in values]
+    said = [
+        f"{METRICS[name].label}: {scale.quantity(values[name])}" for name, scale in scales.items() if name in values
+    ]
     return "<br>".join([head, escape(words(point["candidate"])), *said])

@@ -83,7 +83,9 @@ def render(report: StudyReport) -> str:
 
 def _policy(scripts: Iterable[str]) -> str:
     """Only our two scripts run, and nothing is fetched: what slipped through the escaping could still do nothing."""
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
 
 
@@ -114,7 +116,12 @@ def _answer(report: StudyReport) -> Html:
     pick = report.picks.get("recommended")
     if pick is None:
         ends = ", ".join(f"{n} {outcome}" for outcome, n in table.outcomes(report).items())
-        left = el("div", el("p", f"Nothing to recommend: {report.why_nothing}.", class_="verdict"), el("p", ends), _caveats(report))
+        left = el(
+            "div",
+            el("p", f"Nothing to recommend: {report.why_nothing}.", class_="verdict"),
+            el("p", ends),
+            _caveats(report),
+        )
         return el("section", left, class_="card answer", id="answer")
     names = next(names for names, found in report.picks_by_trial() if "recommended" in names)
     also = ", ".join(title(name) for name in names if name != "recommended")
@@ -141,7 +148,9 @@ def _verdict(report: StudyReport, pick: Data) -> Html:
     if pick.get("speedup") is None:
         return el("p", "The baseline did not run, so there is no speed-up to state.", class_="verdict")
     factor, ends = f"{pick['speedup']:.2f}×", pick.get("speedup_ci95")
-    span = el("p", f"95 % interval of the throughput {ends[0]:.2f}× to {ends[1]:.2f}×", class_="muted") if ends else None
+    span = (
+        el("p", f"95 % interval of the throughput {ends[0]:.2f}× to {ends[1]:.2f}×", class_="muted") if ends else None
+    )
     gained = _best_gain(report, pick)
     if pick["speedup"] < 1 and gained:
         return group(el("p", f"{gained}, at {factor} the baseline’s throughput", class_="verdict"), span)
@@ -151,14 +160,22 @@ def _verdict(report: StudyReport, pick: Data) -> Html:
 def _best_gain(report: StudyReport, pick: Data) -> str | None:
     """The objective that a pick improves most, in words."""
     own, base = measured(pick), measured(report.comparable(pick) or {})
-    found = [(gain(name, own[name], base[name]), name) for name in report.metric_names(all_metrics=False) if name in own and name in base]
+    found = [
+        (gain(name, own[name], base[name]), name)
+        for name in report.metric_names(all_metrics=False)
+        if name in own and name in base
+    ]
     better = [(change[0], name) for change, name in found if change and change[1]]
-    return "{1} {0:.2f}× better".format(*(max(better)[0], METRICS[max(better)[1]].label.capitalize())) if better else None
+    return (
+        "{1} {0:.2f}× better".format(*(max(better)[0], METRICS[max(better)[1]].label.capitalize())) if better else None
+    )
 
 
 def _values(report: StudyReport, pick: Data, *, all_metrics: bool = True) -> Html:
     """The metrics of a pick beside the baseline's."""
-    base = report.comparable(pick) if report.baseline is not None and report.baseline["trial"] != pick["trial"] else None
+    base = (
+        report.comparable(pick) if report.baseline is not None and report.baseline["trial"] != pick["trial"] else None
+    )
     names = [name for name in report.metric_names(all_metrics=all_metrics) if name in measured(pick)]
     head = ["", *(["baseline"] if base else []), f"trial {pick['trial']}", *(["change"] if base else [])]
     return el(
@@ -224,7 +241,9 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, reach: tuple[fl
         el("h3", ", ".join(title(name) for name in names)),
         el("p", f"trial {pick['trial']}{f': {whys}' if whys else ''}", class_="muted"),
         el("p", "the baseline itself", class_="factor") if same else None,
-        el("p", f"{factor:.2f}× ", el("small", f"{ends[0]:.2f}× to {ends[1]:.2f}×") if ends else None, class_="factor") if factor else None,
+        el("p", f"{factor:.2f}× ", el("small", f"{ends[0]:.2f}× to {ends[1]:.2f}×") if ends else None, class_="factor")
+        if factor
+        else None,
         _bar(factor, ends or (factor, factor), reach) if factor else None,
         _knobs(report, pick),
         _values(report, pick, all_metrics=False),
@@ -242,8 +261,14 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, reach: tuple[fl
 def _knobs(report: StudyReport, pick: Data) -> Html:
     """A pick in a few words, and what it changes, knob by knob."""
     changed = differences(pick["candidate"], report.baseline) if report.baseline is not None else []
-    knobs = (el("li", f"{name.rsplit('.', 1)[-1]} ", el("s", f"{said(before)} → "), said(after)) for name, before, after in changed)
-    return group(el("p", breakable(words(pick["candidate"])), class_="config"), el("ul", each(knobs), class_="knobs") if changed else None)
+    knobs = (
+        el("li", f"{name.rsplit('.', 1)[-1]} ", el("s", f"{said(before)} → "), said(after))
+        for name, before, after in changed
+    )
+    return group(
+        el("p", breakable(words(pick["candidate"])), class_="config"),
+        el("ul", each(knobs), class_="knobs") if changed else None,
+    )
 
 
 def _bar(factor: float, ends: Sequence[float], reach: tuple[float, float]) -> Html:
@@ -274,7 +299,11 @@ def _caveats(report: StudyReport) -> Html | None:
 
 def _json_block(name: str, config: Data) -> Html:
     return el(
-        "div", el("h3", "ds_config.json"), _copy_button(name), el("pre", json.dumps(config, indent=2), id=name, tabindex=0), class_="json"
+        "div",
+        el("h3", "ds_config.json"),
+        _copy_button(name),
+        el("pre", json.dumps(config, indent=2), id=name, tabindex=0),
+        class_="json",
     )
 
 
@@ -293,7 +322,11 @@ def _facts(report: StudyReport) -> Html:
         el("h2", "Environment", id="facts"),
         el(
             "div",
-            each(el("div", el("h3", heading), _definitions(found), class_="card") for heading, found in cards.items() if found),
+            each(
+                el("div", el("h3", heading), _definitions(found), class_="card")
+                for heading, found in cards.items()
+                if found
+            ),
             class_="facts",
         ),
         el("h2", "Reproduce it"),
@@ -324,14 +357,20 @@ def _workload_facts(report: StudyReport) -> dict[str, Any]:
         "parameters": f"{workload['n_parameters']:,}",
         "trainable": f"{workload['n_trainable']:,}",
         "samples": f"{workload['n_samples']:,}" if workload.get("n_samples") else "no end",
-        "repeated blocks": f"{blocks} × {workload['block_class']}, {workload['block_share']:.0%} of the parameters" if blocks else "none",
+        "repeated blocks": f"{blocks} × {workload['block_class']}, {workload['block_share']:.0%} of the parameters"
+        if blocks
+        else "none",
         "optimizer": "the target's own" if workload.get("client_optimizer") else "from the JSON",
     }
 
 
 def _study_facts(report: StudyReport) -> dict[str, Any]:
     study = report.study
-    said = {name.replace("_", " ").removeprefix("n "): value for name, value in study.items() if isinstance(value, str | int | float)}
+    said = {
+        name.replace("_", " ").removeprefix("n "): value
+        for name, value in study.items()
+        if isinstance(value, str | int | float)
+    }
     own = {
         "objectives": ", ".join(METRICS[name].label for name in report.metric_names(all_metrics=False)),
         "wall time": units.duration(study["wall_s"]) if study.get("wall_s") else None,
@@ -340,4 +379,6 @@ def _study_facts(report: StudyReport) -> dict[str, Any]:
 
 
 def _definitions(found: Data) -> Html:
-    return el("dl", each(group(el("dt", name), el("dd", said(value))) for name, value in found.items() if value is not None))
+    return el(
+        "dl", each(group(el("dt", name), el("dd", said(value))) for name, value in found.items() if value is not None)
+    )

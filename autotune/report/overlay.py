@@ -252,7 +252,9 @@ class Overlay(BaseStorage):
 
     # --- trials --------------------------------------------------------------------------------------------------------
 
-    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
         """The trials, each with its mark, its failure and its metrics with units beside it."""
         shown = self.shown(study_id)
         trials = self._base.get_all_trials(study_id, deepcopy=False, states=states)
@@ -270,7 +272,10 @@ class Overlay(BaseStorage):
             return found
         trial = copy.copy(found)
         extra = shown.trial_attrs.get(found.number, {}) if shown else {}
-        trial.user_attrs = {**extra, **{name: value for name, value in found.user_attrs.items() if name not in OWN_ATTRS}}
+        trial.user_attrs = {
+            **extra,
+            **{name: value for name, value in found.user_attrs.items() if name not in OWN_ATTRS},
+        }
         if shown:
             files = {artifact: shown.files[artifact] for artifact in shown.trial_files.get(found.number, ())}
             trial._system_attrs = {**found._system_attrs, **_artifact_attrs(files)}
@@ -344,8 +349,12 @@ def show(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID,
         report=report,
         note=_note(report, study_id, left),
         system_attrs={**_graphs(report), **_artifact_attrs({artifact: files[artifact] for artifact in picks.values()})},
-        trial_attrs={row["trial"]: _beside(report, row, report.points().get(row["trial"], row)) for row in report.trials},
-        trial_notes={row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials},
+        trial_attrs={
+            row["trial"]: _beside(report, row, report.points().get(row["trial"], row)) for row in report.trials
+        },
+        trial_notes={
+            row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials
+        },
         files=files,
         trial_files=trial_files,
     )
@@ -463,7 +472,13 @@ def _beside(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
         found["failure"] = "breaks a constraint"
     for name, value in measured(point).items():
         scale = units.scale(name, [value])
-        base = units.SIZES[2] if METRICS[name].unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, METRICS[name].unit)
+        base = (
+            units.SIZES[2]
+            if METRICS[name].unit == "B"
+            else (1e-3, "ms")
+            if name == "step_time_s"
+            else (1.0, METRICS[name].unit)
+        )
         found[f"{METRICS[name].label} ({base[1]})"] = round(value / base[0], max(2, scale.decimals))
     factor = speedup(report, point) if measured(point) else None
     if factor:

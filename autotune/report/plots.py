@@ -24,7 +24,9 @@ def data(report: StudyReport) -> dict[str, Any]:
     return {
         **_points(report),
         "words": {number: words(one["candidate"]) for number, one in every.items()},
-        "knobs": [{"name": name, "levels": [said(level) for level in levels]} for name, levels in knobs(report).items()],
+        "knobs": [
+            {"name": name, "levels": [said(level) for level in levels]} for name, levels in knobs(report).items()
+        ],
         "losses": losses(report),
         "steps": _steps(report),
         "progress": _progress(report),
@@ -42,7 +44,10 @@ def said(value: Any) -> str:
 def scales(report: StudyReport) -> dict[str, units.Scale]:
     """How the values of each metric are written on the page."""
     points = report.points().values()
-    return {name: units.scale(name, [measured(p)[name] for p in points if name in measured(p)]) for name in report.metric_names()}
+    return {
+        name: units.scale(name, [measured(p)[name] for p in points if name in measured(p)])
+        for name in report.metric_names()
+    }
 
 
 def _points(report: StudyReport) -> dict[str, Any]:
@@ -61,7 +66,11 @@ def _points(report: StudyReport) -> dict[str, Any]:
             "marks": marks.get(number, []),
             "front": number in front,
             "feasible": number not in infeasible,
-            "m": {name: _short(value, *interval(point, name, value)) for name, value in measured(point).items() if name in written},
+            "m": {
+                name: _short(value, *interval(point, name, value))
+                for name, value in measured(point).items()
+                if name in written
+            },
             "k": [place[repr(point["candidate"].get(name))] for name, place in places.items()],
         }
         for number, point in report.points().items()
@@ -108,12 +117,16 @@ def _cut(n: int, pieces: int) -> list[range]:
 def losses(report: StudyReport) -> list[dict[str, Any]]:
     """Loss curves, averaged into pieces."""
     marks = report.marks()
-    return [_curve(report, one, marks.get(one["trial"], [])) for one in itertools.islice(_having(report, "losses"), CURVES)]
+    return [
+        _curve(report, one, marks.get(one["trial"], [])) for one in itertools.islice(_having(report, "losses"), CURVES)
+    ]
 
 
 def _curve(report: StudyReport, one: Data, marks: Sequence[str]) -> dict[str, Any]:
     values, candidate, times = one["losses"], one["candidate"], one.get("step_times_s") or []
-    batch = candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
+    batch = (
+        candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
+    )
     pieces = _cut(len(values), PIECES)
     found = [[values[i] for i in piece if values[i] is not None] for piece in pieces]
     middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]
@@ -151,7 +164,9 @@ def _steps(report: StudyReport) -> list[dict[str, Any]]:
 def _progress(report: StudyReport) -> list[dict[str, Any]]:
     """Each trial with the seconds that trials had taken by its end, and its gain over the baseline as a compromise."""
     weights: Mapping[str, float] = report.study.get("weights") or {}
-    base = next((trial for trial in report.trials if report.baseline and trial["trial"] == report.baseline["trial"]), None)
+    base = next(
+        (trial for trial in report.trials if report.baseline and trial["trial"] == report.baseline["trial"]), None
+    )
     names, spent = report.metric_names(all_metrics=False), 0.0
     found = []
     for one in report.trials:

@@ -16,7 +16,9 @@ def quality(report: StudyReport) -> Html | None:
     """A card for each trial that the quality gate looked at, the refused ones first; None where it was not asked."""
     marks = report.marks()
     checked = [one for one in report.trials if one.get("gate")]
-    checked.sort(key=lambda one: (one["gate"]["passed"] is True, "recommended" not in marks.get(one["trial"], []), one["trial"]))
+    checked.sort(
+        key=lambda one: (one["gate"]["passed"] is True, "recommended" not in marks.get(one["trial"], []), one["trial"])
+    )
     if not checked:
         return None
     n_refused = sum(one["gate"]["passed"] is False for one in checked)
@@ -48,7 +50,9 @@ def _card(one: Data) -> Html:
     )
 
 
-def _curves(own: Sequence[float | None], reference: Sequence[float], replicates: Sequence[Sequence[float]]) -> Html | None:
+def _curves(
+    own: Sequence[float | None], reference: Sequence[float], replicates: Sequence[Sequence[float]]
+) -> Html | None:
     n = len(reference) or len(own)
     curves = [[float(loss) for loss in curve[:n] if loss is not None] for curve in (*replicates, reference, own)]
     every = [loss for curve in curves for loss in curve]
@@ -59,7 +63,8 @@ def _curves(own: Sequence[float | None], reference: Sequence[float], replicates:
 
     def line(curve: Sequence[float], colour: str, width: float, dash: str | None = None) -> Html | None:
         at = " ".join(
-            f"{8 + i * (WIDTH - 16) / (n - 1):.1f},{8 + (high - loss) / span * (HEIGHT - 16):.1f}" for i, loss in enumerate(curve)
+            f"{8 + i * (WIDTH - 16) / (n - 1):.1f},{8 + (high - loss) / span * (HEIGHT - 16):.1f}"
+            for i, loss in enumerate(curve)
         )
         style = f"fill:none;stroke:{colour};stroke-width:{width}{f';stroke-dasharray:{dash}' if dash else ''}"
         return el("polyline", points=at, style=style) if curve else None

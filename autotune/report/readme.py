@@ -41,13 +41,19 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
     for name, pick in report.picks.items():
         factor = speedup_words(pick)
         rows.append([f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), factor])
-    picks = _table(["download the JSON", "trial", "configuration", "throughput over the baseline's"], rows, numeric=[1]) if rows else ""
+    picks = (
+        _table(["download the JSON", "trial", "configuration", "throughput over the baseline's"], rows, numeric=[1])
+        if rows
+        else ""
+    )
     recommended, caveats = report.picks.get("recommended"), report.caveats()
     blocks = [
         _lead(report),
         *_answer(report),
         picks,
-        f"Trial {recommended['trial']} in figures:" if recommended else "",  # tables that follow each other are shown as one
+        f"Trial {recommended['trial']} in figures:"
+        if recommended
+        else "",  # tables that follow each other are shown as one
         _metrics_table(report, recommended) if recommended else "",
         _bullets("Why:", (recommended or {}).get("reasons")),
         _bullets("Besides the JSON it takes:", (recommended or {}).get("script_side_changes"), plain=False),
@@ -107,7 +113,9 @@ def _changed(change: tuple[float, bool] | None) -> str:
 
 
 def _bullets(heading: str, items: Sequence[str] | None, *, plain: bool = True) -> str:
-    return "\n".join([heading, "", *(f"- {_plain(item) if plain else _marked(item)}" for item in items)]) if items else ""
+    return (
+        "\n".join([heading, "", *(f"- {_plain(item) if plain else _marked(item)}" for item in items)]) if items else ""
+    )
 
 
 def reproduce(report: StudyReport) -> str:
@@ -175,13 +183,21 @@ def _front(report: StudyReport) -> str:
     names = report.metric_names(all_metrics=False)
     points = report.table()
     scales = {name: units.scale(name, (measured(point).get(name, 0.0) for point in points)) for name in names}
-    header = ["trial", "configuration", *(f"{METRICS[name].label} ({scales[name].unit})" for name in names), "speed-up", ""]
+    header = [
+        "trial",
+        "configuration",
+        *(f"{METRICS[name].label} ({scales[name].unit})" for name in names),
+        "speed-up",
+        "",
+    ]
     rows = []
     for point in points:
         values, factor = measured(point), speedup(report, point)
         cells = [scales[name].number(values[name]) if name in values else "" for name in names]
         marks = ", ".join(report.marks().get(point["trial"], ()))
-        rows.append([str(point["trial"]), _code(words(point["candidate"])), *cells, f"{factor:.2f}x" if factor else "", marks])
+        rows.append(
+            [str(point["trial"]), _code(words(point["candidate"])), *cells, f"{factor:.2f}x" if factor else "", marks]
+        )
     if not rows:
         return "No configuration completed."
     legend = (
@@ -196,14 +212,17 @@ def _picks(report: StudyReport) -> list[str]:
     for names, pick in report.picks_by_trial():
         same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
         factor = "the baseline itself" if same else speedup_words(pick)
-        head = f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}): {_code(words(pick['candidate']))}" + (
-            f", {factor}" if factor else ""
+        head = (
+            f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}): {_code(words(pick['candidate']))}"
+            + (f", {factor}" if factor else "")
         )
         lines = [*(_plain(reason) for reason in pick.get("reasons") or ())]
         blocks.append("\n".join([head, "", *(f"- {line}" for line in lines)]))
         changes = pick.get("script_side_changes") or ()
         if changes:
-            blocks.append("\n".join(["Besides the JSON it takes:", "", *(f"- {_marked(change)}" for change in changes)]))
+            blocks.append(
+                "\n".join(["Besides the JSON it takes:", "", *(f"- {_marked(change)}" for change in changes)])
+            )
     return blocks
 
 
@@ -212,7 +231,9 @@ def _use(report: StudyReport) -> list[str]:
         return []
     name = shlex.quote(report.name)
     others = [
-        pick for pick in report.picks if pick != "recommended" and report.picks[pick]["trial"] != report.picks["recommended"]["trial"]
+        pick
+        for pick in report.picks
+        if pick != "recommended" and report.picks[pick]["trial"] != report.picks["recommended"]["trial"]
     ]
     other = f"Another pick: `autotune export {name} --pick {others[0]}`. " if others else ""
     caveats = report.caveats()
@@ -220,7 +241,11 @@ def _use(report: StudyReport) -> list[str]:
         '`ds_config.json` is the recommended configuration, complete: `deepspeed.initialize(..., config="ds_config.json")`.',
         f"```\nautotune export {name} --format accelerate -o accelerate.yaml   # Accelerate\n"
         f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n"
-        + (f"autotune export {name} --format command                          # the whole command line\n" if report.invocation else "")
+        + (
+            f"autotune export {name} --format command                          # the whole command line\n"
+            if report.invocation
+            else ""
+        )
         + "```",
         other + "All of them, with intervals and reasons, are in `recommended.json`; the front is in `front.json`.",
         "\n".join(["What to know:", "", *(f"- {_plain(caveat)}" for caveat in caveats)]) if caveats else "",
@@ -234,13 +259,18 @@ def _threads(report: StudyReport) -> str:
 
 
 def _versions(environment: Data) -> str:
-    return ", ".join(f"{name} {version}" for name, version in (environment.get("versions") or {}).items()) or "unknown versions"
+    return (
+        ", ".join(f"{name} {version}" for name, version in (environment.get("versions") or {}).items())
+        or "unknown versions"
+    )
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: Iterable[int]) -> str:
     right = set(numeric)
     rule = ["---:" if column in right else "---" for column in range(len(header))]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [header, rule, *rows])
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [header, rule, *rows]
+    )
 
 
 def _code(text: str) -> str:

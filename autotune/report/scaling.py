@@ -58,7 +58,11 @@ class Panel:
 
     def written(self, value: float) -> str:
         """A value for people."""
-        return f"{value / self.factor:,.3g} {self.unit}" if value < 1000 * self.factor else f"{value / self.factor:,.0f} {self.unit}"
+        return (
+            f"{value / self.factor:,.3g} {self.unit}"
+            if value < 1000 * self.factor
+            else f"{value / self.factor:,.0f} {self.unit}"
+        )
 
 
 def panels(found: Sequence[Scale], mode: Mode) -> list[Panel]:
@@ -157,7 +161,9 @@ def write(found: Sequence[Scale], mode: Mode, title: str, notes: Sequence[str], 
                 el("div", each(_panel(each_) for each_ in panels(found, mode)), class_="panels"),
                 el("h2", "Figures"),
                 el("div", _table(header, body), class_="scroll", tabindex=0),
-                group(el("h2", "What to know"), el("ul", each(el("li", note) for note in notes), class_="plain")) if notes else None,
+                group(el("h2", "What to know"), el("ul", each(el("li", note) for note in notes), class_="plain"))
+                if notes
+                else None,
                 el("footer", "This page is one file and makes no request."),
             ),
         ),
@@ -179,13 +185,22 @@ def draw(page: Path, picture: Path) -> None:
 
 
 def _legend(found: Sequence[Scale]) -> str:
-    bars = f"bars are 95 % intervals, from {found[-1].n_rounds} rounds" if found[-1].n_rounds > 1 else "one round, so no intervals"
+    bars = (
+        f"bars are 95 % intervals, from {found[-1].n_rounds} rounds"
+        if found[-1].n_rounds > 1
+        else "one round, so no intervals"
+    )
     return f"Dashed is what it would be if nothing were lost; {bars}. The table below holds the same."
 
 
 def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Html:
-    head = el("tr", each(el("th", el("button", name, type="button", disabled=True), scope="col", class_="n") for name in header))
-    lines_ = each(el("tr", el("th", row[0], scope="row"), each(el("td", cell, class_="n") for cell in row[1:])) for row in body)
+    head = el(
+        "tr",
+        each(el("th", el("button", name, type="button", disabled=True), scope="col", class_="n") for name in header),
+    )
+    lines_ = each(
+        el("tr", el("th", row[0], scope="row"), each(el("td", cell, class_="n") for cell in row[1:])) for row in body
+    )
     return el("table", el("thead", head), el("tbody", lines_), class_="trials")
 
 

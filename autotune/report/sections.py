@@ -47,12 +47,22 @@ def _solid(metrics: Mapping[str, str]) -> Html:
         controls(each(choice(label, name, metrics, chosen=chosen) for label, name, chosen in axes)),
         el(
             "div",
-            el("canvas", id="solid", tabindex=0, role="img", aria_label="The trials by three metrics; drag or use the arrow keys to turn"),
+            el(
+                "canvas",
+                id="solid",
+                tabindex=0,
+                role="img",
+                aria_label="The trials by three metrics; drag or use the arrow keys to turn",
+            ),
             el("p", class_="tip", hidden=True),
             class_="plot",
             id="solid-plot",
         ),
-        el("p", "Drag it or use the arrow keys to turn it; each stem stands on the floor below its point.", class_="note"),
+        el(
+            "p",
+            "Drag it or use the arrow keys to turn it; each stem stands on the floor below its point.",
+            class_="note",
+        ),
     )
 
 
@@ -77,7 +87,11 @@ def knob(report: StudyReport) -> Html | None:
         controls(choice("Colour", "parallel-metric", metrics, chosen=str(min(1, len(metrics) - 1)))),
         el(
             "div",
-            el("div", el("canvas", id="parallel", role="img", aria_label="Trials by knob; the table holds the same"), class_="wide"),
+            el(
+                "div",
+                el("canvas", id="parallel", role="img", aria_label="Trials by knob; the table holds the same"),
+                class_="wide",
+            ),
             class_="plot low sideways",
             id="parallel-plot",
             tabindex=0,
@@ -90,7 +104,9 @@ def knob(report: StudyReport) -> Html | None:
 def _lists(report: StudyReport) -> Html:
     """The values on the axes as lists, for whoever has no pointer."""
     lists = (
-        choice(name.rsplit(".", 1)[-1], f"axis-{i}", {"": "any"} | {str(n): said(level) for n, level in enumerate(levels)})
+        choice(
+            name.rsplit(".", 1)[-1], f"axis-{i}", {"": "any"} | {str(n): said(level) for n, level in enumerate(levels)}
+        )
         for i, (name, levels) in enumerate(knobs(report).items())
     )
     left = el("p", class_="note", id="parallel-said", role="status")
@@ -117,7 +133,11 @@ def _effect_card(found: Effects) -> Html:
     note = f"{found.n} trials; {found.explained:.0%} of the spread of trials left out is foretold. The rest is chance or interplay."
     shown = [effect for effect in found.knobs if effect.share >= 0.01][:MOST_KNOBS]
     return el(
-        "article", el("h3", label), el("p", note, class_="muted"), each(_effect(found.metric, effect) for effect in shown), class_="card"
+        "article",
+        el("h3", label),
+        el("p", note, class_="muted"),
+        each(_effect(found.metric, effect) for effect in shown),
+        class_="card",
     )
 
 
@@ -125,7 +145,10 @@ def _effect(metric: str, effect: Effect) -> Html:
     smaller = METRICS[metric].direction == "minimize"
     reference, *others = effect.levels
     others = sorted(others, key=lambda level: level.factor if smaller else -level.factor)[:MOST_LEVELS]
-    worth = [f"{said(level.value)} {f'{level.factor - 1:+.0%}'.replace('-0%', '±0%').replace('+0%', '±0%')}" for level in others]
+    worth = [
+        f"{said(level.value)} {f'{level.factor - 1:+.0%}'.replace('-0%', '±0%').replace('+0%', '±0%')}"
+        for level in others
+    ]
     return el(
         "div",
         el("p", el("b", breakable(effect.knob.rsplit(".", 1)[-1])), el("span", f"{effect.share:.0%}"), class_="of"),
@@ -141,14 +164,14 @@ def progress(report: StudyReport) -> Html | None:
         return None
     measures = {"gain": "compromise of the objectives"} if report.baseline is not None else {}
     measures |= {name: METRICS[name].label for name in report.metric_names(all_metrics=False)}
-    note = (
-        "Each trial at the time when it ended, and the best so far. Time is that of the trials alone; crosses ended without a measurement."
-    )
+    note = "Each trial at the time when it ended, and the best so far. Time is that of the trials alone; crosses ended without a measurement."
     return section(
         "Search",
         "progress",
         note,
-        controls(choice("Up", "progress-y", measures), choice("Across", "progress-x", {"at": "time", "trial": "trials"})),
+        controls(
+            choice("Up", "progress-y", measures), choice("Across", "progress-x", {"at": "time", "trial": "trials"})
+        ),
         plot("progress-plot", "The best configuration so far over time"),
     )
 
@@ -184,7 +207,9 @@ def step() -> Html:
         "steps",
         note,
         controls(
-            el("label", "Trials ", el("input", type="text", id="steps-trials", inputmode="numeric", autocomplete="off")),
+            el(
+                "label", "Trials ", el("input", type="text", id="steps-trials", inputmode="numeric", autocomplete="off")
+            ),
             el("label", el("input", type="checkbox", id="steps-log"), " logarithmic", class_="check"),
             el("span", class_="muted", id="steps-said", role="status"),
         ),

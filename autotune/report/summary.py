@@ -16,7 +16,15 @@ from autotune.convergence import RATE_KEYS
 from autotune.objective import METRICS
 from autotune.report import StudyReport, readme
 from autotune.report import export as exports
-from autotune.report.export import RATE_FLAG, Exported, Started, deepspeed_config, learning_rate_changes, script_side_changes, training_rate
+from autotune.report.export import (
+    RATE_FLAG,
+    Exported,
+    Started,
+    deepspeed_config,
+    learning_rate_changes,
+    script_side_changes,
+    training_rate,
+)
 from autotune.store import StoreError, StudyRecord
 from autotune.trial import TRAINER, Outcome, TrialResult
 
@@ -121,7 +129,9 @@ def _rate_changes(measured: Measured, baseline: Candidate, kept: StudyRecord) ->
     by_trainer = kept.workload.script is not None and kept.workload.script.family == TRAINER
     rate = training_rate(measured.ds_config) if by_trainer else None
     flag = f"{RATE_FLAG} {rate}" if rate is not None else ""
-    return learning_rate_changes(measured.candidate, baseline, kept.learning_rate, in_json=_states_rate(measured.ds_config), flag=flag)
+    return learning_rate_changes(
+        measured.candidate, baseline, kept.learning_rate, in_json=_states_rate(measured.ds_config), flag=flag
+    )
 
 
 def _states_rate(config: DsConfig) -> bool:
@@ -154,7 +164,9 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
                 "trial": told.number,
                 "role": told.user_attrs.get(store.ROLE_ATTR, "search"),
                 "outcome": str(seen.outcome),
-                "reason": seen.verdict.reason if seen.verdict is not None and seen.verdict.passed is False else data["reason"],
+                "reason": seen.verdict.reason
+                if seen.verdict is not None and seen.verdict.passed is False
+                else data["reason"],
                 "phase": data["phase"],
                 "candidate": seen.candidate.values(),
                 "metrics": data["metrics"],
@@ -176,7 +188,9 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
 
 def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> list[float | None]:
     """A trial's losses; those of its second run where the quality gate needed a longer one."""
-    longer = trial.result_in(store.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
+    longer = (
+        trial.result_in(store.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
+    )
     shown = longer or result
     return shown.losses if shown is not None else []
 
@@ -195,7 +209,9 @@ def write(report: StudyReport, folder: Path) -> list[Path]:
     trial.write(folder / "recommended.json", report.recommended)
     files.write_text(folder / "README.md", readme.render(report))
     html.write(report, folder / "report.html")
-    written = [folder / name for name in ("recommended.json", "front.json", "README.md", "report.html", "environment.json")]
+    written = [
+        folder / name for name in ("recommended.json", "front.json", "README.md", "report.html", "environment.json")
+    ]
     if "recommended" in picks:
         trial.write(folder / "ds_config.json", picks["recommended"]["ds_config"])
         written.insert(0, folder / "ds_config.json")
@@ -226,7 +242,10 @@ def started(report: StudyReport) -> Started | None:
     if report.invocation is None or not script:
         return None
     return Started(
-        invocation=report.invocation, flags=script["flags"], config_source=script["config_source"], baseline=report.study["baseline"]
+        invocation=report.invocation,
+        flags=script["flags"],
+        config_source=script["config_source"],
+        baseline=report.study["baseline"],
     )
 
 
@@ -237,7 +256,13 @@ def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
         outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
     study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline", "folder")}
-    return {**study, "outcomes": outcomes, "running": n_running, "recommended": picks.get("recommended"), "drop_in": picks.get("drop_in")}
+    return {
+        **study,
+        "outcomes": outcomes,
+        "running": n_running,
+        "recommended": picks.get("recommended"),
+        "drop_in": picks.get("drop_in"),
+    }
 
 
 def metric_rows() -> list[tuple[str, str, str, str]]:
@@ -269,5 +294,7 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
         return dict(report.recommended["baseline"])
     if name not in picks:
         known_names = ", ".join([*picks, *(["baseline"] if report.recommended["baseline"] else [])])
-        raise StoreError(f"study {report.study['name']!r} has no pick {name!r}. Known: {known_names or 'none, since no trial completed'}")
+        raise StoreError(
+            f"study {report.study['name']!r} has no pick {name!r}. Known: {known_names or 'none, since no trial completed'}"
+        )
     return dict(picks[name])

@@ -42,13 +42,17 @@ def trials(report: StudyReport) -> Html:
         el("th", el("button", label, el("br") if unit else None, unit, type="button"), scope="col", class_=kind)
         for label, unit, kind in heads
     )
-    rows = each(_row(report, one, points.get(one["trial"], one), scales, marks.get(one["trial"], [])) for one in report.trials)
+    rows = each(
+        _row(report, one, points.get(one["trial"], one), scales, marks.get(one["trial"], [])) for one in report.trials
+    )
     ends = ", ".join(f"{n} {outcome}" for outcome, n in outcomes(report).items())
     note = (
         f"{ends}. A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the defaults."
         " Trials that were measured again show those values; ~ is extrapolated."
     )
-    table = el("table", el("thead", el("tr", header)), el("tbody", rows), class_="trials", id="trials", style=_columns(scales))
+    table = el(
+        "table", el("thead", el("tr", header)), el("tbody", rows), class_="trials", id="trials", style=_columns(scales)
+    )
     return section(
         "Trials",
         "all",
@@ -72,7 +76,10 @@ def _row(report: StudyReport, one: Data, point: Data, scales: Mapping[str, units
         el("td", breakable(words(one["candidate"])), el("br") if marks else None, tags, class_="config"),
         el("td", el("span", str(one["outcome"]).replace("_", " ")), el("small", _why(one)), class_="outcome"),
         el("td", f"{factor:.2f}×" if factor else "", class_="n", data_v=f"{factor:.6f}" if factor else ""),
-        *(_number(values.get(name), scale, extrapolated=name in (one.get("censored") or ())) for name, scale in scales.items()),
+        *(
+            _number(values.get(name), scale, extrapolated=name in (one.get("censored") or ()))
+            for name, scale in scales.items()
+        ),
         el("td", f"{wall:.1f}" if wall is not None else "", class_="n", data_v="" if wall is None else wall),
         class_="complete" if complete else "failed",
     )

@@ -69,7 +69,9 @@ def rows(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
     lines = []
     for row in report.trials:
         point = points.get(row["trial"], row)
-        line: dict[str, Any] = {column: row.get(column) for column in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")}
+        line: dict[str, Any] = {
+            column: row.get(column) for column in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")
+        }
         line |= {"marks": "; ".join(marks.get(row["trial"], ())), "configuration": words(row["candidate"])}
         line["speedup"] = speedup(report, point) if measured(point) else None
         for name, value in measured(point).items():

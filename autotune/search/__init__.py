@@ -22,4 +22,6 @@ def check_sampler(name: str) -> None:
         UserError: It names those that do.
     """
     if name not in SAMPLERS:
-        raise UserError(f"sampler: unknown {name!r}.{nearest(name, SAMPLERS)} Known: {', '.join(SAMPLERS)}. See `autotune ls samplers`.")
+        raise UserError(
+            f"sampler: unknown {name!r}.{nearest(name, SAMPLERS)} Known: {', '.join(SAMPLERS)}. See `autotune ls samplers`."
+        )

@@ -138,8 +138,12 @@ _STEP_TIME_FOR: dict[str, Callable[[Mapping[str, float], _Hoped], float]] = {
     "step_time_s": lambda metrics, _: metrics["step_time_s"],
     "samples_per_s": lambda metrics, hoped: hoped.batch / metrics["samples_per_s"],
     "tokens_per_s": _tokens_step_time,
-    "time_to_loss_s": lambda metrics, hoped: metrics["time_to_loss_s"] * hoped.batch / hoped.to_target if hoped.to_target else math.inf,
-    GOODPUT: lambda metrics, hoped: hoped.batch / (metrics[GOODPUT] * hoped.for_useful) if hoped.for_useful else math.inf,
+    "time_to_loss_s": lambda metrics, hoped: (
+        metrics["time_to_loss_s"] * hoped.batch / hoped.to_target if hoped.to_target else math.inf
+    ),
+    GOODPUT: lambda metrics, hoped: (
+        hoped.batch / (metrics[GOODPUT] * hoped.for_useful) if hoped.for_useful else math.inf
+    ),
 }
 
 

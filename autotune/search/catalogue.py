@@ -87,7 +87,10 @@ class Catalogue:
         own = {name: list(values) for name, values in knobs.items() if name not in batch}
         self.numeric = {name: _middle(values) for name, values in own.items() if _is_numeric(values)}
         self.levels = {
-            name: {repr(value): n for n, value in enumerate(v for v in dict.fromkeys(map(_Level, values)) if v.value is not None)}
+            name: {
+                repr(value): n
+                for n, value in enumerate(v for v in dict.fromkeys(map(_Level, values)) if v.value is not None)
+            }
             for name, values in own.items()
             if name not in self.numeric
         }
@@ -146,10 +149,17 @@ class Catalogue:
             self.samples_spread = np.full(2, said.samples_spread)
             self.memory_sd[0] = said.memory_scale_sd
             self.samples_sd = np.full(n_levels, 0.03)
-            self.time_spread, self.memory_spread = np.asarray(said.time_spread, float), np.asarray(said.memory_spread, float)
+            self.time_spread, self.memory_spread = (
+                np.asarray(said.time_spread, float),
+                np.asarray(said.memory_spread, float),
+            )
             return
         self.time, self.memory, self.samples = (
-            Design(terms=np.vstack([a.terms, b.terms]), linear=np.vstack([a.linear, b.linear]), smooth=np.vstack([a.smooth, b.smooth]))
+            Design(
+                terms=np.vstack([a.terms, b.terms]),
+                linear=np.vstack([a.linear, b.linear]),
+                smooth=np.vstack([a.smooth, b.smooth]),
+            )
             for a, b in ((self.time, time), (self.memory, memory), (self.samples, samples))
         )
         self.batch, self.present = np.concatenate([self.batch, batch]), np.vstack([self.present, present])

@@ -177,7 +177,9 @@ class Guide:
             allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
         scores = self._worth(state, rows, len(told), rng) * allowed
         # Where nothing promises an improvement, what is most likely to fit and fast is next.
-        best = int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
+        best = (
+            int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
+        )
         chosen: Candidate = self.catalogue.candidates[int(rows[best])]
         return chosen
 
@@ -189,7 +191,11 @@ class Guide:
             return Left(n_open=len(rows), n_fit=len(rows))
         fits = np.concatenate([state.fits(part) for part in _parts(rows)])
         least = min(float(state.memory.predict(self.catalogue.memory.take(part))[0].min()) for part in _parts(rows))
-        return Left(n_open=len(rows), n_fit=int((fits >= min(chance_needed(told), LAST_RESORT)).sum()), least_memory_bytes=math.exp(least))
+        return Left(
+            n_open=len(rows),
+            n_fit=int((fits >= min(chance_needed(told), LAST_RESORT)).sum()),
+            least_memory_bytes=math.exp(least),
+        )
 
     def beliefs(self, told: Sequence[Told], candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
@@ -219,7 +225,10 @@ class Guide:
         if not len(state.rows):
             return {}
         mean, _ = state.costs(state.rows)
-        return {metric: self.catalogue.candidates[int(state.rows[np.argmin(mean[:, n])])] for n, metric in enumerate(self.metrics)}
+        return {
+            metric: self.catalogue.candidates[int(state.rows[np.argmin(mean[:, n])])]
+            for n, metric in enumerate(self.metrics)
+        }
 
     def outlook(self, told: Sequence[Told], busy: Sequence[Candidate] = ()) -> Outlook:
         """The largest improvement that is still expected of any candidate."""
@@ -237,11 +246,14 @@ class Guide:
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         (mean, sd), (seen, _) = state.costs(rows), state.costs(held)
         best = [
-            float((acquisition.expected_improvement(mean[:, n], sd[:, n], seen[:, n].min()) * allowed).max()) for n in range(mean.shape[1])
+            float((acquisition.expected_improvement(mean[:, n], sd[:, n], seen[:, n].min()) * allowed).max())
+            for n in range(mean.shape[1])
         ]
         growth = 0.0
         if len(self.metrics) > 1:
-            growth = float((acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max())
+            growth = float(
+                (acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max()
+            )
         gains = dict(zip(self.metrics, best, strict=True))
         return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_ran=n_ran, covered=covered)
 
@@ -258,7 +270,9 @@ class Guide:
     def _note(self, candidates: Iterable[Candidate]) -> None:
         """Candidates that are looked at and not proposed."""
         self.catalogue.add(list(candidates))
-        self._offered = np.concatenate([self._offered, np.zeros(len(self.catalogue.candidates) - len(self._offered), dtype=bool)])
+        self._offered = np.concatenate(
+            [self._offered, np.zeros(len(self.catalogue.candidates) - len(self._offered), dtype=bool)]
+        )
 
     def _open(self, state: Learned, busy: Iterable[Candidate]) -> NDArray[np.bool_]:
         taken = state.known | {self.catalogue.row[c] for c in busy if c in self.catalogue.row}

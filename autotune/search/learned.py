@@ -198,7 +198,9 @@ class Learned:
         """Costs of all candidates without the smooth remainder."""
         catalogue = self.catalogue
         log_batch = np.log(catalogue.batch * self.world_size)
-        time = self.time.mean(replace(catalogue.time, linear=np.column_stack([catalogue.time.linear, np.zeros((len(log_batch), 2))])))
+        time = self.time.mean(
+            replace(catalogue.time, linear=np.column_stack([catalogue.time.linear, np.zeros((len(log_batch), 2))]))
+        )
         columns = []
         for metric in self.metrics:
             if metric == "peak_memory_bytes":
@@ -234,7 +236,12 @@ class Carried:
 
 
 def learn(
-    catalogue: Catalogue, metrics: Sequence[str], world_size: int, limit: float | None, bounds: Sequence[Bound], told: Sequence[Told]
+    catalogue: Catalogue,
+    metrics: Sequence[str],
+    world_size: int,
+    limit: float | None,
+    bounds: Sequence[Bound],
+    told: Sequence[Told],
 ) -> Learned:
     """Fits the models to every trial; their candidates are in the catalogue."""
     memory, limit = _learn_memory(catalogue, limit, told)
@@ -242,8 +249,14 @@ def learn(
     ran = [t for t in told if t.outcome in RAN and t.step_time_s(world_size) is not None]
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
-    own = [m for m in wanted if m not in RATES and m not in ("step_time_s", "time_to_loss_s", "peak_memory_bytes", GOODPUT)]
-    ratios = [t.metrics["tokens_per_s"] / t.metrics["samples_per_s"] for t in done if t.good("tokens_per_s") and t.good("samples_per_s")]
+    own = [
+        m for m in wanted if m not in RATES and m not in ("step_time_s", "time_to_loss_s", "peak_memory_bytes", GOODPUT)
+    ]
+    ratios = [
+        t.metrics["tokens_per_s"] / t.metrics["samples_per_s"]
+        for t in done
+        if t.good("tokens_per_s") and t.good("samples_per_s")
+    ]
 
     def extra(metric: str) -> Posterior:
         """Another metric, as a multiple of the predicted step time."""
@@ -315,7 +328,9 @@ def _inferred_limit(catalogue: Catalogue, seen: Sequence[Told], out: Sequence[To
     return max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
 
 
-def _time_data(catalogue: Catalogue, memory: Posterior, limit: float | None, world_size: int, ran: Sequence[Told]) -> Data | None:
+def _time_data(
+    catalogue: Catalogue, memory: Posterior, limit: float | None, world_size: int, ran: Sequence[Told]
+) -> Data | None:
     rows, y, group, extra = [], [], [], []
     for n, t in enumerate(ran):
         derive = n >= len(ran) - DERIVED_TRIALS
@@ -348,7 +363,11 @@ def _priced(catalogue: Catalogue, t: Told, world_size: int, *, derive: bool) -> 
     steps = t.candidate.gradient_accumulation_steps
     scale = seconds / ((steps - 1) * t.inner_s + t.boundary_s)
     others = sorted(
-        (k for k in catalogue.accumulations if k != steps and replace(t.candidate, gradient_accumulation_steps=k) in catalogue.row),
+        (
+            k
+            for k in catalogue.accumulations
+            if k != steps and replace(t.candidate, gradient_accumulation_steps=k) in catalogue.row
+        ),
         key=lambda k: abs(math.log2(k / steps)),
     )
     for other in _ends(others, steps):
@@ -372,14 +391,18 @@ def _learn_samples(catalogue: Catalogue, world_size: int, done: Sequence[Told]) 
         assert seconds is not None
         y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(world_size)))
         extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else _spread(t, "time_to_loss_s", SAMPLES_SD))
-    return fit(_data(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0]))
+    return fit(
+        _data(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0])
+    )
 
 
 def _learn_useful(catalogue: Catalogue, done: Sequence[Told]) -> Posterior:
     """Samples that a useful one costs: one at the baseline's batch, more above it."""
     some = [t for t in done if t.good(GOODPUT) and t.good("samples_per_s")]
     y = [math.log(t.metrics["samples_per_s"] / t.metrics[GOODPUT]) for t in some]
-    return fit(_data(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0]))
+    return fit(
+        _data(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0])
+    )
 
 
 def _distrust(catalogue: Catalogue, told: Sequence[Told]) -> Floats:

@@ -58,7 +58,9 @@ class LegalSampler(BaseSampler):
         """All knobs: conditions are this sampler's business."""
         return {parameter.optuna_name: parameter.distribution() for parameter in self._space.parameters}
 
-    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         """The values of the active knobs of one legal new candidate; empty, with `exhausted` set, when none is left."""
         if self.forced is not None:
             candidate, self.forced = self.forced, None
@@ -68,7 +70,9 @@ class LegalSampler(BaseSampler):
         self.exhausted = found is None
         return encoded(self._space, found) if found else {}
 
-    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
         """Never needed: every knob is in the relative space."""
         return optuna.samplers.RandomSampler(seed=self._rng.randrange(2**31)).sample_independent(
             study, trial, param_name, param_distribution
@@ -144,7 +148,11 @@ class LegalSampler(BaseSampler):
 def encoded(space: SearchSpace, candidate: Candidate) -> dict[str, Any]:
     """The candidate's active knobs as Optuna parameters; a baseline's value outside the space is left out."""
     values = space.values_of(candidate)
-    return {space[name].optuna_name: space[name].encode(value) for name, value in values.items() if space[name].contains(value)}
+    return {
+        space[name].optuna_name: space[name].encode(value)
+        for name, value in values.items()
+        if space[name].contains(value)
+    }
 
 
 def _optuna_sampler(name: str, seed: int) -> BaseSampler:
@@ -154,10 +162,16 @@ def _optuna_sampler(name: str, seed: int) -> BaseSampler:
         match name:
             case "tpe":
                 return optuna.samplers.TPESampler(
-                    seed=seed, multivariate=True, group=True, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
+                    seed=seed,
+                    multivariate=True,
+                    group=True,
+                    n_startup_trials=STARTUP_TRIALS,
+                    warn_independent_sampling=False,
                 )
             case "gp":
-                return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False)
+                return optuna.samplers.GPSampler(
+                    seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
+                )
             case "nsga2":
                 return optuna.samplers.NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS)
         return optuna.samplers.RandomSampler(seed=seed)

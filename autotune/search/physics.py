@@ -136,7 +136,9 @@ class PhysicsSampler(LegalSampler):
             self._guide.cautious, self._guide.weights = self.cautious, self.weights
         return self._guide
 
-    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         """The values of the active knobs of the next candidate; empty, with `exhausted` set, when none is left or fits."""
         if self.forced is not None:
             candidate, self.forced = self.forced, None
@@ -173,7 +175,11 @@ class PhysicsSampler(LegalSampler):
         found = []
         for candidate, step_time_s, size in zip(candidates, times, sizes, strict=True):
             rate = candidate.global_batch_size(self._setting.world_size) / step_time_s
-            metrics = {"step_time_s": float(step_time_s), "samples_per_s": float(rate), "peak_memory_bytes": float(size)}
+            metrics = {
+                "step_time_s": float(step_time_s),
+                "samples_per_s": float(rate),
+                "peak_memory_bytes": float(size),
+            }
             found.append(Told(candidate=candidate, metrics=metrics))
         return found
 
@@ -201,13 +207,19 @@ class PhysicsSampler(LegalSampler):
     def _known(self, study: Study) -> set[str]:
         states = [state for state in TrialState if state is not TrialState.FAIL]
         return {
-            self._candidate_of(t).key for t in study.get_trials(deepcopy=False, states=states) if t.params or CANDIDATE_ATTR in t.user_attrs
+            self._candidate_of(t).key
+            for t in study.get_trials(deepcopy=False, states=states)
+            if t.params or CANDIDATE_ATTR in t.user_attrs
         }
 
     def _candidate_of(self, trial: FrozenTrial) -> Candidate:
         if CANDIDATE_ATTR in trial.user_attrs:
             return _from_key(trial.user_attrs[CANDIDATE_ATTR])
-        values = {p.name: p.decode(trial.params[p.optuna_name]) for p in self._space.parameters if p.optuna_name in trial.params}
+        values = {
+            p.name: p.decode(trial.params[p.optuna_name])
+            for p in self._space.parameters
+            if p.optuna_name in trial.params
+        }
         return self._space.candidate(values, self._default)
 
     def _as_told(self, trial: FrozenTrial) -> Told | None:
@@ -223,13 +235,21 @@ class PhysicsSampler(LegalSampler):
             )  # fmt: skip
         if trial.state is TrialState.PRUNED or trial.values is None:
             return Told(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
-        metrics = {name: value for name, value in zip(self._metrics, trial.values, strict=False) if math.isfinite(value)}
-        metrics |= {name: value for name, value in attrs.items() if name == "peak_memory_bytes" and isinstance(value, int | float)}
+        metrics = {
+            name: value for name, value in zip(self._metrics, trial.values, strict=False) if math.isfinite(value)
+        }
+        metrics |= {
+            name: value
+            for name, value in attrs.items()
+            if name == "peak_memory_bytes" and isinstance(value, int | float)
+        }
         return Told(candidate=candidate, metrics=metrics)
 
     def _refine(self, told: Sequence[Told]) -> None:
         """In a space too large to enumerate: what differs in one knob from the best candidates joins the choice."""
-        leading = dict.fromkeys([*self.guide.best(told).values(), self._default, *(t.candidate for t in told[-NEIGHBOURS_OF:])])
+        leading = dict.fromkeys(
+            [*self.guide.best(told).values(), self._default, *(t.candidate for t in told[-NEIGHBOURS_OF:])]
+        )
         found = []
         for candidate in leading:
             values = self._space.values_of(candidate)

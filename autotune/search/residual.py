@@ -131,7 +131,9 @@ class Posterior:
         cost, residual, slopes = misfit(self.correction)
         for _ in range(REWEIGHTINGS):
             scaled_slopes, at = slopes * sd, self.correction / sd
-            move = sd * np.linalg.solve(scaled_slopes.T @ scaled_slopes + np.eye(len(sd)), scaled_slopes.T @ residual - at)
+            move = sd * np.linalg.solve(
+                scaled_slopes.T @ scaled_slopes + np.eye(len(sd)), scaled_slopes.T @ residual - at
+            )
             for share in DAMPINGS:
                 tried = np.clip(self.correction + share * move, -LARGEST_CORRECTION, LARGEST_CORRECTION)
                 found = misfit(tried)
@@ -150,7 +152,9 @@ class Posterior:
         Sets `covered`, the share of the observations that then lie in their 90 % interval.
         """
         inverse = cho_solve(self._factor, np.eye(len(self._alpha)))
-        squared = self._alpha**2 / np.diag(inverse)  # leave-one-out errors in units of their own deviation (Rasmussen, Williams: 5.4.2)
+        squared = self._alpha**2 / np.diag(
+            inverse
+        )  # leave-one-out errors in units of their own deviation (Rasmussen, Williams: 5.4.2)
         self._wider = float(np.clip(np.sqrt(squared.mean()), 1.0, WIDEST)) if len(squared) >= ENOUGH_TO_WIDEN else 1.0
         self.covered = float((np.sqrt(squared) <= 1.645 * self._wider).mean())
 
@@ -197,10 +201,17 @@ def fit(data: Data | None, linear_sd: Floats, term_sd: Floats) -> Posterior:
         if data is not None and len(data.y):
             _filled(model, data)
         return model
-    first = np.unique(data.group, return_index=True)[1]  # a trial's own value; what was derived from it would be foretold too well
+    first = np.unique(data.group, return_index=True)[
+        1
+    ]  # a trial's own value; what was derived from it would be foretold too well
     own = np.sort(first[~data.censored[first]])[-MOST_FOR_CHOICE:]
     some = replace(
-        data, design=data.design.take(own), y=data.y[own], group=data.group[own], extra_sd=data.extra_sd[own], censored=data.censored[own]
+        data,
+        design=data.design.take(own),
+        y=data.y[own],
+        group=data.group[own],
+        extra_sd=data.extra_sd[own],
+        censored=data.censored[own],
     )
     best: tuple[float, Posterior] | None = None
 
@@ -219,7 +230,9 @@ def fit(data: Data | None, linear_sd: Floats, term_sd: Floats) -> Posterior:
     assert best is not None
     chosen = best[1]
     for noise_sd in (NOISE_SD[0], NOISE_SD[2]):
-        consider(chosen.smooth_sd, noise_sd, float(chosen.linear_sd.max() / linear_sd.max()) if linear_sd.any() else 1.0)
+        consider(
+            chosen.smooth_sd, noise_sd, float(chosen.linear_sd.max() / linear_sd.max()) if linear_sd.any() else 1.0
+        )
     best[1].check()
     _filled(best[1], data)
     return best[1]
@@ -233,7 +246,12 @@ def _filled(model: Posterior, data: Data) -> None:
     seen = np.flatnonzero(~hidden)
     if len(seen):
         known = replace(
-            data, design=data.design.take(seen), y=y[seen], group=data.group[seen], extra_sd=data.extra_sd[seen], censored=hidden[seen]
+            data,
+            design=data.design.take(seen),
+            y=y[seen],
+            group=data.group[seen],
+            extra_sd=data.extra_sd[seen],
+            censored=hidden[seen],
         )
         model.observe(known)
     rows = data.design.take(np.flatnonzero(hidden))

@@ -33,7 +33,9 @@ class Transferred:
         scale: The new reference's global batch over the earlier one's.
     """
 
-    def __init__(self, prior: Prior, guide: Guide, told: Sequence[Told], doubt: float = SAME_MODEL, scale: float = 1.0) -> None:
+    def __init__(
+        self, prior: Prior, guide: Guide, told: Sequence[Told], doubt: float = SAME_MODEL, scale: float = 1.0
+    ) -> None:
         self.prior, self.guide, self.told, self.doubt, self.scale = prior, guide, list(told), doubt, scale
 
     def __call__(self, candidates: Sequence[Candidate]) -> Prediction:
@@ -52,7 +54,9 @@ class Transferred:
             memory_terms=said.memory_terms * memory,
             time_spread=said.time_spread * self.doubt,
             memory_spread=said.memory_spread * self.doubt,
-            memory_scale_sd=min(said.memory_scale_sd, 0.3) if any(t.good("peak_memory_bytes") for t in self.told) else said.memory_scale_sd,
+            memory_scale_sd=min(said.memory_scale_sd, 0.3)
+            if any(t.good("peak_memory_bytes") for t in self.told)
+            else said.memory_scale_sd,
             doubt=self.doubt,
             samples_scale=(float(constant), float(growing) * self.scale) if seen else said.samples_scale,
             samples_spread=SURE_SAMPLES if seen else said.samples_spread,

@@ -19,7 +19,9 @@ DESTINATIONS = {
 # The path of DeepSpeed's JSON: DeepSpeed's own flag, transformers' flag, and what people write themselves.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
 # Those of transformers' TrainingArguments that a configuration needs besides, where a script parses them.
-TRAINING_ARGUMENTS = "deepspeed bf16 fp16 gradient_checkpointing activation_checkpointing activation_checkpointing_kwargs".split()
+TRAINING_ARGUMENTS = (
+    "deepspeed bf16 fp16 gradient_checkpointing activation_checkpointing activation_checkpointing_kwargs".split()
+)
 
 
 class Arguments:
@@ -59,19 +61,25 @@ class Arguments:
             given = isinstance(values.get(name), str) and values[name].endswith(".json")
             if typed and (given or (name in values and name == "deepspeed_config")):
                 self._flags["ds_config"] = _options(parser, name)
-            if given and self._ds_config is not None and name != "deepspeed":  # transformers' flag, which its adapter sees to
+            if (
+                given and self._ds_config is not None and name != "deepspeed"
+            ):  # transformers' flag, which its adapter sees to
                 setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
         if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(parser, name))})
         return parsed, rest
 
-    def _moved(self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:
+    def _moved(
+        self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool
+    ) -> None:
         options = _options(parser, name)
         if options and typed:
             self._flags[field] = options
             self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
         elif options:
-            self._changed(f"Arguments: the script parses a list of its own; `{options[0]} {wanted}` in it instead of {was}.")
+            self._changed(
+                f"Arguments: the script parses a list of its own; `{options[0]} {wanted}` in it instead of {was}."
+            )
         else:
             self._changed(f"Arguments: `{name}` is {wanted} instead of {was} once they are parsed.")
 

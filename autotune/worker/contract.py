@@ -43,7 +43,9 @@ def load(path: Path) -> Target:
         WorkloadError: A required function is missing.
     """
     module = _execute(path)
-    functions = {name: getattr(module, name, None) for name in ("model", "data", "batch", "loss", "optimizer", "collate")}
+    functions = {
+        name: getattr(module, name, None) for name in ("model", "data", "batch", "loss", "optimizer", "collate")
+    }
     if not callable(functions["model"]):
         raise WorkloadError(f"{path.name}: define model() -> nn.Module")
     if not callable(functions["data"]) and not callable(functions["batch"]):
@@ -91,7 +93,9 @@ class Loader:
         first_sample: Where in the order to start.
     """
 
-    def __init__(self, target: Target, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0) -> None:
+    def __init__(
+        self, target: Target, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0
+    ) -> None:
         self.micro_batch_size = micro_batch_size
         self.n_samples: int | None = None
         self._rank, self._world_size, self._seed = rank, world_size, seed
@@ -108,7 +112,9 @@ class Loader:
             else:
                 self._stream = itertools.islice(_endless(self._dataset, target.path.name), first_sample, None)
         else:
-            torch.manual_seed(seed * 1_000_003 + rank + first_sample)  # batch(n) draws at random: other samples on every rank
+            torch.manual_seed(
+                seed * 1_000_003 + rank + first_sample
+            )  # batch(n) draws at random: other samples on every rank
 
     def check(self, global_batch_size: int) -> None:
         """Refuses a data set that cannot fill one optimizer step.
@@ -117,7 +123,9 @@ class Loader:
             WorkloadError: It is smaller than the global batch.
         """
         if self.n_samples is not None and self.n_samples < global_batch_size:
-            raise WorkloadError(f"data() has {self.n_samples} samples, but one optimizer step needs {global_batch_size}")
+            raise WorkloadError(
+                f"data() has {self.n_samples} samples, but one optimizer step needs {global_batch_size}"
+            )
 
     def next(self) -> tuple[Any, int | None]:
         """The next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
@@ -126,7 +134,9 @@ class Loader:
         first = self._next_sample + self._rank * self.micro_batch_size
         chunk = self.micro_batch_size * self._world_size
         if self._stream is not None:
-            samples = list(itertools.islice(self._stream, chunk))[self._rank * self.micro_batch_size :][: self.micro_batch_size]
+            samples = list(itertools.islice(self._stream, chunk))[self._rank * self.micro_batch_size :][
+                : self.micro_batch_size
+            ]
         else:
             samples = [self._dataset[self._index(position)] for position in range(first, first + self.micro_batch_size)]
         self._next_sample += chunk
@@ -163,9 +173,13 @@ def _dataset(target: Target) -> Any:
     assert target.data is not None
     dataset = target.data()
     if isinstance(dataset, torch.utils.data.DataLoader):
-        raise WorkloadError(f"{target.path.name}: data() returned a DataLoader; return its dataset, since the tuner chooses the batch size")
+        raise WorkloadError(
+            f"{target.path.name}: data() returned a DataLoader; return its dataset, since the tuner chooses the batch size"
+        )
     if not _is_map_style(dataset) and not hasattr(dataset, "__iter__"):
-        raise WorkloadError(f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples")
+        raise WorkloadError(
+            f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
+        )
     if _is_map_style(dataset) and len(dataset) == 0:
         raise WorkloadError(f"{target.path.name}: data() is empty")
     return dataset
@@ -235,14 +249,30 @@ def _takes_targets(model: nn.Module) -> bool:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2:
         return False
-    return positional[1].default is inspect.Parameter.empty or positional[1].name in {"y", "label", "labels", "target", "targets"}
+    return positional[1].default is inspect.Parameter.empty or positional[1].name in {
+        "y",
+        "label",
+        "labels",
+        "target",
+        "targets",
+    }
 
 
 def _loss_of(output: Any, target: Any) -> Tensor:
-    for candidate in (getattr(output, "loss", None), output.get("loss") if isinstance(output, Mapping) else None, output):
+    for candidate in (
+        getattr(output, "loss", None),
+        output.get("loss") if isinstance(output, Mapping) else None,
+        output,
+    ):
         if isinstance(candidate, Tensor) and candidate.dim() == 0:
             return candidate
-    values = list(output.values()) if isinstance(output, Mapping) else list(output) if isinstance(output, (list, tuple)) else [output]
+    values = (
+        list(output.values())
+        if isinstance(output, Mapping)
+        else list(output)
+        if isinstance(output, (list, tuple))
+        else [output]
+    )
     scalars = [value for value in values if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad]
     if len(scalars) == 1:
         return scalars[0]

@@ -70,7 +70,9 @@ class Follower(TorchDispatchMode):
         # The storages themselves are held, or a new one could get the address of a dead one.
         self._known = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in known)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet, trace = func._overloadpacket, self.trace
@@ -81,7 +83,9 @@ class Follower(TorchDispatchMode):
         elif packet in flop_registry:
             trace.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
         elif not func.is_view:
-            trace.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, kwargs, result)))
+            trace.moved_bytes += sum(
+                tensor.numel() * tensor.element_size() for tensor in _tensors((args, kwargs, result))
+            )
         made = sum(self._made(tensor) for tensor in _tensors(result))
         if made:
             trace.moments.append((self._live, self.gradient_elements))
@@ -214,7 +218,12 @@ def optimizer_needs(
                 optimizer.step()
             if step:
                 scratch.append(follower.trace.peak_bytes / size)
-        held = sum(t.numel() * t.element_size() for values in optimizer.state.values() for t in _tensors(values) if t.numel() >= size)
+        held = sum(
+            t.numel() * t.element_size()
+            for values in optimizer.state.values()
+            for t in _tensors(values)
+            if t.numel() >= size
+        )
         state = held / (n * size)
     return state, scratch[0], scratch[1] > 1.5 * scratch[0]
 

@@ -92,7 +92,9 @@ class GradientWatch:
         error, size, norm = (float(value) ** 0.5 for value in sums)
         if not size > 0:
             return None
-        return GradientCheck(error=error / size, norm=norm * self.divided_by / loss_scale(engine), n_micro=self.n_micro * self.world_size)
+        return GradientCheck(
+            error=error / size, norm=norm * self.divided_by / loss_scale(engine), n_micro=self.n_micro * self.world_size
+        )
 
 
 def loss_scale(engine: Any) -> float:

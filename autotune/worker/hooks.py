@@ -150,9 +150,13 @@ class Hooks:
             raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
         self._gather_rest(self.meter)
         n = len(self.report.step_times_s)
-        needed = 1 if self.candidate is None else min(self.request.max_steps, stats.SETUP_STEPS + stats.LEAST_TIMED_STEPS)
+        needed = (
+            1 if self.candidate is None else min(self.request.max_steps, stats.SETUP_STEPS + stats.LEAST_TIMED_STEPS)
+        )
         if n < needed:
-            raise ScriptError(f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more data")
+            raise ScriptError(
+                f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more data"
+            )
         self._end(f"the script ended by itself after {n} optimizer steps")
 
     # The configuration
@@ -196,11 +200,15 @@ class Hooks:
         if factor == 1:
             return
         if optimizer is None:
-            self.abort(ScriptError("no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none"))
+            self.abort(
+                ScriptError("no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none")
+            )
         if all(group.get("lr") is None for group in optimizer.param_groups):
             self.once("the optimizer finds its learning rate itself, so none follows the batch")
             return
-        ratios = [now / was for now, was in zip(self._own_rates, self.script.learning_rates, strict=False) if now and was]
+        ratios = [
+            now / was for now, was in zip(self._own_rates, self.script.learning_rates, strict=False) if now and was
+        ]
         if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
             wanted, factor = factor, factor / ratios[0]
             self.changed(
@@ -309,7 +317,8 @@ class Hooks:
             self._unrecomputed = users_caller() or "a library"
             if self._unrecomputed == "a library":
                 self.changed(
-                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.", reproducible=False
+                    "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped.",
+                    reproducible=False,
                 )
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 
@@ -338,7 +347,9 @@ class Hooks:
     def _attach(self, engine: Any, watch: observe.Recomputations | pipeline.Recomputed) -> None:
         batches = observe.BatchObserver(engine, forgiving=True)
         self._watch = watch
-        self.meter = meter = Meter(self.recorder, self.request, engine, batches, self.memory, watch, self._noise, self._gradients)
+        self.meter = meter = Meter(
+            self.recorder, self.request, engine, batches, self.memory, watch, self._noise, self._gradients
+        )
         if hasattr(engine, "train_batch"):
             pipeline.attach(self, meter, engine)
         else:
@@ -365,7 +376,9 @@ class Hooks:
         others = {torch.bfloat16, torch.float16, torch.float32} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in _tensors((args, kwargs))):
             return None
-        self.changed(f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward.")
+        self.changed(
+            f"Inputs: cast floating-point inputs to `{str(dtype).removeprefix('torch.')}` before the engine's forward."
+        )
         cast: tuple[Any, Any] = contract.to_device((args, kwargs), torch.device(engine.device), dtype)
         return cast
 
@@ -479,7 +492,9 @@ class Hooks:
         assert self._laps is not None
         meter.synchronize()
         cpu_s = time.process_time() - self._cpu_start
-        meter.gather(self._laps.seconds()[:n], cpu_s, self._losses[:n], skipped=self._skipped[:n], ragged=self._ragged[:n])
+        meter.gather(
+            self._laps.seconds()[:n], cpu_s, self._losses[:n], skipped=self._skipped[:n], ragged=self._ragged[:n]
+        )
 
     def _gather_rest(self, meter: Meter) -> None:
         """Where the script ends in the middle of a window: what all ranks have seen of it counts too."""
@@ -537,17 +552,25 @@ class Hooks:
                 configured_accumulation=meter.engine.gradient_accumulation_steps(),
                 model_parallel_size=self.request.world_size // meter.data_parallel,
                 pipeline_stages=getattr(meter.engine, "num_stages", 0),
-                expert_parallel=any(getattr(parameter, "allreduce", True) is False for parameter in meter.engine.module.parameters()),
+                expert_parallel=any(
+                    getattr(parameter, "allreduce", True) is False for parameter in meter.engine.module.parameters()
+                ),
                 learning_rates=self._own_rates,
             )
             if self.report.rank == 0:
                 caveats = [*self.workload.caveats, *self.report.caveats]
                 optimizer = type(getattr(meter.engine, "basic_optimizer", None)).__name__
                 workload = replace(
-                    self.workload, script=probed, optimizer=optimizer, caveats=caveats, data=samples.describe(iter(meter.batches.shapes))
+                    self.workload,
+                    script=probed,
+                    optimizer=optimizer,
+                    caveats=caveats,
+                    data=samples.describe(iter(meter.batches.shapes)),
                 )
                 if self._sketch is not None:
-                    workload = replace(workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size))
+                    workload = replace(
+                        workload, profile=self._sketch.profile(workload, self.own_config, seen.micro_batch_size)
+                    )
                 trial.write(self.recorder.folder.workload, workload)
         rank_run.complete(self.recorder)
 
@@ -570,7 +593,9 @@ class Hooks:
         dist.all_gather(rows, own.to(meter.device))
         rows = [row for row in rows if row.any()]
         if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self.report.rank == 0:
-            self.report.caveats.append("all ranks are fed the same data: no DistributedSampler, or one seed for all of them")
+            self.report.caveats.append(
+                "all ranks are fed the same data: no DistributedSampler, or one seed for all of them"
+            )
 
     def abort(self, error: BaseException) -> NoReturn:
         """Reports an error and ends the process, so that the script cannot catch it."""

@@ -73,14 +73,20 @@ def summary(events: Iterable[Any], n_steps: int, *, cuda: bool, file: str) -> Tr
         file: The trace's file.
     """
     hosted = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-    spans = sorted((e.time_range.start, e.time_range.end, e.name.removeprefix(MARK)) for e in hosted if e.name.startswith(MARK))
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name.removeprefix(MARK)) for e in hosted if e.name.startswith(MARK)
+    )
     starts = [start for start, _, _ in spans]
     kinds: dict[str, dict[str, float]] = {name: dict.fromkeys(KINDS, 0.0) for _, _, name in spans}
     operations: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     short_us = SHORT_US["cuda" if cuda else "cpu"]
     for event in hosted:
         at = bisect.bisect_right(starts, event.time_range.start) - 1
-        if event.name.startswith((MARK, "ProfilerStep", "Optimizer.", "enumerate(")) or at < 0 or event.time_range.start > spans[at][1]:
+        if (
+            event.name.startswith((MARK, "ProfilerStep", "Optimizer.", "enumerate("))
+            or at < 0
+            or event.time_range.start > spans[at][1]
+        ):
             continue
         own_us = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
         phase, kind = spans[at][2], _kind(event.name)
@@ -103,7 +109,9 @@ def summary(events: Iterable[Any], n_steps: int, *, cuda: bool, file: str) -> Tr
         kinds_s=kinds,
         messages_s=_length(messages) / 1e6 / n_steps,
         hidden_s=_common(messages, work) / 1e6 / n_steps,
-        operations=[Operation(name=name, calls=calls, seconds=seconds) for name, (calls, seconds) in largest if seconds > 0],
+        operations=[
+            Operation(name=name, calls=calls, seconds=seconds) for name, (calls, seconds) in largest if seconds > 0
+        ],
     )
 
 
@@ -116,7 +124,11 @@ def _kind(name: str) -> str:
 def _messages_and_work(events: Sequence[Any], *, cuda: bool) -> tuple[list[Interval], list[Interval]]:
     """When messages were under way, and when something else was computed."""
     if cuda:
-        kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(MARK)]
+        kernels = [
+            event
+            for event in events
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(MARK)
+        ]
         told = [(event, bool(KERNEL_MESSAGES.search(event.name))) for event in kernels]
     else:
         # gloo's own threads say when a message begins and ends; what only holds others is no work.

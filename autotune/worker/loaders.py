@@ -42,7 +42,9 @@ class Loaders:
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
-                self._hooks.changed(f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}.")
+                self._hooks.changed(
+                    f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}."
+                )
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
                 _remember(bound.arguments["self"], wanted)
@@ -106,5 +108,12 @@ def users_caller() -> str | None:
 
 
 # Modules that only pass a call on: ours, and where Lightning notes the arguments of loaders.
-_TRANSPARENT = ("torch.", "autotune.", "functools.", "contextlib.", "lightning.fabric.utilities.data.", "lightning_fabric.utilities.data.")
+_TRANSPARENT = (
+    "torch.",
+    "autotune.",
+    "functools.",
+    "contextlib.",
+    "lightning.fabric.utilities.data.",
+    "lightning_fabric.utilities.data.",
+)
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})

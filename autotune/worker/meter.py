@@ -165,7 +165,9 @@ class Meter:
         timed = self.report.step_times_s[stats.SETUP_STEPS :]
         memory = f" and at least {self._peak_bytes / 2**20:.0f} MiB" if rival.peak_memory_bytes is not None else ""
         self.report.outcome = trial.Outcome.STOPPED_EARLY
-        self.report.reason = f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
+        self.report.reason = (
+            f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
+        )
         return True
 
     def _cores_used_by_others(self) -> float:
@@ -195,11 +197,16 @@ class Meter:
         self.report.peak_memory_bytes = self.memory.finish()
         if self.noise is not None:
             self.report.noise = self.noise.terms(self.candidate.micro_batch_size)
-        self.report.reserved_memory_bytes, self.report.alloc_retries = self.memory.reserved_bytes, self.memory.alloc_retries
+        self.report.reserved_memory_bytes, self.report.alloc_retries = (
+            self.memory.reserved_bytes,
+            self.memory.alloc_retries,
+        )
         others = self._cores_used_by_others()
         self.report.other_cores = others
         if others > trial.BUSY_CORES and self.report.rank == 0:
-            self.report.caveats.append(f"the machine was busy: other processes used {others:.1f} cores while this trial was timed")
+            self.report.caveats.append(
+                f"the machine was busy: other processes used {others:.1f} cores while this trial was timed"
+            )
 
     def backward(self) -> None:
         """A micro-batch went backward."""
@@ -230,7 +237,9 @@ class Meter:
         if self.noise is not None:
             if not self.noise.terms(self.candidate.micro_batch_size).noise_scale().precise:
                 return False
-            return self.elapsed_s >= self.request.budget_s / 2 or not falling([loss for loss in self.report.losses if loss is not None])
+            return self.elapsed_s >= self.request.budget_s / 2 or not falling(
+                [loss for loss in self.report.losses if loss is not None]
+            )
         times = self.report.step_times_s
         trained = len(times) * self.candidate.global_batch_size(self.data_parallel)
         return trained >= self.request.min_samples and stats.measured_enough(times)
@@ -244,7 +253,13 @@ class Meter:
         return max(1, min(most, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
 
     def gather(
-        self, laps_s: Sequence[float], cpu_s: float, losses: Sequence[torch.Tensor], *, skipped: Sequence[bool], ragged: Sequence[bool]
+        self,
+        laps_s: Sequence[float],
+        cpu_s: float,
+        losses: Sequence[torch.Tensor],
+        *,
+        skipped: Sequence[bool],
+        ragged: Sequence[bool],
     ) -> None:
         """Adds the steps of a window as all ranks together saw them, so that all hold the same numbers.
 

@@ -42,4 +42,6 @@ def interface_to(host: str, port: int) -> str | None:
     except OSError:
         return None
     addresses = psutil.net_if_addrs()
-    return next((name for name, known in addresses.items() if own in {item.address.partition("%")[0] for item in known}), None)
+    return next(
+        (name for name, known in addresses.items() if own in {item.address.partition("%")[0] for item in known}), None
+    )

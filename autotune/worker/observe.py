@@ -346,7 +346,9 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
 
     def watch() -> None:
         while True:
-            time.sleep(TRIM_INTERVAL_S if look() else WATCH_INTERVAL_S)  # trimmed more often, what is timed would be page faults
+            time.sleep(
+                TRIM_INTERVAL_S if look() else WATCH_INTERVAL_S
+            )  # trimmed more often, what is timed would be page faults
 
     threading.Thread(target=watch, name="autotune-memory", daemon=True).start()
     return look

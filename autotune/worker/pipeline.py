@@ -63,7 +63,9 @@ def _layers(module: Any) -> list[torch.nn.Module]:
 def whole(workload: Workload, module: Any) -> Workload:
     """What a stage's workload is for all stages together; all ranks take part."""
     own = [parameter for parameter in module.parameters() if not getattr(parameter, "ds_pipe_replicated", False)]
-    counts = torch.tensor([sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)], dtype=torch.float64)
+    counts = torch.tensor(
+        [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)], dtype=torch.float64
+    )
     counts = counts.to(next(module.parameters()).device if own else "cpu")
     dist.all_reduce(counts)
     copies = module.mpu().get_data_parallel_world_size() * module.mpu().get_slice_parallel_world_size()
@@ -75,7 +77,9 @@ def whole(workload: Workload, module: Any) -> Workload:
         n_blocks=n_layers,
         block_class="pipeline layer",
         block_share=1.0,
-        caveats=[f"{module.num_pipeline_stages()} pipeline stages: throughput and global batch count the data-parallel ranks only"]
+        caveats=[
+            f"{module.num_pipeline_stages()} pipeline stages: throughput and global batch count the data-parallel ranks only"
+        ]
         if module.num_pipeline_stages() > 1
         else [],
     )
@@ -95,7 +99,10 @@ def recompute(hooks: Hooks, module: Any, config: DsConfig) -> Recomputed:
 
 def attach(hooks: Hooks, meter: Meter, engine: Any) -> None:
     """Watches an engine: its micro-batches where a stage takes them in, its steps where `train_batch` ends them."""
-    instructions = {instruction: _watched(hooks, meter, instruction.__name__, run) for instruction, run in engine._INSTRUCTION_MAP.items()}
+    instructions = {
+        instruction: _watched(hooks, meter, instruction.__name__, run)
+        for instruction, run in engine._INSTRUCTION_MAP.items()
+    }
     engine._INSTRUCTION_MAP = instructions
     train_batch = engine.train_batch
 

@@ -27,7 +27,16 @@ DRAWS = 4
 # Passes that were not followed by then are left out, and scaled from those that were.
 BUDGET_S = 60.0
 # State bytes per parameter (fp32) of DeepSpeed's own optimizers; fused, they need no scratch. torch's are tried out.
-FUSED_STATES = {"adam": 8.0, "adamw": 8.0, "lamb": 8.0, "fusedadam": 8.0, "lion": 4.0, "muon": 4.0, "adagrad": 4.0, "sgd": 0.0}
+FUSED_STATES = {
+    "adam": 8.0,
+    "adamw": 8.0,
+    "lamb": 8.0,
+    "fusedadam": 8.0,
+    "lion": 4.0,
+    "muon": 4.0,
+    "adagrad": 4.0,
+    "sgd": 0.0,
+}
 
 
 def profile(request: TrialRequest, accelerator: str) -> Profile:
@@ -75,7 +84,13 @@ class _Subject:
     """
 
     def __init__(
-        self, target: contract.Target, model: nn.Module, batches: list[Any], sizes: tuple[int, int], device: torch.device, fake: Any
+        self,
+        target: contract.Target,
+        model: nn.Module,
+        batches: list[Any],
+        sizes: tuple[int, int],
+        device: torch.device,
+        fake: Any,
     ) -> None:
         self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
         self.blocks = contract.find_blocks(model, target.blocks)
@@ -99,7 +114,9 @@ class _Subject:
         order += [(a, k) for k in several[2:] for a in ("bf16", "fp32", "autocast")]
         for arithmetic, every in order:
             if time.monotonic() > until:
-                self.caveats.append(f"profiling stopped after {BUDGET_S:.0f} s: {len(found)} of {len(order) + 1} passes were followed")
+                self.caveats.append(
+                    f"profiling stopped after {BUDGET_S:.0f} s: {len(found)} of {len(order) + 1} passes were followed"
+                )
                 break
             try:
                 found[f"{arithmetic}/{every}"] = self._follow(arithmetic, every)
@@ -116,7 +133,9 @@ class _Subject:
                 self._dtype = dtype
             engine = _Autocast(self.model, self.device) if arithmetic == "autocast" else self.model
             loss = contract.make_loss(self.target, self.model)
-            traces = [follow.follow(engine, loss, contract.to_device(batch, self.device, dtype)) for batch in self.batches]
+            traces = [
+                follow.follow(engine, loss, contract.to_device(batch, self.device, dtype)) for batch in self.batches
+            ]
         return follow.combine(traces[0], traces[1], self.sizes)
 
     def _mode(self) -> Any:
@@ -165,7 +184,9 @@ def _subject(target: contract.Target, loader: contract.Loader, accelerator: str,
             raise
         except Exception as error:
             if not fake:
-                raise contract.WorkloadError(f"{target.path.name}: no forward and backward: {_first_line(error)}") from error
+                raise contract.WorkloadError(
+                    f"{target.path.name}: no forward and backward: {_first_line(error)}"
+                ) from error
             caveats.append(f"profiled by real steps, not on fake tensors: {_first_line(error)}")
     raise AssertionError
 
@@ -251,7 +272,9 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         n_tied=named - n_parameters,
         sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
-        shapes=tuple(f"{name}: {tuple(t.shape[1:])} {str(t.dtype).removeprefix('torch.')}" for name, t in _named(batch, "")),
+        shapes=tuple(
+            f"{name}: {tuple(t.shape[1:])} {str(t.dtype).removeprefix('torch.')}" for name, t in _named(batch, "")
+        ),
         **found,
     )
 

@@ -55,7 +55,9 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     workspace, kernels = (0.0, 0.0) if memory.cuda else _host_memory(request, memory.start_bytes)
     caveats: list[str] = []
     products = (
-        _products(device, caveats) if at_length else {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
+        _products(device, caveats)
+        if at_length
+        else {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
     )
     links = _links(device, request.world_size, at_length=at_length)
     flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}
@@ -78,7 +80,12 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
 
 
 def _machine(
-    device: torch.device, world_size: int, flops: dict[str, float], links: Sequence[Link], workspace: float, kernels: float
+    device: torch.device,
+    world_size: int,
+    flops: dict[str, float],
+    links: Sequence[Link],
+    workspace: float,
+    kernels: float,
 ) -> Machine:
     usual, kind = Machine.guess(device.type, world_size), device.type
     source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
@@ -219,7 +226,9 @@ def _loader_rates(device: torch.device, rank: int, caveats: list[str]) -> Iterat
         slowest = torch.tensor(rate, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MIN)  # also waits until all have loaded
         if float(slowest) == 0.0:
-            caveats.append(f"no data was loaded by {n_workers} workers: too little shared memory, or too few processes allowed")
+            caveats.append(
+                f"no data was loaded by {n_workers} workers: too little shared memory, or too few processes allowed"
+            )
             continue
         rate = _agreed(rate, device)
         yield LoaderRate(n_workers=n_workers, samples_per_s=rate, bytes_per_s=rate * n_bytes)

@@ -27,7 +27,17 @@ from autotune import UserError, masking, trial
 from autotune.candidate import SIDE_EFFECT_KEYS, Candidate
 from autotune.convergence import NoiseTerms
 from autotune.gate import GradientCheck
-from autotune.trial import OOM_EXIT_CODE, Environment, Observed, Outcome, RankReport, Traced, TrialDir, TrialRequest, Workload
+from autotune.trial import (
+    OOM_EXIT_CODE,
+    Environment,
+    Observed,
+    Outcome,
+    RankReport,
+    Traced,
+    TrialDir,
+    TrialRequest,
+    Workload,
+)
 from autotune.worker import contract, observe, samples, weights
 from autotune.worker.gradients import GradientWatch, perturb
 from autotune.worker.meter import Diverged, Laps, Meter, NotApplied
@@ -218,7 +228,10 @@ def _watch_memory(recorder: Recorder, request: TrialRequest) -> None:
 
     def on_excess(growth: int) -> None:
         whose = "the stated device memory" if stated else "its share of this machine's free memory"
-        recorder.fail(Outcome.OOM, f"rank {recorder.report.rank} grew to {growth / 2**20:.0f} MiB, over {whose} of {share / 2**20:.0f} MiB")
+        recorder.fail(
+            Outcome.OOM,
+            f"rank {recorder.report.rank} grew to {growth / 2**20:.0f} MiB, over {whose} of {share / 2**20:.0f} MiB",
+        )
         os._exit(OOM_EXIT_CODE)
 
     recorder.last_look = observe.limit_host_memory(start, share, on_excess)
@@ -246,11 +259,15 @@ def _optimizer_class(target: contract.Target, model: torch.nn.Module) -> str:
     if target.optimizer is None:
         return ""
     with contextlib.suppress(Exception):  # one that looks at its values: the trials will make it from real weights
-        return type(target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])).__name__
+        return type(
+            target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+        ).__name__
     return ""
 
 
-def workload_of(model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool) -> Workload:
+def workload_of(
+    model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool
+) -> Workload:
     """What legality and the report need to know of a model that DeepSpeed has not touched yet."""
     parameters = dict.fromkeys(model.parameters())
     # Under `zero.Init` a parameter is empty; DeepSpeed keeps its size beside it.
@@ -377,7 +394,9 @@ def _measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
     engine = _initialize(request, target, model)
-    _seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)  # dropout differs between ranks, and is the same in every trial
+    _seed(
+        request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate
+    )  # dropout differs between ranks, and is the same in every trial
     recorder.enter("warmup")
     meter = recorder, request, engine, observe.BatchObserver(engine), memory, checkpointer, noise, gradients
     _Trainer(contract.make_loss(target, model), loader, *meter).train()
@@ -467,7 +486,9 @@ class _Trainer(Meter):
             laps.lap()
             skipped.append(self.engine.skipped_steps > before)
         self.synchronize()
-        self.gather(laps.seconds(), time.process_time() - cpu_start, losses, skipped=skipped, ragged=[False] * len(losses))
+        self.gather(
+            laps.seconds(), time.process_time() - cpu_start, losses, skipped=skipped, ragged=[False] * len(losses)
+        )
 
     def _step(self) -> torch.Tensor:
         total = torch.zeros((), device=self.device)

@@ -94,5 +94,13 @@ def _edge(length: int) -> int:
 
 def of_batch(args: Sequence[Any], kwargs: Mapping[str, Any], n: int) -> list[Any]:
     """The samples of a batch as shapes alone: tensors that count samples in front, without that dimension."""
-    tensors = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor) and value.dim() and value.shape[0] == n]
-    return [[torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta") for tensor in tensors]] * n if tensors else []
+    tensors = [
+        value
+        for value in [*args, *kwargs.values()]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == n
+    ]
+    return (
+        [[torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta") for tensor in tensors]] * n
+        if tensors
+        else []
+    )

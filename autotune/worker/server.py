@@ -154,7 +154,10 @@ class Agent:
             host, port = found
         environment = network.environment(host, port, request.nodes)
         # What lives below this process already, an imported module started; it is not the trial's to end.
-        running.others, running.shared_before = frozenset(processes.descendants(os.getpid(), dead=True)), frozenset(segments.there())
+        running.others, running.shared_before = (
+            frozenset(processes.descendants(os.getpid(), dead=True)),
+            frozenset(segments.there()),
+        )
         running.watch = processes.Watch(processes.most(request.ranks_per_node), len(running.others))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -184,7 +187,9 @@ class Agent:
             self._judge(running)
         return None
 
-    def _become_rank(self, running: _Running, rank: int, listener: socket.socket | None, environment: dict[str, str], agent: int) -> None:
+    def _become_rank(
+        self, running: _Running, rank: int, listener: socket.socket | None, environment: dict[str, str], agent: int
+    ) -> None:
         folder = running.folder
         try:
             with contextlib.suppress(OSError):
@@ -207,7 +212,15 @@ class Agent:
             if not self.warm:
                 if listener is not None:
                     os.set_inheritable(descriptor, True)
-                command = [sys.executable, "-m", "autotune.worker", "rank", str(folder.path), str(rank), str(descriptor)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "autotune.worker",
+                    "rank",
+                    str(folder.path),
+                    str(rank),
+                    str(descriptor),
+                ]
                 os.execv(sys.executable, command)
             from autotune.worker import run
 
@@ -306,7 +319,13 @@ def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:
     """The variables that torch, DeepSpeed and the user's code expect in a rank, as torchrun sets them, but for the place to meet."""
     local = request.ranks_per_node
     node, local_rank = divmod(rank, local)
-    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": request.world_size, "LOCAL_WORLD_SIZE": local, "LOCAL_SIZE": local}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": request.world_size,
+        "LOCAL_WORLD_SIZE": local,
+        "LOCAL_SIZE": local,
+    }
     return {name: str(value) for name, value in names.items()} | {"GROUP_RANK": str(node)}
 
 

@@ -47,7 +47,9 @@ class Sketch:
         counted = observe.counted_tensor(args, kwargs)
         if counted is not None and counted.dim() > 1:
             self._sequence = int(counted.shape[1])
-        self._follower = Follower([*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))])
+        self._follower = Follower(
+            [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
+        )
         self._follower.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, *_: Any) -> None:
@@ -86,7 +88,9 @@ class Sketch:
         blocks = list(self._inside.values())
         kept, inside = self._follower.trace.kept_bytes, sum(size for size, _ in blocks)
         # Of a recomputed block its output stays, and one block's working set is there at a time.
-        again = min(kept, kept - inside + sum(output for _, output in blocks) + max((size for size, _ in blocks), default=0))
+        again = min(
+            kept, kept - inside + sum(output for _, output in blocks) + max((size for size, _ in blocks), default=0)
+        )
         plain = self._pass(samples, kept, PASS)
         passes = {"fp32/0": plain}
         if blocks and kept:

@@ -58,4 +58,6 @@ def read(stated: Any) -> DsConfig:
         if isinstance(config, dict):
             return config
         raise UserError(f"{stated} holds no JSON object, so it is no configuration of DeepSpeed's")
-    raise UserError("the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file")
+    raise UserError(
+        "the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file"
+    )

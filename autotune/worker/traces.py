@@ -43,7 +43,9 @@ class Traces:
         """Patches what saves."""
         import deepspeed
 
-        os.environ |= {name: value or f"file://{self._hooks.scratch.absolute()}" for name, value in TRACKERS_OFF.items()}
+        os.environ |= {
+            name: value or f"file://{self._hooks.scratch.absolute()}" for name, value in TRACKERS_OFF.items()
+        }
         for name in SAVERS:
             patch(deepspeed.DeepSpeedEngine, name, self._hooks.saver(f"engine.{name}"))
         patch(torch, "save", self._save)
@@ -52,7 +54,10 @@ class Traces:
             patch(os, name, self._rename)
         for name in ("remove", "unlink"):
             patch(os, name, self._remove)
-        after_import("torch.utils.tensorboard.writer", lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
+        after_import(
+            "torch.utils.tensorboard.writer",
+            lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer),
+        )
         sys.addaudithook(self._audit)
 
     def close(self) -> None:
@@ -63,7 +68,9 @@ class Traces:
         for path in self._files[:MOST_FILES_NAMED]:
             self._hooks.once(f"the script itself writes {path}, in every trial")
         if len(self._files) > MOST_FILES_NAMED:
-            self._hooks.once(f"the script itself writes {len(self._files) - MOST_FILES_NAMED} more files, in every trial")
+            self._hooks.once(
+                f"the script itself writes {len(self._files) - MOST_FILES_NAMED} more files, in every trial"
+            )
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Writes into the scratch folder, where `_load` finds it; but for weights, which cost time and space and nobody reads."""
@@ -77,13 +84,22 @@ class Traces:
             return None
         path = self._in_scratch(os.fspath(target))
         path.parent.mkdir(parents=True, exist_ok=True)
-        return original(saved, path, *args[2:], **{name: value for name, value in kwargs.items() if name not in ("obj", "f")})
+        return original(
+            saved, path, *args[2:], **{name: value for name, value in kwargs.items() if name not in ("obj", "f")}
+        )
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("f")
         if isinstance(source, str | os.PathLike) and self._in_scratch(os.fspath(source)).exists():
-            args, kwargs = (self._in_scratch(os.fspath(source)), *args[1:]), {k: v for k, v in kwargs.items() if k != "f"}
-        elif isinstance(source, str | os.PathLike) and os.path.abspath(source) in self._unsaved and not os.path.exists(source):
+            args, kwargs = (
+                (self._in_scratch(os.fspath(source)), *args[1:]),
+                {k: v for k, v in kwargs.items() if k != "f"},
+            )
+        elif (
+            isinstance(source, str | os.PathLike)
+            and os.path.abspath(source) in self._unsaved
+            and not os.path.exists(source)
+        ):
             self._hooks.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
         return original(*args, **kwargs)
 
@@ -127,7 +143,11 @@ class Traces:
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "os.mkdir":
-            path = os.path.abspath(os.fsdecode(arguments[0])) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
+            path = (
+                os.path.abspath(os.fsdecode(arguments[0]))
+                if isinstance(arguments[0], str | bytes | os.PathLike)
+                else ""
+            )
             if path and not self._is_ours(path) and not os.path.lexists(path):
                 self._folders.append(path)
         if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):

@@ -33,11 +33,15 @@ def load(model: nn.Module, path: Path) -> None:
         with _gathered(model, modifier_rank=0):
             missing, unknown = model.load_state_dict(found, strict=False)
     except RuntimeError as error:
-        raise WorkloadError(f"checkpoint {path} does not fit the model: {str(error).splitlines()[-1].strip()}") from None
+        raise WorkloadError(
+            f"checkpoint {path} does not fit the model: {str(error).splitlines()[-1].strip()}"
+        ) from None
     own = dict(model.named_parameters())
     lost = [name for name in missing if name in own]
     if lost or len(unknown) == len(found):
-        raise WorkloadError(f"checkpoint {path} does not fit the model: it has no {', '.join(lost[:3]) or 'parameter of it'}")
+        raise WorkloadError(
+            f"checkpoint {path} does not fit the model: it has no {', '.join(lost[:3]) or 'parameter of it'}"
+        )
 
 
 def _gathered(model: nn.Module, *, modifier_rank: int | None) -> Any:
@@ -58,7 +62,9 @@ def _state(path: Path) -> Mapping[str, Tensor]:
     for name in FILES:
         if (path / name).exists():
             return _file(path / name)
-    raise WorkloadError(f"checkpoint {path} holds neither a DeepSpeed checkpoint (`latest`) nor any of {', '.join(FILES)}")
+    raise WorkloadError(
+        f"checkpoint {path} holds neither a DeepSpeed checkpoint (`latest`) nor any of {', '.join(FILES)}"
+    )
 
 
 def _deepspeed(path: Path) -> Mapping[str, Tensor]:
@@ -70,7 +76,9 @@ def _deepspeed(path: Path) -> Mapping[str, Tensor]:
         return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name))
     files = sorted(folder.glob("*mp_rank_*model_states.pt"))
     if len(files) != 1:
-        raise WorkloadError(f"checkpoint {path}: {len(files)} model states in {folder.name}; only a model that is not split up can be read")
+        raise WorkloadError(
+            f"checkpoint {path}: {len(files)} model states in {folder.name}; only a model that is not split up can be read"
+        )
     # DeepSpeed keeps more than tensors there; the file is the user's own, as model.py is.
     return _weights_in(torch.load(files[0], map_location="cpu", weights_only=False), files[0])
 
@@ -94,7 +102,9 @@ def _weights_in(data: Any, path: Path) -> Mapping[str, Tensor]:
     for key in KEYS:
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
-    found = {name: value for name, value in data.items() if isinstance(value, Tensor)} if isinstance(data, Mapping) else {}
+    found = (
+        {name: value for name, value in data.items() if isinstance(value, Tensor)} if isinstance(data, Mapping) else {}
+    )
     if not found:
         raise WorkloadError(f"checkpoint {path} holds no state dict")
     return found

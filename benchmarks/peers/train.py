@@ -21,7 +21,9 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 deepspeed.init_distributed()
 model = module.model()
-engine, _, loader, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), training_data=module.data())
+engine, _, loader, _ = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters(), training_data=module.data()
+)
 
 while engine.global_steps < args.steps:
     for x, y in loader:

@@ -56,7 +56,9 @@ class Source(Dataset):
     def __init__(self):
         # Only the files that every installation of one Python version has, in one order: every rank and machine reads the same.
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(file.read_bytes() for file in files if not file.name.startswith(("_sysconfigdata", "site", "usercustomize")))
+        text = b"".join(
+            file.read_bytes() for file in files if not file.name.startswith(("_sysconfigdata", "site", "usercustomize"))
+        )
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __len__(self):

@@ -49,7 +49,9 @@ def data():
     digits = load_digits()
     # Scaled from 8 x 8 to 16 x 16 pixels, so that a step has something to compute.
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    return TensorDataset(F.interpolate(images, size=(SIDE, SIDE), mode="bilinear", align_corners=False), torch.tensor(digits.target))
+    return TensorDataset(
+        F.interpolate(images, size=(SIDE, SIDE), mode="bilinear", align_corners=False), torch.tensor(digits.target)
+    )
 
 
 def loss(model, batch):

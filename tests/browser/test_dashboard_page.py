@@ -71,14 +71,18 @@ def arrived(page, path):
     return json.loads(path.read_text())
 
 
-def test_the_printed_address_leads_to_the_answer_and_every_json_arrives_and_loads_in_deepspeed(inside, served, tmp_path):
+def test_the_printed_address_leads_to_the_answer_and_every_json_arrives_and_loads_in_deepspeed(
+    inside, served, tmp_path
+):
     address, answer = served
     inside.open(f"{address}/dashboard/studies/1/note?token={TOKEN}")
     shows(inside, f"Recommended: trial {answer.picks['recommended']['trial']}")
     assert "token" not in inside.run("location.href")
     assert len(answer.picks) > 2
     for name, pick in answer.picks.items():
-        inside.run(f"[...document.querySelectorAll('a')].find((a) => a.textContent === {json.dumps(title(name))}).click()")
+        inside.run(
+            f"[...document.querySelectorAll('a')].find((a) => a.textContent === {json.dumps(title(name))}).click()"
+        )
         assert arrived(inside, tmp_path / f"s-{name}.json") == pick["ds_config"]
     sizes = read_by_deepspeed([tmp_path / f"s-{name}.json" for name in answer.picks])
     assert sizes == [Candidate.of(pick["candidate"]).global_batch_size(1) for pick in answer.picks.values()]
@@ -88,7 +92,9 @@ def test_a_trials_json_arrives_by_its_note_and_as_its_artifact(inside, served, t
     address, answer = served
     inside.open(f"{address}/dashboard/studies/1/trials?numbers=0")
     shows(inside, "Download its ds_config.json")
-    inside.run("[...document.querySelectorAll('a')].find((a) => a.textContent === 'Download its ds_config.json').click()")
+    inside.run(
+        "[...document.querySelectorAll('a')].find((a) => a.textContent === 'Download its ds_config.json').click()"
+    )
     assert arrived(inside, tmp_path / "s-trial-0.json") == answer.baseline["ds_config"]
     inside.run("document.querySelector('a[href*=\"/artifacts/1/\"]').click()")
     assert arrived(inside, tmp_path / "ds_config.json") == answer.baseline["ds_config"]
@@ -102,7 +108,9 @@ def test_every_page_fits_and_asks_no_other_machine(inside, served, path, width):
     inside.open(address + path)
     shows(inside, PAGES[path])
     assert inside.run("document.documentElement.scrollWidth") <= width
-    edges = inside.run("[...document.querySelectorAll('.js-plotly-plot')].map((plot) => plot.getBoundingClientRect().right)")
+    edges = inside.run(
+        "[...document.querySelectorAll('.js-plotly-plot')].map((plot) => plot.getBoundingClientRect().right)"
+    )
     assert all(edge <= width for edge in edges) and (len(edges) > 6 or not path.endswith("/1"))
 
 
@@ -111,13 +119,16 @@ def test_a_table_of_the_note_scrolls_by_itself_on_a_phone(inside, served):
     inside.view(390, 900)
     inside.open(f"{address}/dashboard/studies/1/note")
     shows(inside, "Recommended: trial")
-    assert inside.run("[...document.querySelectorAll('main p, main li')].every((each) => each.getBoundingClientRect().right <= 390)")
+    assert inside.run(
+        "[...document.querySelectorAll('main p, main li')].every((each) => each.getBoundingClientRect().right <= 390)"
+    )
     card = "document.querySelector('main table').closest('.MuiCard-root')"
     assert inside.run(f"{card}.scrollWidth > {card}.clientWidth && getComputedStyle({card}).overflowX === 'scroll'")
 
 
 @pytest.mark.parametrize(
-    "path", ["/dashboard", "/dashboard/studies/2", "/dashboard/studies/2/trials?numbers=0", "/dashboard/studies/2/analytics"]
+    "path",
+    ["/dashboard", "/dashboard/studies/2", "/dashboard/studies/2/trials?numbers=0", "/dashboard/studies/2/analytics"],
 )
 def test_a_name_with_html_in_it_does_nothing(inside, served, path):
     address, _ = served
@@ -126,4 +137,6 @@ def test_a_name_with_html_in_it_does_nothing(inside, served, path):
     if "studies" in path:
         shows(inside, "(id=2)")
     assert inside.run("document.title") == "Optuna Dashboard"
-    assert not inside.run("document.querySelectorAll('img[src=struck]').length + document.querySelectorAll('body script').length")
+    assert not inside.run(
+        "document.querySelectorAll('img[src=struck]').length + document.querySelectorAll('body script').length"
+    )

@@ -120,19 +120,26 @@ def test_the_filter_leaves_the_rows_that_hold_every_word(opened, report):
     typed(opened, "oom")
     shown = opened.run("[...document.querySelectorAll('#trials tbody tr')].filter((row) => !row.hidden).length")
     assert shown == sum(trial["outcome"] == "oom" for trial in report.trials) > 0
-    opened.run("(() => { const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input')); })()")
+    opened.run(
+        "(() => { const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input')); })()"
+    )
 
 
 def test_the_arrow_keys_turn_the_front(opened):
     before = opened.run("document.getElementById('solid').toDataURL()")
     tab_from(opened, "#solid-z")
     press(opened, "ArrowLeft")
-    assert opened.run("document.activeElement.id") == "solid" and opened.run("document.getElementById('solid').toDataURL()") != before
+    assert (
+        opened.run("document.activeElement.id") == "solid"
+        and opened.run("document.getElementById('solid').toDataURL()") != before
+    )
 
 
 def test_other_axes_draw_another_front(opened):
     before = opened.run("document.getElementById('solid').toDataURL()")
-    opened.run("(() => { const a = document.getElementById('solid-z'); a.value = '3'; a.dispatchEvent(new Event('change')); })()")
+    opened.run(
+        "(() => { const a = document.getElementById('solid-z'); a.value = '3'; a.dispatchEvent(new Event('change')); })()"
+    )
     assert opened.run("document.getElementById('solid').toDataURL()") != before
 
 
@@ -152,7 +159,9 @@ def test_enter_on_a_heading_sorts_and_leaves_the_focus_there(opened):
     numbers = opened.run("[...document.querySelectorAll('#trials tbody th')].map((cell) => Number(cell.textContent))")
     assert numbers == sorted(numbers)
     press(opened, "Tab", "Enter")
-    assert opened.run("[...document.querySelectorAll('#trials thead th')].map((head) => head.getAttribute('aria-sort'))")[:2] == [
+    assert opened.run(
+        "[...document.querySelectorAll('#trials thead th')].map((head) => head.getAttribute('aria-sort'))"
+    )[:2] == [
         None,
         "ascending",
     ]
@@ -178,7 +187,9 @@ def test_values_of_the_parallel_axes_are_chosen_with_the_keyboard(opened):
     assert opened.run("document.activeElement.id") == "axis-0" and left.endswith(" trials")
     assert 0 < int(left.split()[0]) < int(left.split()[2])
     assert opened.run("document.getElementById('parallel').toDataURL()") != before
-    opened.run("(() => { const a = document.getElementById('axis-0'); a.value = ''; a.dispatchEvent(new Event('change')); })()")
+    opened.run(
+        "(() => { const a = document.getElementById('axis-0'); a.value = ''; a.dispatchEvent(new Event('change')); })()"
+    )
     drawn(opened)
     assert opened.run("document.getElementById('parallel-said').textContent") == ""
 

@@ -15,7 +15,14 @@ EVIL = "<img src=x onerror=alert(1)>"
 def path(tmp_path_factory):
     """Three rounds that scatter, and a title that is an attack."""
     runs = [
-        Run(world_size=n, round=r, samples_per_s=rate * scatter, step_s=64 / rate / scatter, samples_per_step=64, communication=share)
+        Run(
+            world_size=n,
+            round=r,
+            samples_per_s=rate * scatter,
+            step_s=64 / rate / scatter,
+            samples_per_step=64,
+            communication=share,
+        )
         for r, scatter in enumerate((1.0, 1.03, 0.98))
         for n, rate, share in RATES
     ]

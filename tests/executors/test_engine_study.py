@@ -55,12 +55,16 @@ def test_a_trial_outlives_its_coordinator_and_is_told_once(tmp_path: Path) -> No
             first.wait()
         said, jobs = json.loads(folder.job.read_text()), cluster.jobs()
         assert len(jobs) == 1 and not folder.result.exists(), (tmp_path / "log").read_text()
-        done = subprocess.run([*command, "run", str(file)], cwd=tmp_path, env=environment, stdout=log, stderr=log, check=False)
+        done = subprocess.run(
+            [*command, "run", str(file)], cwd=tmp_path, env=environment, stdout=log, stderr=log, check=False
+        )
         assert done.returncode == 0, (tmp_path / "log").read_text()
         result = trial.result_in(folder.path)
         assert result is not None and result.outcome is Outcome.COMPLETE
         assert json.loads(folder.job.read_text()) == said
-        status = subprocess.run([*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        status = subprocess.run(
+            [*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
         assert json.loads(status.stdout)["outcomes"] == {"complete": 2}
         until(lambda: not cluster.jobs(), 20)
 
@@ -84,9 +88,13 @@ def test_trials_run_at_once_on_nodes_of_their_own_and_each_is_told_once(tmp_path
     command = [sys.executable, "-c", "from autotune.cli import main; main()"]
     with cluster_of(engine, tmp_path / "cluster"):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, "run", str(file)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "run", str(file)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        status = subprocess.run([*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        status = subprocess.run(
+            [*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
     assert json.loads(status.stdout)["outcomes"] == {"complete": 4}
     folders = [TrialDir(path) for path in sorted((file.parent / "trials").glob("[0-9]*"))]
     spans = [(folder.request.stat().st_mtime, folder.result.stat().st_mtime) for folder in folders]

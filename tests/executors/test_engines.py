@@ -95,7 +95,9 @@ def ranks() -> list[psutil.Process]:
     return found
 
 
-def test_a_trial_spans_two_machines_and_learns_what_it_learns_on_one(zoo: Zoo, executor: object, tmp_path: Path) -> None:
+def test_a_trial_spans_two_machines_and_learns_what_it_learns_on_one(
+    zoo: Zoo, executor: object, tmp_path: Path
+) -> None:
     result = zoo.run("ok", **TWO, **CLEAN)
     assert result.outcome is Outcome.COMPLETE, result
     assert trial.read(zoo.folder.exit, Exit).codes == {0: 0, 1: 0}

@@ -35,7 +35,9 @@ def reference(executor: LocalExecutor, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.model)
-def test_a_bad_trial_is_named_for_what_it_is_and_the_next_one_is_clean(zoo: Zoo, reference: list[float | None], end: End) -> None:
+def test_a_bad_trial_is_named_for_what_it_is_and_the_next_one_is_clean(
+    zoo: Zoo, reference: list[float | None], end: End
+) -> None:
     result = zoo.run(end.model, **(end.what or {}))
     assert (result.outcome, result.phase) == (end.outcome, end.phase), result
     assert re.search(end.reason, result.reason), result.reason
@@ -62,7 +64,9 @@ def test_a_trial_in_a_used_folder_starts_from_nothing(zoo: Zoo) -> None:
     assert result.outcome is Outcome.COMPLETE and "dislikes" not in zoo.log(1)
 
 
-def test_a_rank_that_leaves_alone_with_status_0_is_named_not_its_peer(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+def test_a_rank_that_leaves_alone_with_status_0_is_named_not_its_peer(
+    zoo: Zoo, write_model: Callable[[str], Path]
+) -> None:
     leaving = "if self.calls == 3 and os.environ['RANK'] == '1': os._exit(0)"
     result = zoo.run(write_model(in_forward(leaving)))
     assert (result.outcome, result.failed_rank) == (Outcome.CRASHED, 1)
@@ -105,16 +109,24 @@ def test_no_child_of_a_rank_outlives_the_trial(zoo: Zoo) -> None:
     swept = [int(line.split()[1]) for line in trial.read(zoo.folder.exit, Exit).swept if line.startswith("process ")]
     assert len(swept) == 2
     assert not any(psutil.pid_exists(pid) for pid in swept)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "a child of tests/models/children.py" in (p.info["cmdline"] or [])]
+    assert not [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "a child of tests/models/children.py" in (p.info["cmdline"] or [])
+    ]
 
 
 def test_a_daemon_that_hides_from_its_rank_outlives_no_trial(zoo: Zoo) -> None:
     assert zoo.run("daemon").outcome is Outcome.COMPLETE
     assert len([line for line in trial.read(zoo.folder.exit, Exit).swept if line.startswith("process ")]) == 2
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "a daemon of tests/models/daemon.py" in (p.info["cmdline"] or [])]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if "a daemon of tests/models/daemon.py" in (p.info["cmdline"] or [])
+    ]
 
 
-def test_a_fork_bomb_is_ended_with_its_reason_and_the_next_trial_is_clean(zoo: Zoo, reference: list[float | None]) -> None:
+def test_a_fork_bomb_is_ended_with_its_reason_and_the_next_trial_is_clean(
+    zoo: Zoo, reference: list[float | None]
+) -> None:
     result = zoo.run("bomb")
     assert (result.outcome, result.phase) == (Outcome.CRASHED, "measure")
     assert result.reason == "it started more than 24 processes (AUTOTUNE_MOST_PROCESSES allows more)"
@@ -122,7 +134,9 @@ def test_a_fork_bomb_is_ended_with_its_reason_and_the_next_trial_is_clean(zoo: Z
     assert zoo.run("ok", **CLEAN).losses == reference
 
 
-def test_a_rank_that_closes_its_output_and_removes_its_folder_still_reports(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+def test_a_rank_that_closes_its_output_and_removes_its_folder_still_reports(
+    zoo: Zoo, write_model: Callable[[str], Path]
+) -> None:
     folder = zoo.root / "0001"
     closing = f"""
         if self.calls == 3:
@@ -135,7 +149,9 @@ def test_a_rank_that_closes_its_output_and_removes_its_folder_still_reports(zoo:
     assert trial.result_in(folder) == result
 
 
-def test_a_rank_that_writes_nonsense_in_place_of_its_report_has_none(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+def test_a_rank_that_writes_nonsense_in_place_of_its_report_has_none(
+    zoo: Zoo, write_model: Callable[[str], Path]
+) -> None:
     report = zoo.root / "0001" / "rank-1.json"
     writing = f"""
         if self.calls == 3 and os.environ["RANK"] == "1":
@@ -167,7 +183,9 @@ def test_shared_memory_without_a_process_number_is_removed_too(zoo: Zoo, write_m
     """Python's own SharedMemory draws names at random, and the tracker that would remove them is killed with the trial."""
     text = "from multiprocessing.shared_memory import SharedMemory\nkept = []\n"
     before = shared_memory()
-    dying = "if self.calls == 3: kept.append(SharedMemory(create=True, size=4096)); os.kill(os.getpid(), signal.SIGKILL)"
+    dying = (
+        "if self.calls == 3: kept.append(SharedMemory(create=True, size=4096)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
     result = zoo.run(write_model(text + in_forward(dying)))
     assert result.outcome is Outcome.CRASHED
     assert not shared_memory() - before

@@ -25,7 +25,13 @@ def row(candidate: Candidate, repeat: int = 0, factor: float = 1.0, **values: fl
         "step_time_s": median, "ci95_s": 0.01 * median, "n_steps": 20.0, "peak_memory_bytes": float(size),
         "samples_per_step": float(candidate.global_batch_size(1)), "startup_s": 0.5, "inner_s": 0.4 * median, "boundary_s": 0.6 * median,
     }  # fmt: skip
-    return Row(candidate=candidate, repeat=repeat, outcome=Outcome.COMPLETE, values={**known, **values}, losses=[3.0, 2.0, 1.5, 1.2])
+    return Row(
+        candidate=candidate,
+        repeat=repeat,
+        outcome=Outcome.COMPLETE,
+        values={**known, **values},
+        losses=[3.0, 2.0, 1.5, 1.2],
+    )
 
 
 def request(candidate: Candidate, **what: object) -> TrialRequest:
@@ -34,7 +40,10 @@ def request(candidate: Candidate, **what: object) -> TrialRequest:
 
 @pytest.mark.parametrize("name", ["table.csv", "table.csv.gz"])
 def test_a_table_reads_back_as_it_was_written(tmp_path: Path, name: str) -> None:
-    rows = [row(SOME), Row(candidate=Candidate(micro_batch_size=2), repeat=1, outcome=Outcome.OOM, reason="over the limit")]
+    rows = [
+        row(SOME),
+        Row(candidate=Candidate(micro_batch_size=2), repeat=1, outcome=Outcome.OOM, reason="over the limit"),
+    ]
     write_table(tmp_path / name, rows)
     again = read_table(tmp_path / name)
     assert [r.candidate for r in again] == [r.candidate for r in rows] and again[1].outcome is Outcome.OOM
@@ -55,7 +64,9 @@ def test_a_trial_is_answered_with_what_was_measured(tmp_path: Path) -> None:
     executor = ReplayExecutor([row(SOME)])
     result = base.run(executor, tmp_path / "0001", request(SOME))
     assert result.outcome is Outcome.COMPLETE and result.world_size == 2
-    assert result.steps is not None and result.steps.median_s == pytest.approx(row(SOME).values["step_time_s"], rel=0.01)
+    assert result.steps is not None and result.steps.median_s == pytest.approx(
+        row(SOME).values["step_time_s"], rel=0.01
+    )
     assert result.peak_memory_bytes == 10**8 + 4 * 10**6 and result.samples_per_step == 4
     assert result.losses[0] == pytest.approx(3.0) and result.losses[-1] == pytest.approx(1.2)
     assert result.micro_step_s["inner"] > 0
@@ -89,7 +100,14 @@ def test_what_the_table_does_not_hold_is_said(tmp_path: Path) -> None:
 
 def test_a_whole_study_is_replayed_from_a_file(tmp_path: Path) -> None:
     plan = plan_of(
-        spec_of(sampler="physics", trials=14, finalists=2, repeats=1, space=[SPACE], objectives=["latency", "throughput", "memory"])
+        spec_of(
+            sampler="physics",
+            trials=14,
+            finalists=2,
+            repeats=1,
+            space=[SPACE],
+            objectives=["latency", "throughput", "memory"],
+        )
     )
     legal = [plan.baseline, *(c for c in plan.space.candidates(plan.baseline) if c != plan.baseline)]
     write_table(tmp_path / "t.csv.gz", [row(c, repeat) for c, repeat in itertools.product(legal, range(2))])

@@ -41,7 +41,9 @@ class Trials:
 
     def executor(self, nodes: int = 2, **options: str) -> AgentExecutor:
         engine = Slurm({"python": str(STAND_IN), **options}, 1, "autotune-tests")
-        self.executors.append(AgentExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes, self.said.append))
+        self.executors.append(
+            AgentExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes, self.said.append)
+        )
         return self.executors[-1]
 
     def submit(self, **options: str) -> base.Job:
@@ -130,9 +132,9 @@ def test_more_nodes_than_there_are_are_refused_in_slurms_words(trials: Trials) -
     request = TrialRequest(target=REQUEST.target, world_size=5, nodes=5)
     result = base.run(trials.executor(nodes=5), trials.folder.path, request)
     assert result.outcome is Outcome.CRASHED
-    assert re.search(r"^slurm: (.*can never start: PartitionConfig \(the partition has fewer nodes|.*[Nn]ode)", result.reason), (
-        result.reason
-    )
+    assert re.search(
+        r"^slurm: (.*can never start: PartitionConfig \(the partition has fewer nodes|.*[Nn]ode)", result.reason
+    ), result.reason
 
 
 def test_an_unknown_partition_is_refused_before_anything_runs(trials: Trials) -> None:
@@ -159,7 +161,9 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, kept = tmp_path / "bin", tmp_path / "kept"
     folder.mkdir()
     (folder / "sbatch").write_text(f'#!/bin/sh\necho "$@" > {kept}; cat >> {kept}; echo "7;cluster"\n')
-    (folder / "sinfo").write_text('#!/bin/sh\ncase "$*" in *gpu*) echo "gpu gpu:a100:4(S:0-1)";; *) echo "cpu* (null)"; esac\n')
+    (folder / "sinfo").write_text(
+        '#!/bin/sh\ncase "$*" in *gpu*) echo "gpu gpu:a100:4(S:0-1)";; *) echo "cpu* (null)"; esac\n'
+    )
     for path in folder.iterdir():
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -178,9 +182,22 @@ def test_what_the_user_asks_for_goes_to_sbatch(sbatch: Path, tmp_path: Path) -> 
         sbatch, tmp_path, 2, partition="gpu", account="a", qos="q", constraint="c&d", time="2:00:00", cpus_per_rank="4",
         container="apptainer exec --nv image.sif", python="/opt/python", sbatch="--comment='two words'",
     )  # fmt: skip
-    for part in ("--partition=gpu", "--account=a", "--qos=q", "--constraint=c&d", "--time=2:00:00", "--nodes=2", "--ntasks-per-node=1"):
+    for part in (
+        "--partition=gpu",
+        "--account=a",
+        "--qos=q",
+        "--constraint=c&d",
+        "--time=2:00:00",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+    ):
         assert part in text
-    assert "--cpus-per-task=8" in text and "--gres=gpu:2" in text and "--exclusive --mem=0" in text and "--comment=two words" in text
+    assert (
+        "--cpus-per-task=8" in text
+        and "--gres=gpu:2" in text
+        and "--exclusive --mem=0" in text
+        and "--comment=two words" in text
+    )
     assert "apptainer exec --nv image.sif /opt/python -m autotune.executors.agent" in text
 
 
@@ -194,7 +211,9 @@ def test_a_partition_without_gpus_is_asked_for_none(sbatch: Path, tmp_path: Path
 
 
 def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid account' >&2\nexit 1\n")
+    (tmp_path / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid account' >&2\nexit 1\n"
+    )
     with pytest.raises(Refused, match=r"^Batch job submission failed: Invalid account$"):
         submitted(sbatch, tmp_path, 1)
 

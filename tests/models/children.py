@@ -13,7 +13,11 @@ CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); sig
 def model():
     with open(f"/dev/shm/torch_{os.getpid()}_children_0", "wb") as file:  # called as torch calls its own
         file.write(bytes(4096))
-    subprocess.Popen([sys.executable, "-S", "-c", CHILD, "a child of tests/models/children.py"], start_new_session=True, close_fds=False)
+    subprocess.Popen(
+        [sys.executable, "-S", "-c", CHILD, "a child of tests/models/children.py"],
+        start_new_session=True,
+        close_fds=False,
+    )
     return nn.Linear(8, 1)
 
 

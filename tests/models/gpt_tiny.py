@@ -12,7 +12,9 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids, labels):

@@ -9,7 +9,9 @@ WIDTH = 256
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)).requires_grad_(False)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)).requires_grad_(
+            False
+        )
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.1))
 
     def forward(self, x):

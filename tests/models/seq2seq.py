@@ -16,7 +16,9 @@ class Seq2Seq(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, source, target):
-        mask = self.transformer.generate_square_subsequent_mask(target.size(1), device=source.device, dtype=self.position.weight.dtype)
+        mask = self.transformer.generate_square_subsequent_mask(
+            target.size(1), device=source.device, dtype=self.position.weight.dtype
+        )
         source = self.embedding(source) + self.position.weight
         target = self.embedding(target) + self.position.weight
         return self.head(self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True))

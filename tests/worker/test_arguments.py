@@ -37,7 +37,9 @@ def test_the_flag_whose_value_ran_is_moved_and_its_names_are_known(parse):
     parser = parser_of("--train_batch_size", "-b --batch-size")
     found, changes, flags = parse(parser, "--train_batch_size 64 -b 4", micro_batch_size=(4, 2))
     assert (found.batch_size, found.train_batch_size) == (2, 64)
-    assert changes == ["Command line: `--batch-size 2` instead of 4."] and flags == {"micro_batch_size": ["--batch-size", "-b"]}
+    assert changes == ["Command line: `--batch-size 2` instead of 4."] and flags == {
+        "micro_batch_size": ["--batch-size", "-b"]
+    }
 
 
 def test_a_default_is_moved_too(parse):
@@ -51,7 +53,11 @@ def test_what_stays_is_left_alone(parse):
 
 def test_what_no_flag_sets_is_no_flag(parse):
     found, changes, flags = parse(parser_of(batch_size=8), "", micro_batch_size=(8, 2))
-    assert found.batch_size == 2 and flags == {} and changes == ["Arguments: `batch_size` is 2 instead of 8 once they are parsed."]
+    assert (
+        found.batch_size == 2
+        and flags == {}
+        and changes == ["Arguments: `batch_size` is 2 instead of 8 once they are parsed."]
+    )
 
 
 def test_a_list_in_the_code_is_not_the_users_command_line(parse):

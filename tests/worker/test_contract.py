@@ -27,7 +27,9 @@ def contract(torch: ModuleType) -> ModuleType:
 
 
 @pytest.fixture
-def load(contract: ModuleType, write_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+def load(
+    contract: ModuleType, write_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Any]]:
     """Loads a target from its text, and forgets it afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield lambda text: contract.load(write_model("import torch\nfrom torch import nn\n" + text))
@@ -49,7 +51,9 @@ def loader(contract: ModuleType, target: Any, **what: int) -> Any:
         (MODEL, "own_model.py: define data() -> Dataset, or batch(n) -> a batch of n samples"),
     ],
 )
-def test_a_target_without_what_is_needed_is_refused(load: Callable[[str], Any], contract: ModuleType, text: str, message: str) -> None:
+def test_a_target_without_what_is_needed_is_refused(
+    load: Callable[[str], Any], contract: ModuleType, text: str, message: str
+) -> None:
     with pytest.raises(contract.WorkloadError, match=f"^{re.escape(message)}$"):
         load(text)
 
@@ -57,12 +61,17 @@ def test_a_target_without_what_is_needed_is_refused(load: Callable[[str], Any], 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("torch.utils.data.DataLoader([1, 2])", r"data\(\) returned a DataLoader; return its dataset, since the tuner chooses .*"),
+        (
+            "torch.utils.data.DataLoader([1, 2])",
+            r"data\(\) returned a DataLoader; return its dataset, since the tuner chooses .*",
+        ),
         ("3", r"data\(\) returned int; return a Dataset or a list of samples"),
         ("[]", r"data\(\) is empty"),
     ],
 )
-def test_data_of_no_use_is_refused_in_one_sentence(load: Callable[[str], Any], contract: ModuleType, returned: str, message: str) -> None:
+def test_data_of_no_use_is_refused_in_one_sentence(
+    load: Callable[[str], Any], contract: ModuleType, returned: str, message: str
+) -> None:
     target = load(MODEL + f"def data(): return {returned}\n")
     with pytest.raises(contract.WorkloadError, match=f"^own_model.py: {message}$"):
         loader(contract, target)
@@ -74,7 +83,9 @@ def test_a_model_that_is_none_is_refused(load: Callable[[str], Any], contract: M
         contract.build_model(target)
 
 
-def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(load: Callable[[str], Any], contract: ModuleType) -> None:
+def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(
+    load: Callable[[str], Any], contract: ModuleType
+) -> None:
     stream = "class S(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(range({n}))\ndef data(): return S()\n"
     three = loader(contract, load(MODEL + stream.format(n=3)))
     assert [three.next()[0].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
@@ -84,7 +95,9 @@ def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(load: Calla
 
 def test_ranks_share_a_stream_without_overlap(load: Callable[[str], Any], contract: ModuleType) -> None:
     target = load(MODEL + "def data(): return iter(range(100))\n")
-    first, second = (loader(contract, load_again, rank=rank, world_size=2) for rank, load_again in ((0, target), (1, target)))
+    first, second = (
+        loader(contract, load_again, rank=rank, world_size=2) for rank, load_again in ((0, target), (1, target))
+    )
     assert first.next()[0].tolist() == [0, 1]
     assert second.next()[0].tolist() == [2, 3]
 
@@ -109,7 +122,9 @@ def test_the_global_batch_holds_the_same_samples_however_it_is_split(
 
     def steps(ranks: int, micro: int, accumulation: int) -> list[list[int]]:
         feeds = [loader(contract, target, micro_batch_size=micro, rank=rank, world_size=ranks) for rank in range(ranks)]
-        return [sorted(s for _ in range(accumulation) for feed in feeds for s in feed.next()[0].tolist()) for _ in range(7)]
+        return [
+            sorted(s for _ in range(accumulation) for feed in feeds for s in feed.next()[0].tolist()) for _ in range(7)
+        ]
 
     whole = steps(1, 8, 1)
     assert all(steps(*split) == whole for split in ((2, 4, 1), (2, 1, 4), (1, 2, 4), (4, 2, 1), (8, 1, 1)))
@@ -129,7 +144,11 @@ def test_batch_is_asked_for_the_micro_batch(load: Callable[[str], Any], contract
 
 def test_a_batch_moves_whole_and_only_numbers_change_type(contract: ModuleType, torch: ModuleType) -> None:
     Pair = namedtuple("Pair", "x y")
-    batch = {"a": torch.zeros(2), "b": [torch.zeros(2, dtype=torch.long), "text"], "c": Pair(torch.zeros(1), (torch.ones(1, dtype=bool),))}
+    batch = {
+        "a": torch.zeros(2),
+        "b": [torch.zeros(2, dtype=torch.long), "text"],
+        "c": Pair(torch.zeros(1), (torch.ones(1, dtype=bool),)),
+    }
     moved = contract.to_device(batch, torch.device("cpu"), torch.bfloat16)
     assert moved["a"].dtype is torch.bfloat16
     assert (moved["b"][0].dtype, moved["b"][1]) == (torch.long, "text")
@@ -147,7 +166,14 @@ class TestLoss:
         def of(forward: Callable[..., Any], batch: Any) -> Any:
             net = type("Net", (torch.nn.Module,), {"forward": staticmethod(forward)})()
             target = contract.Target(
-                path=Path("m.py"), model=None, data=None, batch=None, loss=None, optimizer=None, collate=None, blocks=None
+                path=Path("m.py"),
+                model=None,
+                data=None,
+                batch=None,
+                loss=None,
+                optimizer=None,
+                collate=None,
+                blocks=None,
             )
             return contract.make_loss(target, net)(net, batch)
 
@@ -177,14 +203,18 @@ class TestLoss:
 
     def test_numbers_mean_squared_error(self, of: Callable[..., Any], torch: ModuleType) -> None:
         prediction, wanted = torch.randn(4, 1), torch.randn(4)
-        assert of(lambda x: prediction, (torch.zeros(4), wanted)) == torch.nn.functional.mse_loss(prediction[:, 0], wanted)
+        assert of(lambda x: prediction, (torch.zeros(4), wanted)) == torch.nn.functional.mse_loss(
+            prediction[:, 0], wanted
+        )
 
     def test_a_model_that_takes_targets_is_given_them(self, of: Callable[..., Any], torch: ModuleType) -> None:
         batch = (torch.ones(2), torch.full((2,), 3.0))
         assert of(lambda x, targets: (x * targets).sum(), batch) == 6
         assert of(lambda x, mask=None: x.sum() * 1.0 if mask is None else mask, batch) == 2
 
-    def test_an_output_without_a_loss_says_what_to_do(self, of: Callable[..., Any], contract: ModuleType, torch: ModuleType) -> None:
+    def test_an_output_without_a_loss_says_what_to_do(
+        self, of: Callable[..., Any], contract: ModuleType, torch: ModuleType
+    ) -> None:
         with pytest.raises(contract.WorkloadError, match=r"holds no loss; define loss\(model, batch\)"):
             of(lambda x: x, torch.zeros(3))
 
@@ -199,7 +229,9 @@ class TestBlocks:
 
     def test_leaves_and_single_children_are_not_blocks(self, contract: ModuleType, torch: ModuleType) -> None:
         nn = torch.nn
-        assert contract.find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.ReLU())), None) == []
+        assert (
+            contract.find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.ReLU())), None) == []
+        )
 
     def test_only_the_outermost_ones_count(self, contract: ModuleType, torch: ModuleType) -> None:
         nn = torch.nn
@@ -209,11 +241,16 @@ class TestBlocks:
     def test_a_shared_block_counts_once(self, contract: ModuleType, torch: ModuleType) -> None:
         nn = torch.nn
         shared = nn.Sequential(nn.Linear(2, 2))
-        assert contract.find_blocks(nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2)), shared]), None).count(shared) == 1
+        assert (
+            contract.find_blocks(nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2)), shared]), None).count(shared)
+            == 1
+        )
 
     def test_the_target_may_name_them(self, contract: ModuleType, torch: ModuleType) -> None:
         nn = torch.nn
         net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         assert contract.find_blocks(net, ["Linear"]) == [net[0], net[2]] == contract.find_blocks(net, [nn.Linear])
-        with pytest.raises(contract.WorkloadError, match=r"blocks = \['Layer'\]: the model has no module of such a class"):
+        with pytest.raises(
+            contract.WorkloadError, match=r"blocks = \['Layer'\]: the model has no module of such a class"
+        ):
             contract.find_blocks(net, ["Layer"])

@@ -35,7 +35,11 @@ def test_recomputation_that_a_library_asks_for_cannot_be_taken_out_by_the_user(s
     monkeypatch.setattr(loaders, "_INSTALLED", (str(tmp_path),))
     run = caller_in(tmp_path)
     assert run(checkpoint) == run(checkpoint) == 3
-    assert report.unreproducible == report.side_changes and "inside a library" in report.side_changes[0] and len(report.side_changes) == 1
+    assert (
+        report.unreproducible == report.side_changes
+        and "inside a library" in report.side_changes[0]
+        and len(report.side_changes) == 1
+    )
 
 
 def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skipping, tmp_path):

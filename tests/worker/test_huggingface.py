@@ -22,8 +22,16 @@ FULL = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "torch_adam": True}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 512}},
-    "zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 512},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+    },
 }
 SAVING = "--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1 --load_best_model_at_end --push_to_hub --report_to all"
 
@@ -44,7 +52,9 @@ def full(tmp_path_factory):
 def bench(tmp_path_factory):
     root = tmp_path_factory.mktemp("huggingface")
     names = ("hf_trainer.py", "accelerate_plugin.py")
-    executor = LocalExecutor([name for script in names for name in inspect_target(SCRIPTS / script).imports], root / "server.log")
+    executor = LocalExecutor(
+        [name for script in names for name in inspect_target(SCRIPTS / script).imports], root / "server.log"
+    )
     executor.start()
     assert not executor.cold_reason
     yield Bench(executor, root)
@@ -83,10 +93,28 @@ def test_a_probe_finds_the_baseline_and_everything_moves(script, name, family, b
 
 
 CELLS = {
-    "z0": {"zero_stage": 0, "precision": "fp32", "micro_batch_size": 2, "gradient_accumulation_steps": 3, "checkpoint_every": 2},
-    "z1": {"zero_stage": 1, "precision": "bf16", "micro_batch_size": 3, "gradient_accumulation_steps": 2, "checkpoint_every": 0},
+    "z0": {
+        "zero_stage": 0,
+        "precision": "fp32",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "checkpoint_every": 2,
+    },
+    "z1": {
+        "zero_stage": 1,
+        "precision": "bf16",
+        "micro_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "checkpoint_every": 0,
+    },
     "z2": {"zero_stage": 2, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 1},
-    "z3": {"zero_stage": 3, "precision": "bf16", "micro_batch_size": 4, "gradient_accumulation_steps": 1, "checkpoint_every": 1},
+    "z3": {
+        "zero_stage": 3,
+        "precision": "bf16",
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "checkpoint_every": 1,
+    },
 }
 
 
@@ -94,7 +122,9 @@ CELLS = {
     ("name", "cell"),
     [
         *(("trainer", cell) for cell in CELLS),
-        *(("trainer with a configuration", cell) for cell in ("z0", "z1")),  # from ZeRO 3, bf16 and recomputation to none of them
+        *(
+            ("trainer with a configuration", cell) for cell in ("z0", "z1")
+        ),  # from ZeRO 3, bf16 and recomputation to none of them
         *(("accelerate", cell) for cell in ("z1", "z3")),
         *(("plugin", cell) for cell in ("z0", "z2")),
     ],
@@ -119,7 +149,9 @@ def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
     pick = {"candidate": replace(found.baseline, **changes).values()}
     flags = shlex.split(export.export(pick, found.base_config, "hf-args", 1).replace("\n", " "))
     (tmp_path / "ds_config.json").write_text(export.export(pick, found.base_config, "deepspeed", 1))
-    own = losses_without_hooks("hf_trainer.py", *found.spec.script_args, "--output_dir", "out", *flags, ranks=1, cwd=tmp_path)
+    own = losses_without_hooks(
+        "hf_trainer.py", *found.spec.script_args, "--output_dir", "out", *flags, ranks=1, cwd=tmp_path
+    )
     assert result.losses == steps_of_two(own)
     assert "add `--deepspeed ds_config.json`" in str(result.side_changes)
 
@@ -137,8 +169,14 @@ def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_pa
 
 
 def test_what_has_to_be_changed_beside_the_json_is_told(bench, script):
-    changes = str(bench.applied(script("trainer with a configuration"), precision="fp32", micro_batch_size=2).side_changes)
-    assert "`--per_device_train_batch_size 2` instead of 4" in changes and "leave out `--bf16`" in changes and "--deepspeed" not in changes
+    changes = str(
+        bench.applied(script("trainer with a configuration"), precision="fp32", micro_batch_size=2).side_changes
+    )
+    assert (
+        "`--per_device_train_batch_size 2` instead of 4" in changes
+        and "leave out `--bf16`" in changes
+        and "--deepspeed" not in changes
+    )
 
 
 def test_weights_loaded_in_16_bits_are_the_baselines_and_are_widened_where_a_candidate_needs_it(bench):
@@ -149,12 +187,15 @@ def test_weights_loaded_in_16_bits_are_the_baselines_and_are_widened_where_a_can
 
 
 def test_fsdp_is_refused_in_one_sentence(bench):
-    with pytest.raises(UserError, match="the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP"):
+    with pytest.raises(
+        UserError, match="the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP"
+    ):
         bench.plan("hf_trainer.py", "--fsdp", "full_shard")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("trainer", "Trainer.save_model is not"), ("plugin", "nothing is uploaded to the Hugging Face Hub")]
+    ("name", "said"),
+    [("trainer", "Trainer.save_model is not"), ("plugin", "nothing is uploaded to the Hugging Face Hub")],
 )
 def test_saving_and_uploading_are_not_carried_out(bench, script, home, name, said):
     assert said in str(bench.applied(script(name)).caveats) and not list(home.iterdir())

@@ -33,8 +33,16 @@ def test_on_a_host_time_is_that_of_operations_themselves():
     forward = {kind: seconds * 2e6 for kind, seconds in found.kinds_s["forward"].items()}
     # What lies outside the phases is nobody's; `linear` itself and `t` are too short to be worth their fixed cost.
     assert forward == pytest.approx({"products": 80, "traffic": 60, "short": 13, "messages": 0})
-    assert found.kinds_s["step"]["traffic"] * 2e6 == pytest.approx(40) and found.spans_s["forward"] * 2e6 == pytest.approx(200)
-    assert [each.name for each in found.operations] == ["aten::addmm", "aten::add_", "aten::mul", "aten::linear", "aten::t"]
+    assert found.kinds_s["step"]["traffic"] * 2e6 == pytest.approx(40) and found.spans_s[
+        "forward"
+    ] * 2e6 == pytest.approx(200)
+    assert [each.name for each in found.operations] == [
+        "aten::addmm",
+        "aten::add_",
+        "aten::mul",
+        "aten::linear",
+        "aten::t",
+    ]
     assert found.operations[0].seconds == pytest.approx(40e-6) and found.operations[0].calls == 0.5
 
 
@@ -49,7 +57,9 @@ def test_on_a_device_time_is_that_of_the_kernels_that_an_operation_started():
         ],
         1, cuda=True, file="t",
     )  # fmt: skip
-    assert found.kinds_s["backward"] == pytest.approx({"products": 60e-6, "traffic": 30e-6, "short": 2e-6, "messages": 10e-6})
+    assert found.kinds_s["backward"] == pytest.approx(
+        {"products": 60e-6, "traffic": 30e-6, "short": 2e-6, "messages": 10e-6}
+    )
     assert (found.messages_s, found.hidden_s) == (pytest.approx(40e-6), pytest.approx(30e-6))
 
 

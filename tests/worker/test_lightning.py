@@ -37,7 +37,13 @@ def home(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"zero_stage": 3, "precision": "bf16", "micro_batch_size": 4, "gradient_accumulation_steps": 1, "checkpoint_every": 1},
+        {
+            "zero_stage": 3,
+            "precision": "bf16",
+            "micro_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "checkpoint_every": 1,
+        },
         {"zero_stage": 1, "precision": "torch_autocast", "micro_batch_size": 3, "gradient_accumulation_steps": 3},
     ],
     ids=["z3", "z1"],
@@ -45,7 +51,11 @@ def home(tmp_path, monkeypatch):
 def test_what_was_asked_for_runs(bench, home, arguments, stage, precision, changes):
     found = bench.plan("lightning_fit.py", *arguments, ranks=2)
     assert found.workload.script.family == "Lightning" and set(found.workload.script.movable) == BOTH
-    assert (found.baseline.zero_stage, found.baseline.precision, found.baseline.gradient_accumulation_steps) == (stage, precision, 2)
+    assert (found.baseline.zero_stage, found.baseline.precision, found.baseline.gradient_accumulation_steps) == (
+        stage,
+        precision,
+        2,
+    )
     result = bench.applied(found, **changes)
     assert f"accumulate_grad_batches={changes['gradient_accumulation_steps']}" in str(result.side_changes)
     assert f"batch_size={changes['micro_batch_size']}` instead of 8" in str(result.side_changes)

@@ -37,7 +37,13 @@ def made(monkeypatch, others=lambda own: []):
 def add(ledger, *laps_s, skipped=(), ragged=(), losses=None):
     """Gathers steps that took so long, of which those with the given numbers were skipped or smaller."""
     n = range(len(laps_s))
-    ledger.gather(laps_s, sum(laps_s), losses or [ONE] * len(laps_s), skipped=[i in skipped for i in n], ragged=[i in ragged for i in n])
+    ledger.gather(
+        laps_s,
+        sum(laps_s),
+        losses or [ONE] * len(laps_s),
+        skipped=[i in skipped for i in n],
+        ragged=[i in ragged for i in n],
+    )
 
 
 def test_a_skipped_update_in_a_long_window_costs_itself_and_neither_the_window_nor_the_trial(ledger):

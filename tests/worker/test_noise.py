@@ -12,7 +12,14 @@ from autotune.convergence import NoiseTerms, noise_scale
 from autotune.trial import Outcome
 
 MICRO, STEPS = 64, 40
-CELLS = [(2, 2, "fp32", 0), (2, 2, "fp32", 3), (2, 2, "bf16", 0), (2, 2, "bf16", 2), (2, 2, "torch_autocast", 1), (1, 4, "fp32", 1)]
+CELLS = [
+    (2, 2, "fp32", 0),
+    (2, 2, "fp32", 3),
+    (2, 2, "bf16", 0),
+    (2, 2, "bf16", 2),
+    (2, 2, "torch_autocast", 1),
+    (1, 4, "fp32", 1),
+]
 
 
 @pytest.mark.parametrize(("ranks", "steps", "precision", "stage"), CELLS)

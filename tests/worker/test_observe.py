@@ -171,7 +171,9 @@ def test_nothing_is_recomputed_without_gradients(observe: ModuleType, torch: Mod
     assert not checkpointer.recomputed
 
 
-def test_fewer_bytes_are_saved_for_backward_when_recomputed(observe: ModuleType, torch: ModuleType, blocks: Any) -> None:
+def test_fewer_bytes_are_saved_for_backward_when_recomputed(
+    observe: ModuleType, torch: ModuleType, blocks: Any
+) -> None:
     def saved() -> int:
         kept: dict[int, int] = {}
 
@@ -260,7 +262,9 @@ def test_our_own_work_is_not_that_of_others(observe: ModuleType, monkeypatch: py
     assert observe.Busyness().cores_used_by_others(2.0) == pytest.approx(0.5)
 
 
-def test_more_work_than_the_machine_did_is_no_negative_load(observe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_work_than_the_machine_did_is_no_negative_load(
+    observe: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readings = iter([(100.0, 10.0), (103.0, 12.0)])
     monkeypatch.setattr(observe.Busyness, "_read", staticmethod(lambda: next(readings)))
     assert observe.Busyness().cores_used_by_others(9.0) == 0.0

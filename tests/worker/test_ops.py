@@ -34,7 +34,9 @@ def test_what_is_no_lock_is_left_alone(tmp_path: Path) -> None:
     assert ops.remove_stale_locks(tmp_path / "missing") == []
 
 
-def test_ops_are_found_though_modules_of_deepspeed_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_are_found_though_modules_of_deepspeed_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     importlib.import_module("deepspeed.ops.op_builder.fused_adam")
     loaded = []
     for name in ("fused_adam", "cpu_adam"):

@@ -13,7 +13,9 @@ def library(tmp_path, monkeypatch):
     """A package `shelf` whose module `shelf.books` defines count() and Book."""
     (tmp_path / "shelf").mkdir()
     (tmp_path / "shelf" / "__init__.py").write_text("")
-    (tmp_path / "shelf" / "books.py").write_text("def count():\n    return 1\nclass Book:\n    def pages(self):\n        return 10\n")
+    (tmp_path / "shelf" / "books.py").write_text(
+        "def count():\n    return 1\nclass Book:\n    def pages(self):\n        return 10\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield tmp_path
@@ -62,5 +64,7 @@ def test_a_module_that_does_not_exist_stays_missing(library):
 
 
 def test_patching_imports_no_framework():
-    code = "import sys, autotune.worker.patching; print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, autotune.worker.patching; print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -37,7 +37,9 @@ def test_samples_are_those_of_the_data_parallel_ranks(bench, stages, global_batc
     ],
     ids=["bf16", "fp32", "autocast"],
 )
-@pytest.mark.parametrize("arguments", [("--stages", "2"), ("--stages", "1", "--own-loader")], ids=["two stages", "one stage"])
+@pytest.mark.parametrize(
+    "arguments", [("--stages", "2"), ("--stages", "1", "--own-loader")], ids=["two stages", "one stage"]
+)
 def test_what_was_asked_for_runs(bench, arguments, changes):
     result = bench.applied(bench.plan("pipeline.py", *arguments, ranks=2), **changes)
     assert all(result.phase_times_s[name] > 0 for name in ("data", "forward", "backward", "step"))

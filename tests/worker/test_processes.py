@@ -49,7 +49,9 @@ def test_the_dead_that_wait_to_be_reaped_are_told_apart() -> None:
     assert child.pid not in descendants(os.getpid(), dead=True)
 
 
-def test_they_are_counted_only_when_there_may_be_too_many(family: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_counted_only_when_there_may_be_too_many(
+    family: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks, counted = 100, [0]
     monkeypatch.setattr(processes, "n_tasks", lambda: tasks)
     monkeypatch.setattr(processes, "descendants", lambda _: counted.append(1) or descendants(os.getpid()))

@@ -59,7 +59,9 @@ def test_recomputing_keeps_less_and_computes_more_and_16_bits_take_about_half(zo
         ("giant_layer", 65_536 * 64 + 64 * 2 + 2, 65_536 * 64 + 64 * 2 + 2, 0),
     ],
 )
-def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way(zoo, model, parameters, trainable, tied):
+def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way(
+    zoo, model, parameters, trainable, tied
+):
     found = profile_of(zoo, model)
     assert (found.n_parameters, found.n_trainable, found.n_tied) == (parameters, trainable, tied)
     assert sum(size * count for size, count in found.sizes) == parameters
@@ -147,7 +149,9 @@ def test_a_model_that_cannot_run_says_so_in_one_sentence(zoo, write_model):
     """)
     folder = zoo.next_folder()
     result = base.run(zoo.executor, folder.path, TrialRequest(target=str(target), mode="profile"))
-    assert result.outcome is Outcome.CRASHED and "no forward and backward" in result.reason and "\n" not in result.reason
+    assert (
+        result.outcome is Outcome.CRASHED and "no forward and backward" in result.reason and "\n" not in result.reason
+    )
 
 
 def test_rates_are_those_of_all_ranks_together_and_plausible(zoo):
@@ -174,4 +178,6 @@ def test_a_machine_probed_at_length_tells_every_collective_and_loads_the_users_d
     reduced = found.links[0]
     assert (found.machine.link_alpha_s, found.machine.link_bytes_per_s) == (reduced.alpha_s, reduced.bytes_per_s)
     assert found.data is not None and found.data.samples_per_s < 260  # it sleeps for 4 ms a sample
-    assert {rate.n_workers for rate in found.loader} == {0, 1, 2} and min(rate.samples_per_s for rate in found.loader) > 260
+    assert {rate.n_workers for rate in found.loader} == {0, 1, 2} and min(
+        rate.samples_per_s for rate in found.loader
+    ) > 260

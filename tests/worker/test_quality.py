@@ -27,11 +27,15 @@ def refusal(own: TrialResult, references: list[TrialResult]) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_passes_at_every_stage_also_where_the_first_step_is_a_quarter_short(zoo: Zoo, references: list, stage: int) -> None:
+def test_bf16_passes_at_every_stage_also_where_the_first_step_is_a_quarter_short(
+    zoo: Zoo, references: list, stage: int
+) -> None:
     assert refusal(zoo.run("ok", precision="bf16", zero_stage=stage, **RUN), references) == ""
 
 
-@pytest.mark.parametrize("knobs", [{"precision": "torch_autocast"}, {"communication_data_type": "bf16", "zero_stage": 1}])
+@pytest.mark.parametrize(
+    "knobs", [{"precision": "torch_autocast"}, {"communication_data_type": "bf16", "zero_stage": 1}]
+)
 def test_so_do_autocast_and_a_16_bit_wire(zoo: Zoo, references: list, knobs: dict) -> None:
     assert refusal(zoo.run("ok", **knobs, **RUN), references) == ""
 
@@ -40,7 +44,10 @@ def faulty(tmp_path: Path, line: str) -> Path:
     path = tmp_path / "faulty.py"
     text = (MODELS / "ok.py").read_text()
     path.write_text(
-        text.replace("    return torch.optim.AdamW(params, lr=3e-3)", f"    lr = 3e-3\n    {line}\n    return made(params, lr)") + MADE
+        text.replace(
+            "    return torch.optim.AdamW(params, lr=3e-3)", f"    lr = 3e-3\n    {line}\n    return made(params, lr)"
+        )
+        + MADE
     )
     return path
 

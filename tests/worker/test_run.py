@@ -38,7 +38,9 @@ CELLS = list(itertools.product(("fp32", "bf16", "torch_autocast"), STAGES, (0, 1
 
 
 @pytest.mark.parametrize(("precision", "stage", "every"), CELLS)
-def test_what_ran_is_read_from_the_engine(measured: Callable[..., TrialResult], precision: str, stage: int, every: int) -> None:
+def test_what_ran_is_read_from_the_engine(
+    measured: Callable[..., TrialResult], precision: str, stage: int, every: int
+) -> None:
     result = measured("gpt_tiny", precision=precision, zero_stage=stage, checkpoint_every=every)
     assert result.outcome is Outcome.COMPLETE, result.reason
     seen = result.observed
@@ -52,8 +54,12 @@ def test_what_ran_is_read_from_the_engine(measured: Callable[..., TrialResult], 
 
 
 @pytest.mark.parametrize(("precision", "stage"), list(itertools.product(("fp32", "bf16", "torch_autocast"), STAGES)))
-def test_checkpointing_changes_no_digit_of_the_loss(measured: Callable[..., TrialResult], precision: str, stage: int) -> None:
-    kept, recomputed = (measured("gpt_tiny", precision=precision, zero_stage=stage, checkpoint_every=every).losses for every in (0, 1))
+def test_checkpointing_changes_no_digit_of_the_loss(
+    measured: Callable[..., TrialResult], precision: str, stage: int
+) -> None:
+    kept, recomputed = (
+        measured("gpt_tiny", precision=precision, zero_stage=stage, checkpoint_every=every).losses for every in (0, 1)
+    )
     assert kept == recomputed and None not in kept
 
 
@@ -294,7 +300,9 @@ def test_memory_is_reported_by_phase_and_grows_with_the_activations(measured: Ca
     assert small.peak_memory_bytes == max(small.memory_by_phase_bytes.values())
     for phase in ("first_step", "backward"):
         assert large.memory_by_phase_bytes[phase] - small.memory_by_phase_bytes[phase] > 5 * 16 * MIB
-    assert large.memory_by_phase_bytes["initialize"] == pytest.approx(small.memory_by_phase_bytes["initialize"], abs=16 * MIB)
+    assert large.memory_by_phase_bytes["initialize"] == pytest.approx(
+        small.memory_by_phase_bytes["initialize"], abs=16 * MIB
+    )
 
 
 WIDE = """
@@ -426,7 +434,10 @@ def test_failures_are_classified() -> None:
     )
     assert classify(MemoryError())[0] is Outcome.OOM
     assert classify(OSError(12, "Cannot allocate memory"))[0] is Outcome.OOM
-    assert classify(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))[0] is Outcome.OOM
+    assert (
+        classify(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))[0]
+        is Outcome.OOM
+    )
     assert classify(ValueError("a\nb")) == (Outcome.CRASHED, "ValueError: a")
     assert classify(SystemExit(3)) == (Outcome.CRASHED, "SystemExit: 3")
     assert classify(UserError("model.py: define model()")) == (Outcome.CRASHED, "model.py: define model()")
@@ -442,5 +453,7 @@ def test_a_token_that_an_error_quotes_stays_in_the_log(zoo: Zoo, write_model: Ca
     """)
     result = zoo.run(target, world_size=1)
     assert result.reason == "RuntimeError: 401 for ***"
-    kept = [path.name for path in zoo.folder.path.iterdir() if path.is_file() and token in path.read_text(errors="replace")]
+    kept = [
+        path.name for path in zoo.folder.path.iterdir() if path.is_file() and token in path.read_text(errors="replace")
+    ]
     assert kept == ["rank-0.log"]

@@ -36,7 +36,12 @@ def run(executor: LocalExecutor, tmp_path: Path) -> Run:
     n = 0
 
     def run(
-        script: Path, *, arguments: tuple[str, ...] = (), ranks: int = 1, knobs: dict[str, Any] | None = None, **what: Any
+        script: Path,
+        *,
+        arguments: tuple[str, ...] = (),
+        ranks: int = 1,
+        knobs: dict[str, Any] | None = None,
+        **what: Any,
     ) -> TrialResult:
         nonlocal n
         n += 1
@@ -85,7 +90,9 @@ def test_a_rate_that_the_script_moves_with_the_batch_is_not_moved_twice(run: Run
 
 
 @pytest.mark.parametrize("sharded", [(), ("--sharded",)])
-def test_a_script_starts_from_the_weights_that_another_run_of_it_left(run: Run, tmp_path: Path, sharded: tuple[str, ...]) -> None:
+def test_a_script_starts_from_the_weights_that_another_run_of_it_left(
+    run: Run, tmp_path: Path, sharded: tuple[str, ...]
+) -> None:
     path, still = tmp_path / "warm.pt", ("--rate", "0")
     cold = run(RATES, arguments=(*still, *sharded), ranks=2, max_steps=4)
     run(RATES, arguments=("--rate", "0.5", *sharded), ranks=2, max_steps=8, save_weights=str(path))
@@ -96,7 +103,9 @@ def test_a_script_starts_from_the_weights_that_another_run_of_it_left(run: Run, 
 
 
 @pytest.mark.parametrize("plain", [(), ("--plain",)])
-def test_the_noise_scale_of_a_script_is_that_of_brute_force(run: Run, noise_scale_of_still: float, plain: tuple[str, ...]) -> None:
+def test_the_noise_scale_of_a_script_is_that_of_brute_force(
+    run: Run, noise_scale_of_still: float, plain: tuple[str, ...]
+) -> None:
     script = MODELS / "scripts" / "still.py"
     knobs = {"micro_batch_size": 64, "gradient_accumulation_steps": 4}
     terms = run(script, arguments=plain, ranks=2, knobs=knobs, noise=True, max_steps=40).noise
@@ -105,8 +114,12 @@ def test_the_noise_scale_of_a_script_is_that_of_brute_force(run: Run, noise_scal
     assert found.resolved and found.samples == pytest.approx(noise_scale_of_still, rel=0.15)
 
 
-@pytest.mark.parametrize(("knobs", "clean"), [({"zero_stage": 2}, True), ({"precision": "bf16", "gradient_accumulation_steps": 64}, False)])
-def test_what_a_scripts_optimizer_gets_is_held_against_the_micro_gradients(run: Run, knobs: dict[str, Any], clean: bool) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "clean"), [({"zero_stage": 2}, True), ({"precision": "bf16", "gradient_accumulation_steps": 64}, False)]
+)
+def test_what_a_scripts_optimizer_gets_is_held_against_the_micro_gradients(
+    run: Run, knobs: dict[str, Any], clean: bool
+) -> None:
     knobs = {"micro_batch_size": 2, "gradient_accumulation_steps": 4, **knobs}
     found = run(MODELS / "scripts" / "still.py", ranks=2, knobs=knobs, check_gradient=True, max_steps=3).gradient
     assert found is not None and found.n_micro == 2 * knobs["gradient_accumulation_steps"]
@@ -119,7 +132,9 @@ def test_what_lightning_and_deepspeed_both_divide_by_the_accumulation_is_judged_
     for micro, accumulation in ((8, 1), (2, 4)):
         knobs = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
         arguments = ("--strategy", "deepspeed_stage_1", "--ordered")
-        found = run(MODELS / "scripts" / "lightning_fit.py", arguments=arguments, knobs=knobs, check_gradient=True, max_steps=3).gradient
+        found = run(
+            MODELS / "scripts" / "lightning_fit.py", arguments=arguments, knobs=knobs, check_gradient=True, max_steps=3
+        ).gradient
         assert found is not None and found.error < 1e-5
         norms.append(found.norm)
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)  # of the same eight samples

@@ -69,7 +69,11 @@ def measure(executor, tmp_path):
 
 
 def facts(found):
-    return found.baseline.micro_batch_size, found.baseline.gradient_accumulation_steps, set(found.workload.script.movable)
+    return (
+        found.baseline.micro_batch_size,
+        found.baseline.gradient_accumulation_steps,
+        set(found.workload.script.movable),
+    )
 
 
 BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
@@ -89,7 +93,11 @@ BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
         ("chunks.py", {}, (8, 4, set())),
         ("own_flags.py", {}, (8, 2, {"gradient_accumulation_steps"})),
         ("own_flags.py", {"script_args": ("--rows", "{micro_batch_size}")}, (8, 2, BOTH)),
-        ("own_flags.py", {"script_args": ("--rows", "6"), "arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}, (6, 2, BOTH)),
+        (
+            "own_flags.py",
+            {"script_args": ("--rows", "6"), "arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}},
+            (6, 2, BOTH),
+        ),
         ("own_flags.py", {"script_args": ("--mapped", "1")}, (8, 2, BOTH)),
     ],
 )
@@ -112,7 +120,10 @@ def test_a_script_that_is_given_the_trials_json_and_other_fields_runs_what_was_a
     result = measure(found, **changes)
     assert result.outcome is Outcome.COMPLETE, result.reason
     assert result.observed.mismatch(replace(found.baseline, **changes), 2) is None
-    assert f"'--conf': '{tmp_path}/trial/ds_config.json', '--rows': '3', '--zero': '2'" in (tmp_path / "trial" / "rank-1.log").read_text()
+    assert (
+        f"'--conf': '{tmp_path}/trial/ds_config.json', '--rows': '3', '--zero': '2'"
+        in (tmp_path / "trial" / "rank-1.log").read_text()
+    )
     assert {text.partition(" in it")[0] for text in result.side_changes} == {
         "Command line: `{micro_batch_size}`", "Command line: `{zero_stage}`",
     }  # fmt: skip
@@ -172,7 +183,9 @@ def test_every_style_of_loop_moves_as_far_as_it_can(planned, measure, style, ove
     changes = {name: value for name, value in moved.items() if name in found.workload.script.movable}
     result = measure(found, zero_stage=1, **changes)
     assert result.outcome is Outcome.COMPLETE, result.reason
-    assert result.samples_per_step == changes.get("micro_batch_size", 8) * changes.get("gradient_accumulation_steps", expected[1])
+    assert result.samples_per_step == changes.get("micro_batch_size", 8) * changes.get(
+        "gradient_accumulation_steps", expected[1]
+    )
     assert (
         all(seconds > 0 for seconds in result.phase_times_s.values())
         and {"data", "forward", "backward", "step"} <= result.phase_times_s.keys()
@@ -247,7 +260,13 @@ def test_hooks_change_no_digit_of_the_loss(planned, measure, tmp_path):
     result = measure(planned("dict_config.py"), steps=10)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = os.environ | {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     environment |= {"PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     # DeepSpeed's shared-memory op would leave its files in /dev/shm for ever.
     code = (

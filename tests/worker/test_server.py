@@ -54,5 +54,7 @@ def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
 
 
 def test_an_unknown_role_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-m", "autotune.worker", "sing"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.worker", "sing"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and done.stderr.startswith("usage: ")

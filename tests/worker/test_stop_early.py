@@ -20,7 +20,9 @@ def assert_stopped_as_soon_as_may_be(times: list[float]) -> None:
 
 
 def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo: Zoo) -> None:
-    result = zoo.run("gpt_tiny", zero_stage=2, gradient_accumulation_steps=2, budget_s=30.0, min_samples=10**9, rivals=(UNBEATABLE,))
+    result = zoo.run(
+        "gpt_tiny", zero_stage=2, gradient_accumulation_steps=2, budget_s=30.0, min_samples=10**9, rivals=(UNBEATABLE,)
+    )
     assert result.outcome is Outcome.STOPPED_EARLY
     assert "worse than trial 7 on every objective" in result.reason and "MiB" in result.reason
     assert_stopped_as_soon_as_may_be(result.step_times_s)

@@ -53,7 +53,17 @@ def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo: Zoo, tmp_path: P
 
     script, folder = tmp_path / "saves.py", tmp_path / "checkpoint"
     script.write_text(SAVES.format(models=str(MODELS)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script), str(stage), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+        str(stage),
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_plain())
     assert done.returncode == 0, done.stderr[-2000:]
     read = zoo.run("ok", weights=str(folder), max_steps=2, world_size=1, **WHOLE)

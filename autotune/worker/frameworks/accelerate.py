@@ -51,7 +51,9 @@ def asked_for(what: str) -> bool:
 
 def refuse_fsdp(hooks: Hooks) -> NoReturn:
     """Ends a trial of a script that shards by FSDP."""
-    hooks.abort(UserError("the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP to tune it"))
+    hooks.abort(
+        UserError("the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP to tune it")
+    )
 
 
 class _Adapter:
@@ -84,7 +86,9 @@ class _Adapter:
             if self.hooks.candidate is None:
                 return
             config.config = self.hooks.early_config(config.config)
-            if hasattr(config, "trainer_config_process"):  # the Trainer compares these with its arguments, and refuses a difference
+            if hasattr(
+                config, "trainer_config_process"
+            ):  # the Trainer compares these with its arguments, and refuses a difference
                 config.config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
             config.set_stage_and_offload()
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 # More steps than any trial takes: evaluation and saving stay configured, as callbacks may ask for, and never come.
 NEVER = 10**9
-FLAGS = {"micro_batch_size": "per_device_train_batch_size", "gradient_accumulation_steps": "gradient_accumulation_steps"}
+FLAGS = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 TRAINER_SAVERS = ("save_model", "_save_checkpoint", "create_model_card", "push_to_hub", "init_hf_repo")
 # Where transformers keeps what has a `save_pretrained` and a `push_to_hub` of its own.
 SAVED_CLASSES = (
@@ -63,11 +66,15 @@ def recompute(model: torch.nn.Module, every: int) -> bool:
     """
     found: list[Any] = []
     for module in model.modules():
-        own = getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_disable")
+        own = getattr(module, "supports_gradient_checkpointing", False) and hasattr(
+            module, "gradient_checkpointing_disable"
+        )
         if own and not any(module is inner for outer in found for inner in outer.modules()):
             found.append(module)
     # The names of transformers 5, else those that it has for older code.
-    enable = [getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable) for module in found]
+    enable = [
+        getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable) for module in found
+    ]
     able = every <= 1 or all("every_n_layers" in inspect.signature(method).parameters for method in enable)
     for module, method in zip(found, enable, strict=True):
         if every and able:
@@ -143,7 +150,9 @@ class _Adapter:
             self.hooks.casts_inputs = False  # it does so itself, and `num_items_in_batch` has to stay exact
             original(*args, **kwargs)
 
-        def train(original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def train(
+            original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
             if resume_from_checkpoint:
                 self.hooks.once("trials train from the script's first weights, not from its checkpoint")
             return original(trainer, None, *args, **kwargs)
@@ -164,13 +173,17 @@ class _Adapter:
             patch(module.HfApi, name, functools.partial(self._not_uploaded, module, name))
             patch_everywhere(module, name, functools.partial(self._not_uploaded, module, name))
 
-    def _not_uploaded(self, module: ModuleType, name: str, _original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _not_uploaded(
+        self, module: ModuleType, name: str, _original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         self.hooks.once("nothing is uploaded to the Hugging Face Hub in trials")
         if name != "create_repo":
             return None
         names = [arg for arg in args if isinstance(arg, str)]
         repo = kwargs.get("repo_id") or (names[0] if names else "repository")
-        return module.RepoUrl(f"https://huggingface.co/{repo}" if "/" in repo else f"https://huggingface.co/user/{repo}")
+        return module.RepoUrl(
+            f"https://huggingface.co/{repo}" if "/" in repo else f"https://huggingface.co/user/{repo}"
+        )
 
     def on_safetensors(self, module: ModuleType) -> None:
         for name in ("save_file", "save_model"):

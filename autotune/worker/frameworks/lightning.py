@@ -64,11 +64,15 @@ class _Adapter:
         kind = import_module(f"{self.package}.strategies").DeepSpeedStrategy
         if isinstance(strategy, kind) or (isinstance(strategy, str) and "deepspeed" in strategy.lower()):
             return
-        if os.environ.get(kind.DEEPSPEED_ENV_VAR):  # the user's configuration, of which nothing tells Lightning to use it
+        if os.environ.get(
+            kind.DEEPSPEED_ENV_VAR
+        ):  # the user's configuration, of which nothing tells Lightning to use it
             given["strategy"] = "deepspeed"
         else:
             given["strategy"] = kind(config=copy.deepcopy(NO_DEEPSPEED))
-        self.hooks.changed('DeepSpeed: the script is run without it; pass `Trainer(strategy=DeepSpeedStrategy(config="ds_config.json"))`.')
+        self.hooks.changed(
+            'DeepSpeed: the script is run without it; pass `Trainer(strategy=DeepSpeedStrategy(config="ds_config.json"))`.'
+        )
 
     def _accumulation(self, given: dict[str, Any]) -> None:
         change = self.hooks.value("gradient_accumulation_steps")

@@ -38,7 +38,9 @@ def main():
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = Net()
-    data = [(torch.randn(16), i % 4) for i in range(100)]  # 100 is not a multiple of 8: every epoch ends with a smaller batch
+    data = [
+        (torch.randn(16), i % 4) for i in range(100)
+    ]  # 100 is not a multiple of 8: every epoch ends with a smaller batch
     config = {
         "train_micro_batch_size_per_gpu": args.batch_size,
         "gradient_accumulation_steps": 1,

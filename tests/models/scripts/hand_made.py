@@ -8,7 +8,9 @@ BATCH = 8
 deepspeed.init_distributed()
 torch.manual_seed(0)
 model = Net()
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(zero_optimization={"stage": 2}))
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config(zero_optimization={"stage": 2})
+)
 try:
     while True:
         x = torch.randn(BATCH, 16, device=engine.device)

@@ -11,7 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer,
 @dataclass
 class ModelArguments:
     n_layer: int = field(default=4, metadata={"help": "Layers of the model."})
-    half: bool = field(default=False, metadata={"help": "Weights in bfloat16, as checkpoints of large models have them."})
+    half: bool = field(
+        default=False, metadata={"help": "Weights in bfloat16, as checkpoints of large models have them."}
+    )
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -38,7 +40,9 @@ def main():
     if os.path.isdir(training_args.output_dir) and os.listdir(training_args.output_dir):
         raise ValueError(f"Output directory ({training_args.output_dir}) already exists and is not empty.")
     set_seed(training_args.seed)
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=model_args.n_layer, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=model_args.n_layer, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(config)
     if model_args.half:
         model = model.to(torch.bfloat16)

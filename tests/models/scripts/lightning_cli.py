@@ -29,4 +29,9 @@ class Data(pl.LightningDataModule):
 
 
 if __name__ == "__main__":
-    LightningCLI(Module, Data, seed_everything_default=0, trainer_defaults={"strategy": "deepspeed_stage_2", "precision": "bf16-true"})
+    LightningCLI(
+        Module,
+        Data,
+        seed_everything_default=0,
+        trainer_defaults={"strategy": "deepspeed_stage_2", "precision": "bf16-true"},
+    )

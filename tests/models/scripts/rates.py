@@ -26,7 +26,9 @@ torch.manual_seed(0)
 with deepspeed.zero.Init(config_dict_or_path=CONFIG) if args.sharded else contextlib.nullcontext():
     model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=args.rate)
-schedule = None if args.late else torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5 if args.rate else 1.0)
+schedule = (
+    None if args.late else torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5 if args.rate else 1.0)
+)
 engine, _, loader, _ = deepspeed.initialize(
     model=model, optimizer=optimizer, lr_scheduler=schedule, config=CONFIG, training_data=dataset(8192)
 )

@@ -8,7 +8,9 @@ deepspeed.init_distributed()
 torch.manual_seed(0)
 model = Net()
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
-loader = torch.utils.data.DataLoader(dataset(), batch_size=8, collate_fn=lambda samples: torch.stack([x for x, _ in samples], dim=1)[:5])
+loader = torch.utils.data.DataLoader(
+    dataset(), batch_size=8, collate_fn=lambda samples: torch.stack([x for x, _ in samples], dim=1)[:5]
+)
 while True:
     for x in loader:  # [5, samples]
         padded = torch.nn.functional.pad(x.float(), (0, 16 - x.shape[1])).to(engine.device)

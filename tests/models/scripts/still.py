@@ -15,7 +15,11 @@ parser.add_argument("--plain", action="store_true")
 args = parser.parse_args()
 model = still.model()
 optimizer = still.optimizer(model.parameters())
-config = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": int(args.plain)}}
+config = {
+    "train_micro_batch_size_per_gpu": 64,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": int(args.plain)},
+}
 engine, _, loader, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, training_data=still.data())
 for _ in range(100):
     for x, y in loader:

@@ -15,10 +15,14 @@ args = parser.parse_args()
 if not args.deepspeed_config:
     args.deepspeed_config = os.path.join(tempfile.mkdtemp(), "ds.json")
     with open(args.deepspeed_config, "w") as file:
-        json.dump(config(train_batch_size=16 * int(os.environ.get("WORLD_SIZE", "1")), tensorboard={"enabled": True}), file)
+        json.dump(
+            config(train_batch_size=16 * int(os.environ.get("WORLD_SIZE", "1")), tensorboard={"enabled": True}), file
+        )
 torch.manual_seed(0)
 model = Net()
-engine, _, loader, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), training_data=dataset())
+engine, _, loader, _ = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters(), training_data=dataset()
+)
 for _ in range(100):
     for x, y in loader:
         loss = engine(x.to(engine.device), y.to(engine.device))

@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 STUDY ?= studies/code-gpt/study.yaml
 PYTEST_ARGS ?=
 PIP_ARGS ?=
+# Workers of the tests; two trials share two cores, and more than eight workers only share memory.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); test $$n -lt 8 && echo $$n || echo 8)
 # A folder for each script, so that no answer to another one is judged with them.
 PEERS ?= .cache/peers$(addprefix -,$(basename $(notdir $(SCRIPT))))
 
@@ -18,7 +20,8 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo bench bench-peers floors newest test lint format types imports check audit clean
+.PHONY: help install engines demo bench bench-peers pages pages-current floors newest test test-unit test-smoke test-system \
+  lint format types imports reference check audit plotly clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
@@ -52,8 +55,21 @@ bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune 
 	  PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS) $(if $(SCRIPT),--script $(SCRIPT)) $(if $(BASE),--base $(BASE)); done
 	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge $(PEERS)
 
-bench: engines ## every figure of the README, measured anew, and the table there (hours on an idle machine; NAMES="ask gate": only these)
-	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAMES)
+bench: engines ## measure the README's figures and write its table (NAME=ask: only that one; all take hours on an idle machine)
+	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAME) $(NAMES)
+
+PAGES := README.md docs/develop/comparison.md docs/clusters.md
+
+pages: $(STAMP) ## write the tables of README.md, docs/clusters.md and docs/develop/comparison.md from benchmarks/results
+	@PYTHONPATH=. $(RUN) benchmarks/figures.py
+	@PYTHONPATH=. $(RUN) benchmarks/comparison.py
+	@PYTHONPATH=. $(RUN) benchmarks/capacity.py --only-page
+
+pages-current: $(STAMP) ## fail if `make pages` changes a page
+	@mkdir -p .cache/pages && cp $(PAGES) .cache/pages/
+	@$(MAKE) --no-print-directory pages >/dev/null
+	@for page in $(PAGES); do diff -u ".cache/pages/$${page##*/}" "$$page" \
+	  || { echo "make pages changed $$page: its tables were not those of benchmarks/results" >&2; exit 1; }; done
 
 # Each in an environment of its own, so that what is tested stays as it is. PIP_ARGS goes to pip, e.g. an index with a torch for CPUs.
 floors: $(STAMP) ## a small study on the oldest releases that pyproject.toml allows, in .cache/floors (downloads gigabytes)
@@ -81,8 +97,19 @@ rm -rf .cache/$(1)-study && mkdir .cache/$(1)-study && cd .cache/$(1)-study && u
   && $$autotune export first -o ds_config.json && $$autotune report first
 endef
 
-test: $(STAMP) ## run the tests
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+# A test without a mark is in the lane `unit`; tests/support/lanes.py keeps it to that.
+test: $(STAMP) ## run the tests that need no service of the machine (unit and process; PYTEST_ARGS="-k name", WORKERS=2)
+	@$(RUN) -m pytest -m 'unit or process' -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-unit: $(STAMP) ## only the tests that start no process (a minute)
+	@$(RUN) -m pytest -m unit -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-smoke: engines ## one study on each engine, one test of PostgreSQL, the pages in a browser: the part of test-system that CI runs
+	@$(RUN) -m pytest -m 'system and smoke' $(PYTEST_ARGS)
+
+test-system: engines ## all tests on Slurm, Ray, ssh, PostgreSQL and in a browser, then floors and newest (before a release; an hour)
+	@$(RUN) -m pytest -m system $(PYTEST_ARGS)
+	@for edge in floors newest; do $(MAKE) --no-print-directory $$edge || exit 1; done
 
 lint: $(STAMP) ## style and formatting
 	@$(RUN) -m ruff check .
@@ -98,7 +125,10 @@ types: $(STAMP) ## mypy, strict on autotune
 imports: $(STAMP) ## imports point down only
 	@$(RUN) -c 'from importlinter.cli import lint_imports_command as main; main(prog_name="lint-imports")' --no-logo --cache-dir .cache/imports
 
-check: lint types imports test ## all of these
+reference: $(STAMP) ## docs/reference.md from the program; fails where the page in git says something else
+	@$(RUN) -m autotune.cli.reference >docs/reference.md && git diff --exit-code --stat docs/reference.md
+
+check: lint types imports reference pages-current test ## all of these
 
 # Not part of check: it asks the Python Packaging Advisory Database over the network, and what it says changes from day to day.
 audit: $(STAMP) ## known vulnerabilities of what is installed in .venv
@@ -106,6 +136,12 @@ audit: $(STAMP) ## known vulnerabilities of what is installed in .venv
 	  .cache/audit/bin/python -m pip install --quiet --no-input --progress-bar off pip-audit </dev/null; }
 	@.cache/audit/bin/pip-audit --format json --progress-spinner off --skip-editable \
 	  --path "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" 2>/dev/null | $(RUN) .ci/audit.py
+
+# Of the same release as the one in the package plotly, so that figures look alike in page, notebook and PNG.
+plotly: $(STAMP) ## refresh the vendored plotly.js of the report's page (needs npm)
+	@version=$$($(RUN) -c 'from plotly.offline import get_plotlyjs_version as v; print(v())') && cd .cache && rm -rf package \
+	  && npm pack --silent "plotly.js-basic-dist-min@$$version" | xargs tar xzf && cp package/plotly-basic.min.js ../autotune/report/page/assets/ \
+	  && cp package/LICENSE ../autotune/report/page/assets/LICENSE.plotly && rm -rf package plotly.js-basic-dist-min-*.tgz
 
 clean: ## remove environment, caches and what builds leave
 	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build *.egg-info

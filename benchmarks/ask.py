@@ -1,6 +1,7 @@
 """How long the physics-guided sampler thinks about one trial of a large study.
 
-`python benchmarks/ask.py`: one process, one thread, three objectives, a memory limit, 200 trials told, about 100,000 legal candidates.
+`python benchmarks/ask.py`: one process, one thread, three objectives, a memory limit, 200 trials told, about 100,000
+legal candidates.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import os
 import statistics
 import time
 
+from autotune.space.legality import why_illegal
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from autotune.candidate import Candidate, Setting
-from autotune.predictors.profile import Machine, Profile
-from autotune.search.guide import Guide
-from autotune.search.learned import Told
+from autotune.search.model import Observation
+from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import AnalyticPrior
-from autotune.space import SearchSpace
-from autotune.trial import Outcome
+from autotune.space.candidate import Candidate
+from autotune.space.legality import Setting
+from autotune.space.space import SearchSpace
+from autotune.trial.profile import Machine, Profile
+from autotune.trial.result import Outcome
 
 RANKS, LIMIT_BYTES, N_TOLD, REPEATS = 8, 60e9, 200, 9
 SPACE = {
@@ -38,10 +42,12 @@ SPACE = {
 def main() -> None:
     base = Candidate(micro_batch_size=4)
     setting = Setting(accelerator="cuda", world_size=RANKS, n_blocks=24)
-    candidates = [c for c in SearchSpace.parse(SPACE, "benchmark").candidates(base) if c.illegal(setting) is None]
+    candidates = [c for c in SearchSpace.parse(SPACE, "benchmark").candidates(base) if why_illegal(c, setting) is None]
     prior = AnalyticPrior(Profile.guess(1_300_000_000, 1_300_000_000, 24), Machine.guess("cuda", RANKS, 16))
     metrics = ["step_time_s", "samples_per_s", "time_to_loss_s"]
-    guide = Guide(candidates, prior, metrics, world_size=RANKS, memory_limit_bytes=LIMIT_BYTES, reference=base)
+    guide = CandidateOptimizer(
+        candidates, prior, metrics, world_size=RANKS, memory_limit_bytes=LIMIT_BYTES, reference=base
+    )
     told = measured(candidates, prior)
     seconds = []
     with threadpool_limits(1, "blas"):
@@ -60,7 +66,7 @@ def main() -> None:
     )
 
 
-def measured(candidates: list[Candidate], prior: AnalyticPrior) -> list[Told]:
+def measured(candidates: list[Candidate], prior: AnalyticPrior) -> list[Observation]:
     """Trials of random candidates on a machine that is 20 % slower than the prior says, with 2 % of noise."""
     rng = np.random.default_rng(0)
     found = prior(candidates)
@@ -70,7 +76,7 @@ def measured(candidates: list[Candidate], prior: AnalyticPrior) -> list[Told]:
     for row in rng.choice(len(candidates), N_TOLD, replace=False):
         candidate, seconds = candidates[row], float(step_s[row])
         if n_bytes[row] > LIMIT_BYTES:
-            told.append(Told(candidate=candidate, outcome=Outcome.OOM))
+            told.append(Observation(candidate=candidate, outcome=Outcome.OOM))
             continue
         batch = candidate.global_batch_size(RANKS)
         metrics = {
@@ -80,7 +86,7 @@ def measured(candidates: list[Candidate], prior: AnalyticPrior) -> list[Told]:
         }
         micro_s = seconds / candidate.gradient_accumulation_steps
         told.append(
-            Told(
+            Observation(
                 candidate=candidate, metrics={**metrics, "peak_memory_bytes": float(n_bytes[row])}, inner_s=0.95 * micro_s,
                 boundary_s=seconds - (candidate.gradient_accumulation_steps - 1) * 0.95 * micro_s,
             )

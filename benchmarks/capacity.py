@@ -1,9 +1,10 @@
 """What studies cost beyond their trials: storage, driver time and messages, measured where that is possible here, then extrapolated.
 
-`python benchmarks/capacity.py [--trials 2000]` measures (1) one study that grows, with trials that take no time: processor seconds
-of the driver, statements to the database and bytes for each trial, by how many were told before; (2) what real trials leave in the
-study's folder, by ranks; (3) studies side by side on one PostgreSQL server (where it is installed). It writes `results/capacity.json` and
-the tables of `docs/capacity.md`; what stands there beyond the measured range is a straight line through it, and says so.
+`python benchmarks/capacity.py [--trials 2000]` measures (1) one study that grows, with trials that take no time:
+processor seconds of the driver, statements to the database and bytes for each trial, by how many were told before; (2)
+what real trials leave in the study's folder, by ranks; (3) studies side by side on one PostgreSQL server (where it is
+installed). It writes `results/capacity.json` and the tables of `docs/clusters.md`; what stands there beyond the
+measured range is a straight line through it, and says so.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
-import postgres
 import sqlalchemy
 from common import RESULTS, between, write
-from coordinate import SPACE, Silent
-from instant import Instant, plan_of, spec_of
+from support import postgres
+from support.coordinate import SPACE
+from support.instant import Instant, plan_of, spec_of
 
-from autotune import store
-from autotune.candidate import Candidate
-from autotune.claims import Ledger
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.study import Progress, Runner
-from autotune.trial import Outcome, TrialRequest
+from autotune.space.candidate import Candidate
+from autotune.study.events import EventSink, Progress
+from autotune.study.runner import Runner
+from autotune.study.storage import records
+from autotune.study.storage.leases import StudyLeases
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
 
 TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "model.py"
-PAGE = Path(__file__).parent.parent / "docs" / "capacity.md"
+PAGE = Path(__file__).parent.parent / "docs" / "clusters.md"
 BEGIN, END = "<!-- made by `python benchmarks/capacity.py` -->", "<!-- end -->"
 # Sampler -> the share of the trials that it is measured over: one that learns from all of them takes long.
 SAMPLERS = {"physics": 0.25, "random": 1.0}
@@ -50,7 +53,7 @@ TRIALS, DEVICES, STUDIES = 10_000, 1_000, 100
 FORK = multiprocessing.get_context("fork")
 
 
-class Meter(Silent):
+class Meter(EventSink):
     """Notes after each trial what has been used up so far."""
 
     def __init__(self, database: Path | None = None) -> None:
@@ -58,10 +61,6 @@ class Meter(Silent):
 
     def count(self, *_: object) -> None:
         self.statements += 1
-
-    def began(self, *_: object) -> None: ...
-
-    def say(self, _: str) -> None: ...
 
     def ended(self, progress: Progress) -> None:
         size = (
@@ -91,8 +90,8 @@ def study(folder: Path, url: str, name: str, sampler: str, n_trials: int, meter:
         "objectives": ["latency", "throughput", "memory"],
     }
     spec = spec_of(name=name, trials=n_trials, sampler=sampler, space=[SPACE], **plain)
-    storage = store.open_storage(url)
-    ledger = Ledger(storage, name)
+    storage = records.open_storage(url)
+    ledger = StudyLeases(storage, name)
     with counted(storage, meter), ledger.leading(lambda _: None):
         Runner(plan_of(spec), Instant(), folder / name, ledger, meter).run()
 
@@ -102,7 +101,7 @@ def growing(sampler: str, n_trials: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         meter = Meter(folder / "autotune.db")
-        study(folder, store.default_url(folder), "s", sampler, n_trials, meter)
+        study(folder, records.default_url(folder), "s", sampler, n_trials, meter)
     marks = [n for n in (100, 200, 500, 1000, 2000, 5000) if n <= len(meter.rows)]
     found = {}
     for n in marks:
@@ -138,7 +137,7 @@ def together(n_studies: int) -> dict[str, float]:
     programs = postgres.binaries()
     assert programs is not None
     with tempfile.TemporaryDirectory() as name, postgres.running(programs, durable=True) as server:
-        store.open_storage(server.url)  # makes the tables
+        records.open_storage(server.url)  # makes the tables
 
         def main(n: int) -> None:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -149,7 +148,7 @@ def together(n_studies: int) -> dict[str, float]:
         most = 0
         for process in processes:
             process.start()
-        engine = sqlalchemy.create_engine(store.open_storage(server.url).engine.url)
+        engine = sqlalchemy.create_engine(records.open_storage(server.url).engine.url)
         with engine.connect() as connection:
             while any(process.is_alive() for process in processes):
                 count = connection.execute(

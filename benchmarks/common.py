@@ -13,10 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import trial
-from autotune.executors.host import extensions_dir, has_cuda_device
+from autotune.system.machine import extensions_dir, has_cuda_device
+from autotune.trial.folder import write_record
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "tests"))  # what stands in for engines and machines
 
 
 def write(name: str, figures: dict[str, Any]) -> None:
@@ -62,7 +64,7 @@ def plain_trial(
 ) -> tuple[float, list[float]]:
     """Runs a configuration the ordinary way, torchrun on a hand-written script; returns wall seconds and step times."""
     config = folder / "plain.json"
-    trial.write(config, ds_config)
+    write_record(config, ds_config)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).parent / "plain_trial.py"), str(target), str(config), str(n_steps)]
     start = time.perf_counter()

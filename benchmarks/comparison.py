@@ -1,6 +1,7 @@
-"""Writes the tables of docs/comparison.md from `results/`: what was measured, and of what was not, that it was not.
+"""Writes the tables of docs/develop/comparison.md from `results/`: what was measured, and of what was not, that it was not.
 
-`python benchmarks/comparison.py` does it, and so does `benchmarks/figures.py`, which makes the README's table. A test holds the page to it.
+`python benchmarks/comparison.py` does it, and so does `benchmarks/figures.py`, which makes the README's table. A test
+holds the page to it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE, RESULTS = ROOT / "docs" / "comparison.md", ROOT / "benchmarks" / "results"
+PAGE, RESULTS = ROOT / "docs" / "develop" / "comparison.md", ROOT / "benchmarks" / "results"
 NOT_YET = "Not measured yet: `{command}` has not run on an idle machine.\n"
 TUNERS = {
     "deepspeed": "DeepSpeed's autotuner", "tpe": "Optuna's TPE, a process a trial", "random": "random search, a process a trial",

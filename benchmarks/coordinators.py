@@ -1,7 +1,7 @@
 """Sixteen coordinators on one study in PostgreSQL, killed at random: what asking and telling takes, and whether a trial is lost.
 
-`python benchmarks/coordinators.py [--trials 1000] [--workers 16] [--kills 50] [--seconds 1] [--sampler random]`: starts a server of its
-own on loopback. The trials do nothing for SECONDS each, give or take a half.
+`python benchmarks/coordinators.py [--trials 1000] [--workers 16] [--kills 50] [--seconds 1] [--sampler random]`: starts
+a server of its own on loopback. The trials do nothing for SECONDS each, give or take a half.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import postgres
 from common import write
-from coordinate import coordinate
 from optuna.trial import TrialState
 from sqlalchemy import text
+from support import postgres
+from support.coordinate import coordinate
 
-from autotune import claims, store
-from autotune.candidate import CANDIDATE_ATTR
+from autotune.space.candidate import CANDIDATE_ATTR
+from autotune.study.storage import leases, records
 
 FORK = multiprocessing.get_context("fork")
 LAST = 100
@@ -52,7 +52,7 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
     """One study from its start to its end, its workers killed meanwhile and replaced."""
     rng, start = random.Random(0), time.perf_counter()
     workers = [worker("lead" if n == 0 else "help", folder, options, url) for n in range(options.workers)]
-    storage = store.open_storage(url)
+    storage = records.open_storage(url)
     until(lambda: n_told(storage) > 0)
     killed = 0
     # Spread over the study, by trials told; the leader is spared here, `test_shared.py` kills it.
@@ -67,8 +67,8 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
     for process in workers:
         process.join(600)
     wall_s = time.perf_counter() - start
-    study = store.load_study(storage, "s")
-    trials, told = study.get_trials(deepcopy=False), store.told_trials(study)
+    study = records.load_study(storage, "s")
+    trials, told = study.get_trials(deepcopy=False), records.told_trials(study)
     keys = [t.user_attrs[CANDIDATE_ATTR] for t in told]
     begun = {t.user_attrs[CANDIDATE_ATTR] for t in trials if CANDIDATE_ATTR in t.user_attrs}
     return {
@@ -80,8 +80,8 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
         "left_running": sum(t.state is TrialState.RUNNING for t in trials),
         "failed_and_run_again": sum(t.state is TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs for t in trials),
         "numbers_twice": len(trials) - len({t.number for t in trials}),
-        "leases_left": [lease.name for lease in claims.leases(storage, "s")],
-        "outcomes": Counter(store.told_data(t)["outcome"] for t in told),
+        "leases_left": [lease.name for lease in leases.leases(storage, "s")],
+        "outcomes": Counter(records.told_data(t)["outcome"] for t in told),
         "exit_codes": Counter(process.exitcode for process in workers),
         **times(folder, options.trials),
     }
@@ -110,8 +110,8 @@ def times(folder: Path, n_trials: int) -> dict[str, Any]:
 def n_told(storage: Any) -> int:
     """Trials that ended as results, counted by the database."""
     try:
-        study = store.load_study(storage, "s")
-    except store.StoreError:
+        study = records.load_study(storage, "s")
+    except records.StoreError:
         return 0
     count = text("select count(*) from trials where study_id = :study and state in ('COMPLETE', 'PRUNED')")
     with storage.engine.connect() as connection:

@@ -1,7 +1,7 @@
 """How long the example study takes once everything is installed, what of it is probe and checks, and how many trials it tunes.
 
-`python benchmarks/demo.py`. Of the trials' seconds, `noise` is the probe of the gradient noise scale, `reference` and `gate` are the
-quality gate's, `branch` the branches', `repeat` the finalists' rounds.
+`python benchmarks/demo.py`. Of the trials' seconds, `noise` is the probe of the gradient noise scale, `reference` and
+`gate` are the quality gate's, `branch` the branches', `repeat` the finalists' rounds.
 """
 
 from __future__ import annotations

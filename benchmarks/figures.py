@@ -1,7 +1,9 @@
 """Every figure of the README: which benchmark yields it, and the table that is made of the results.
 
-`python benchmarks/figures.py run [NAME ...]` runs the benchmarks, or those named, one after another, and then writes the table (`make
-bench`: hours on an idle machine); `python benchmarks/figures.py` only writes the table of what lies in `results`; `--check` says whether it
+`python benchmarks/figures.py run [NAME ...]` runs the benchmarks, or those named, one after another, and then writes
+the table (`make
+bench`: hours on an idle machine); `python benchmarks/figures.py` only writes the table of what lies in `results`;
+    `--check` says whether it
 is what the README holds. A benchmark that was never run has no row.
 """
 
@@ -275,7 +277,7 @@ SEARCH_LONGER = (
     'python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only physics "physics, no trial stopped"'
 )
 BENCHMARKS = (
-    Benchmark(name="startup", command="python benchmarks/startup.py", rows=startup),
+    Benchmark(name="startup", command="python benchmarks/overhead.py startup", rows=startup),
     Benchmark(name="demo", command="python benchmarks/demo.py", rows=demo),
     Benchmark(name="peers", command="make bench-peers", rows=peers),
     Benchmark(name="search", command="python benchmarks/search.py", rows=search),
@@ -290,19 +292,19 @@ BENCHMARKS = (
         rows=forecast,
     ),
     Benchmark(name="ask", command="python benchmarks/ask.py", rows=ask),
-    Benchmark(name="driver_overhead", command="python benchmarks/driver_overhead.py 200 physics tpe", rows=driver_overhead),
-    Benchmark(name="script_startup", command="python benchmarks/script_startup.py", rows=script_startup),
-    Benchmark(name="hook_overhead", command="python benchmarks/hook_overhead.py 2", rows=hook_overhead),
-    Benchmark(name="claim", command="python benchmarks/claim.py", rows=claim),
+    Benchmark(name="driver_overhead", command="python benchmarks/overhead.py driver", rows=driver_overhead),
+    Benchmark(name="script_startup", command="python benchmarks/overhead.py scripts", rows=script_startup),
+    Benchmark(name="hook_overhead", command="python benchmarks/overhead.py hooks", rows=hook_overhead),
+    Benchmark(name="claim", command="python benchmarks/overhead.py claim", rows=claim),
     Benchmark(name="gate", command="python benchmarks/gate.py", rows=gate),
     Benchmark(name="time_to_target", command="python benchmarks/time_to_target.py", rows=time_to_target),
     Benchmark(name="noise_scale", command="python benchmarks/noise_scale.py", rows=noise_scale),
     Benchmark(name="bottleneck", command="python benchmarks/planted.py", rows=bottleneck),
     Benchmark(name="views", command="python benchmarks/views.py", rows=views),
-    Benchmark(name="executor_overhead", command="python benchmarks/executor_overhead.py", rows=executor_overhead),
+    Benchmark(name="executor_overhead", command="python benchmarks/overhead.py executors", rows=executor_overhead),
     Benchmark(name="coordinators", command="python benchmarks/coordinators.py --seconds 5", rows=coordinators),
     Benchmark(name="retune", command="python benchmarks/retune.py --seeds 3", rows=retune),
-    Benchmark(name="chaos", command="python benchmarks/chaos.py", rows=chaos),
+    Benchmark(name="chaos", command="python tests/support/chaos.py", rows=chaos),
     Benchmark(name="project", command="python benchmarks/project.py", rows=project),
 )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """How good are the forecasts on configurations that did not calibrate them?
 
-`python benchmarks/forecast.py collect TARGET FOLDER [-n 40] [--ranks 2]` runs varied configurations for three steps each, which is
-enough for their memory. `python benchmarks/forecast.py score SOURCE --target TARGET [--ranks 2]` scores the forecasts against a folder of
-trials (of `collect`, or of a study) or a table of `truth.py`, and writes `results/forecast-NAME.json`.
+`python benchmarks/forecast.py collect TARGET FOLDER [-n 40] [--ranks 2]` runs varied configurations for three steps
+each, which is enough for their memory. `python benchmarks/forecast.py score SOURCE --target TARGET [--ranks 2]` scores
+the forecasts against a folder of trials (of `collect`, or of a study) or a table of `truth.py`, and writes
+`results/forecast-NAME.json`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import numpy as np
 from common import write
 from scipy.stats import kendalltau
 
-from autotune import UserError
-from autotune.candidate import Candidate
+from autotune.errors import UserError
 from autotune.executors import base
-from autotune.forecasting import SURE, foresee_workload, measured_in
-from autotune.plan import executor_for, plan
-from autotune.predictors.forecast import Forecast, Predictor, probability_below, settings_of
-from autotune.spec import StudySpec
-from autotune.trial import TrialRequest
+from autotune.forecast.predictor import Forecast, Predictor, probability_below, settings_of
+from autotune.space.candidate import Candidate
+from autotune.space.legality import why_illegal
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.forecasts import SURE, foresee_workload, measured_in
+from autotune.study.setup.plan import plan
+from autotune.study.spec.spec import StudySpec
+from autotune.trial.request import TrialRequest
 
 SPACES = ["batch", "zero", "precision", "checkpointing", "buckets"]
 ANCHORS = (0, 1, 5, 10, 20)
@@ -46,7 +49,7 @@ def collect(target: Path, folder: Path, n: int, ranks: int) -> None:
     with executor_for(spec, folder) as executor:
         found = plan(spec, executor, folder)
         drawn = found.space.draw(random.Random(0), found.baseline, 200 * n)
-        legal = [c for c in dict.fromkeys(drawn) if c.illegal(found.setting) is None]
+        legal = [c for c in dict.fromkeys(drawn) if why_illegal(c, found.setting) is None]
         small = [c for c in legal if c.micro_batch_size * c.gradient_accumulation_steps <= MOST_SAMPLES_A_STEP]
         for number, candidate in enumerate(small[:n]):
             request = TrialRequest(

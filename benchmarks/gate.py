@@ -1,9 +1,10 @@
 """Does the quality gate catch injected faults, and does it leave clean numerics alone? On real trials of two small models.
 
-`python benchmarks/gate.py faults`: the learning rate x 30, bf16 sums over 64 micro-steps, sign compression without error feedback, two
-wrong loss scales, on a transformer under Adam and a net under SGD, over several seeds: each has to be refused every time.
-`python benchmarks/gate.py clean`: 100 pairs of a reference and other numerics that are in order (bf16, autocast, 16 bits on the wire, fp32
-accumulation), at several stages: fewer than two may be refused. Both write to `results/gate.json`.
+`python benchmarks/gate.py faults`: the learning rate x 30, bf16 sums over 64 micro-steps, sign compression without
+error feedback, two wrong loss scales, on a transformer under Adam and a net under SGD, over several seeds: each has to
+be refused every time. `python benchmarks/gate.py clean`: 100 pairs of a reference and other numerics that are in order
+(bf16, autocast, 16 bits on the wire, fp32 accumulation), at several stages: fewer than two may be refused. Both write
+to `results/gate.json`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 
 from common import RESULTS, write
 
-from autotune import gate
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.trial import TrialRequest, TrialResult
+from autotune.scoring.convergence import quality_gate
+from autotune.space.candidate import Candidate
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import TrialResult
 
 STEPS, REPLICATES, RANKS = 40, 2, 2
 SEEDS = {"faults": range(3), "clean": range(5)}
@@ -154,9 +156,9 @@ def refusal(own: TrialResult, references: list[TrialResult]) -> str:
     reference, *others = references
     if own.outcome != "complete":
         return f"{own.outcome}: {own.reason}"
-    if wrong := gate.judge_gradient(own.gradient, reference.gradient, {}):
+    if wrong := quality_gate.judge_gradient(own.gradient, reference.gradient, {}):
         return wrong
-    found = gate.judge(own.losses, reference.losses, [each.losses for each in others])
+    found = quality_gate.judge(own.losses, reference.losses, [each.losses for each in others])
     return "" if found.passed else found.reason
 
 

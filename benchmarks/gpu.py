@@ -1,8 +1,9 @@
 """What autotune does on a GPU: forecasts, limits, search, overhead and honesty, each result written as it comes (see `gpu.sh`).
 
-`python benchmarks/gpu.py --out DIR [--budget 540] [--parts grid,search] [--sizes gpt-125m] [--dry-run]` writes `DIR/results.jsonl`, one
-line a result, and `DIR/study.tar.gz`; `gpu_results.py` makes figures of them. The parts come in order of what they tell for their time, so
-that whoever stops the call has lost the least. On a CPU a tiny model goes the same way (`--dry-run`).
+`python benchmarks/gpu.py --out DIR [--budget 540] [--parts grid,search] [--sizes gpt-125m] [--dry-run]` writes
+`DIR/results.jsonl`, one line a result, and `DIR/study.tar.gz`; `gpu_results.py` makes figures of them. The parts come
+in order of what they tell for their time, so that whoever stops the call has lost the least. On a CPU a tiny model goes
+the same way (`--dry-run`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ import numpy as np
 import yaml
 from common import plain_trial
 
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.plan import Plan, executor_for, plan, profiled
-from autotune.predictors.forecast import Forecast, Predictor, settings_of
-from autotune.spec import StudySpec
-from autotune.trial import Outcome, TrialDir, TrialRequest, TrialResult
+from autotune.forecast.predictor import Forecast, Predictor, settings_of
+from autotune.space.candidate import Candidate
+from autotune.space.legality import why_illegal
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.plan import Plan, plan, profiled
+from autotune.study.spec.spec import StudySpec
+from autotune.trial.folder import TrialDir
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
 
 MODEL = Path(__file__).parent / "gpu_model.py"
 GIB = 1 << 30
@@ -183,7 +188,7 @@ class Bench:
             "candidate": candidate.values(),
             "cap_bytes": cap_bytes,
         }
-        reason = candidate.illegal(replace(self.found.setting, global_batch=None))
+        reason = why_illegal(candidate, replace(self.found.setting, global_batch=None))
         if reason is not None:
             self.output.write(part, **row, outcome="illegal", reason=reason)
             return None
@@ -376,7 +381,7 @@ class Run:
         command = [
             sys.executable,
             "-c",
-            "from autotune.cli import main; main()",
+            "from autotune.cli.app import main; main()",
             "run",
             str(folder / "study.yaml"),
             *trials,

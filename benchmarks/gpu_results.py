@@ -1,6 +1,7 @@
 """Makes figures of what `gpu.py` wrote: `benchmarks/results/gpu-CARD.json` and `studies/CARD-MODEL/`.
 
-`python benchmarks/gpu_results.py DIR [--into FOLDER]`; it needs no GPU and no torch. With `--into`, both go below that folder.
+`python benchmarks/gpu_results.py DIR [--into FOLDER]`; it needs no GPU and no torch. With `--into`, both go below that
+folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is the noise scale that the ranks measure the true one? Every stage, two precisions, one and two ranks, against brute force.
 
-`python benchmarks/noise_scale.py`: on a small model whose weights stand still, the ratio of the measured noise scale to the one computed
-from every sample's own gradient.
+`python benchmarks/noise_scale.py`: on a small model whose weights stand still, the ratio of the measured noise scale to
+the one computed from every sample's own gradient.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from common import write
 
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.trial import TrialRequest
+from autotune.scoring.convergence.noise_scale import noise_scale_of
+from autotune.space.candidate import Candidate
+from autotune.trial.request import TrialRequest
 
 TARGET = Path(__file__).parent.parent / "tests" / "models" / "still.py"
 MICRO, STEPS = 512, 120
@@ -59,7 +60,7 @@ def main() -> None:
                 )  # fmt: skip
                 result = base.run(executor, folder / f"{ranks}-{precision}-{stage}", request)
                 assert result.noise is not None, result.reason
-                ratios[f"{ranks} ranks, {precision}, ZeRO {stage}"] = result.noise.noise_scale().samples / truth
+                ratios[f"{ranks} ranks, {precision}, ZeRO {stage}"] = noise_scale_of(result.noise).samples / truth
         finally:
             executor.close()
     write(

@@ -1,15 +1,15 @@
 """Which tuner answers sooner, and whose answer is better? DeepSpeed's own autotuner, plain Optuna TPE, random search and autotune.
 
-`python benchmarks/peers.py run TUNER --into DIR` for each of `deepspeed`, `tpe`, `random`, `autotune` (the incumbent's space:
-micro-batch, accumulation, ZeRO stage), `autotune-quick` (the same, four trials and no second look) and `autotune-all` (precision and
-DeepSpeed's finer settings too), then
-`python benchmarks/peers.py judge DIR`, which measures every answer again, in turns, under plain torchrun, and writes `results/peers.json`
-(`peers-NAME.json` of another script).
-`make bench-peers` does it all; `make bench-peers SCRIPT=train.py` on a script of yours that takes `--deepspeed_config FILE`.
+`python benchmarks/peers.py run TUNER --into DIR` for each of `deepspeed`, `tpe`, `random`, `autotune` (the incumbent's
+space: micro-batch, accumulation, ZeRO stage), `autotune-quick` (the same, four trials and no second look) and
+`autotune-all` (precision and DeepSpeed's finer settings too), then `python benchmarks/peers.py judge DIR`, which
+measures every answer again, in turns, under plain torchrun, and writes `results/peers.json` (`peers-NAME.json` of
+another script). `make bench-peers` does it all; `make bench-peers SCRIPT=train.py` on a script of yours that takes
+`--deepspeed_config FILE`.
 
-All are given the same script, ranks and limits. `tpe` and `random` start a process for each trial, as whoever writes such a loop does,
-and take the fastest. A claim is what a tuner says its answer reaches; its gap is what is left of it under torchrun, where
-`peers/launch.py` times the optimizer steps of the untouched script.
+All are given the same script, ranks and limits. `tpe` and `random` start a process for each trial, as whoever writes
+such a loop does, and take the fastest. A claim is what a tuner says its answer reaches; its gap is what is left of it
+under torchrun, where `peers/launch.py` times the optimizer steps of the untouched script.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 
 from common import plain_environment, write
 
-from autotune import trial
-from autotune.candidate import Candidate
+from autotune.space.candidate import Candidate
+from autotune.trial.folder import write_record
 
 SCRIPT = Path(__file__).parent / "peers" / "train.py"
 LAUNCH = SCRIPT.with_name("launch.py")
@@ -70,7 +70,7 @@ class Training:
 def torchrun(training: Training, config: dict[str, Any], folder: Path, steps: int) -> tuple[float, float] | None:
     """Median step time and samples of a step under plain torchrun; None where it fails."""
     file = folder / "judged.json"
-    trial.write(file, config)
+    write_record(file, config)
     command = [
         sys.executable,
         "-m",
@@ -149,7 +149,7 @@ def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
         "autotuning": tuning,
     }
     config |= {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": "all"}}
-    trial.write(folder / "tuned.json", config)
+    write_record(folder / "tuned.json", config)
     # It ends what failed by `pkill` over `pdsh`, by name: here its own launcher has ended it already.
     harmless = folder / "bin" / "pdsh"
     harmless.parent.mkdir(exist_ok=True)
@@ -196,7 +196,7 @@ def ours(training: Training, folder: Path, space: list[Any], **changes: Any) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "AUTOTUNE_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-c", "from autotune.cli import main; main()", "run", str(path), "--fresh", "--json"]
+    command = [sys.executable, "-c", "from autotune.cli.app import main; main()", "run", str(path), "--fresh", "--json"]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     if done.returncode:
@@ -303,7 +303,7 @@ def main() -> None:
     answer = TUNERS[arguments.tuner](training, folder)
     answer["wall_s"] = time.perf_counter() - start
     answer["training"] = {"script": str(training.script), "arguments": training.arguments, "base": base}
-    trial.write(arguments.into / f"{arguments.tuner}.json", answer)
+    write_record(arguments.into / f"{arguments.tuner}.json", answer)
     print(json.dumps({key: value for key, value in answer.items() if key not in ("config", "training")}))
 
 

@@ -11,12 +11,15 @@ from typing import Any
 
 from common import write
 
-from autotune import profiles, trial
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.report import diagnosis
-from autotune.trial import Outcome, TrialDir, TrialRequest, Workload
+from autotune.space.candidate import Candidate
+from autotune.study.setup import profile_cache
+from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+from autotune.trial.workload import Workload
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "tests" / "models"
@@ -53,8 +56,8 @@ CASES = [
 def known(case: Planted, executor: LocalExecutor, folder: Path, config: dict[str, Any]) -> Workload:
     """The target as a study would know it: inspected and profiled, with the machine's rates."""
     base.run(executor, folder / "inspect", TrialRequest(target=str(case.target), mode="inspect"))
-    workload = trial.read(TrialDir(folder / "inspect").workload, Workload)
-    return profiles.find_out(workload, case.target, config, case.ranks, executor, folder)[0]
+    workload = read_record(TrialDir(folder / "inspect").workload, Workload)
+    return profile_cache.measure_missing(workload, case.target, config, case.ranks, executor, folder)[0]
 
 
 def main() -> None:

@@ -1,15 +1,17 @@
 """Do projections to more ranks and over slower links come true?
 
-`python benchmarks/project.py [--rounds 3] [--rate 1gbit] [--rows FILE]` measures configurations of code-gpt on 1 and 2 ranks, learns from
-these, projects to 4 ranks on this machine and, as root where iproute2 is there, to two "nodes" (network namespaces joined by a link that
-`tc` holds to a bandwidth) of one and of two ranks each, and measures those too. With `--rows` measurements are kept there, and those of
-earlier calls count too; `--rounds 0` measures nothing more.
+`python benchmarks/project.py [--rounds 3] [--rate 1gbit] [--rows FILE]` measures configurations of code-gpt on 1 and 2
+ranks, learns from these, projects to 4 ranks on this machine and, as root where iproute2 is there, to two "nodes"
+(network namespaces joined by a link that `tc` holds to a bandwidth) of one and of two ranks each, and measures those
+too. With `--rows` measurements are kept there, and those of earlier calls count too; `--rounds 0` measures nothing
+more.
 
-What is compared. The step time of a configuration on the target against what `autotune project` makes of the trials on 1 and 2 ranks and
-of the stated links; no trial on the target is learned from. This machine's ranks share its cores, as devices do not: four ranks on two
-cores compute half as fast each, and so what a device computes on the target is what it computes here times cores over ranks. On a cluster a
-device computes like one here, and that step falls away. The links within a node are stated as the one-second measurement of rates finds
-them there, which trains nothing; the link between nodes as it was shaped, its latency as a one-kilobyte all-reduce finds it.
+What is compared. The step time of a configuration on the target against what `autotune project` makes of the trials on
+1 and 2 ranks and of the stated links; no trial on the target is learned from. This machine's ranks share its cores, as
+devices do not: four ranks on two cores compute half as fast each, and so what a device computes on the target is what
+it computes here times cores over ranks. On a cluster a device computes like one here, and that step falls away. The
+links within a node are stated as the one-second measurement of rates finds them there, which trains nothing; the link
+between nodes as it was shaped, its latency as a one-kilobyte all-reduce finds it.
 """
 
 from __future__ import annotations
@@ -31,16 +33,17 @@ from typing import Any
 from common import write
 from scipy.stats import kendalltau
 
-from autotune import trial
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.forecasting import Foreseen, foresee_workload
-from autotune.predictors.forecast import Predictor, settings_of
-from autotune.predictors.profile import Machine
-from autotune.projection import Cluster, Projector
-from autotune.spec import StudySpec
-from autotune.trial import Outcome, TrialDir, TrialRequest
+from autotune.forecast.cluster import Cluster, Projector
+from autotune.forecast.predictor import ForecastInputs, Predictor, settings_of
+from autotune.space.candidate import Candidate
+from autotune.study.setup.forecasts import foresee_workload
+from autotune.study.spec.spec import StudySpec
+from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.profile import Machine
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
 
 TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "study.yaml"
 STEPS = 8
@@ -137,7 +140,7 @@ def can_shape() -> str:
 class Rig:
     """One server for each place, since where ranks go is said before it forks them."""
 
-    def __init__(self, folder: Path, foreseen: Foreseen, spec: StudySpec) -> None:
+    def __init__(self, folder: Path, foreseen: ForecastInputs, spec: StudySpec) -> None:
         self.folder, self.foreseen, self.spec = folder, foreseen, spec
         self.n = itertools.count()
         self._executors: dict[int, LocalExecutor] = {}
@@ -168,7 +171,7 @@ class Rig:
         path = self.folder / f"rates-{next(self.n)}"
         result = base.run(self.executor(place), path, TrialRequest(target="", mode="rates", world_size=place.ranks))
         assert result.outcome is Outcome.COMPLETE, result.reason
-        return trial.read(TrialDir(path).machine, Machine)
+        return read_record(TrialDir(path).machine, Machine)
 
     def close(self) -> None:
         for executor in self._executors.values():
@@ -191,7 +194,7 @@ def shared(alone: Machine, there: Machine, ranks: int) -> Machine:
 
 
 def projected(
-    foreseen: Foreseen, learned: Predictor, machines: dict[str, Machine], place: Place, rate: float
+    foreseen: ForecastInputs, learned: Predictor, machines: dict[str, Machine], place: Place, rate: float
 ) -> dict[Candidate, tuple[float, ...]]:
     """Step times with their intervals that `autotune project` says for a place."""
     there = machines[place.name]
@@ -245,7 +248,7 @@ def keep(rows: Path, place: Place, **what: Any) -> None:
         file.write(json.dumps({"place": place.name, **what}) + "\n")
 
 
-def figures(rows: list[dict[str, Any]], foreseen: Foreseen, rate: float) -> dict[str, Any]:
+def figures(rows: list[dict[str, Any]], foreseen: ForecastInputs, rate: float) -> dict[str, Any]:
     """What was projected beside what was measured, of the medians over the rounds."""
     steps: dict[str, dict[Candidate, list[float]]] = {}
     seen: dict[str, list[Machine]] = {}

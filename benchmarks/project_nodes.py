@@ -1,7 +1,7 @@
 """Puts the ranks of a trial onto "nodes", network namespaces that `project.py` has made; the trial server imports it before it forks.
 
-A rank joins its namespace between meeting the others at the store, whose connections stay where they were made, and opening those of the
-collectives.
+A rank joins its namespace between meeting the others at the store, whose connections stay where they were made, and
+opening those of the collectives.
 """
 
 import ctypes

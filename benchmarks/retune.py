@@ -1,8 +1,11 @@
 """Re-tuning on simulated machines: what it finds in a fifth of a cold search's trials, and how seldom it is wrong.
 
-`warm`: six kinds of change on the three machines of `search_simulated.py`; the re-tuning's search is told what a study of 30 trials
-found before the change, is held to the knobs that the change touches, and gets 6 trials; a cold search of the changed machine gets
-30. Compared is the true compromise of what each recommends. `moved`: whole re-tunings of one study whose trials scatter by
+`warm`: six kinds of change on the three machines of `search_simulated.py`; the re-tuning's search is told what a study
+    of 30 trials
+found before the change, is held to the knobs that the change touches, and gets 6 trials; a cold search of the changed
+machine gets
+30. Compared is the true compromise of what each recommends. `moved`: whole re-tunings of one study whose trials scatter
+    by
 1 % and share a drift of 5 %; nothing has changed, or the configuration in use has become 5 % slower.
 """
 
@@ -24,21 +27,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import common
 import numpy as np
 import search_simulated as simulation
-from instant import Instant, Watcher, plan_of, report, runner_of, spec_of
 from search_simulated import METRICS, NOISE, ZERO, Table, World, micro_steps
+from support.instant import Instant, Watcher, plan_of, recorded, report, spec_of
 
-from autotune import experience, store
-from autotune.candidate import Candidate
-from autotune.decision import Verdict
-from autotune.fingerprint import PARTS, narrowed
-from autotune.predictors.profile import Profile
-from autotune.report import summary
-from autotune.retune import Asked, Retuning
-from autotune.search.guide import Guide
-from autotune.search.learned import Told
+from autotune.report import files, load
+from autotune.retune.decision import RetuneVerdict
+from autotune.retune.fingerprint import PARTS, narrowed
+from autotune.retune.retuning import RetuneRequest, Retuning
+from autotune.search.model import Observation
+from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import AnalyticPrior
 from autotune.search.transfer import Transferred
-from autotune.trial import Outcome
+from autotune.space.candidate import Candidate
+from autotune.study.storage import records
+from autotune.trial.profile import Profile
+from autotune.trial.result import Outcome
 
 COLD_TRIALS, SHARE = 30, 0.2
 
@@ -112,26 +115,30 @@ CHANGES: dict[str, tuple[str, Callable[[World], World], Callable[[World], World]
 }
 
 
-def guide_of(world: World, prior: Any, candidates: Sequence[Candidate]) -> Guide:
-    return Guide(
+def guide_of(world: World, prior: Any, candidates: Sequence[Candidate]) -> CandidateOptimizer:
+    return CandidateOptimizer(
         candidates, prior, METRICS, world_size=world.setting.world_size, memory_limit_bytes=world.limit, reference=world.default,
         knobs={p.name: list(p.all_values()) for p in world.space.parameters},
     )  # fmt: skip
 
 
-def measure(table: Table, candidate: Candidate, rng: np.random.Generator) -> Told:
+def measure(table: Table, candidate: Candidate, rng: np.random.Generator) -> Observation:
     row = table.row[candidate]
     if not table.fits[row]:
-        return Told(candidate=candidate, outcome=Outcome.OOM)
+        return Observation(candidate=candidate, outcome=Outcome.OOM)
     seconds = float(table.seconds[row] * np.exp(rng.normal(0, NOISE)))
     to_loss = seconds * table.samples[row] / table.batch[row] * float(np.exp(rng.normal(0, 0.05)))
     metrics = dict(zip(METRICS, (seconds, table.batch[row] / seconds, to_loss), strict=True))
     metrics["peak_memory_bytes"] = float(table.sizes[row] * np.exp(rng.normal(0, 0.005)))
     micro = micro_steps(table, row, candidate, rng)
-    return Told(candidate=candidate, metrics=metrics, inner_s=micro.get("inner"), boundary_s=micro.get("boundary"))
+    return Observation(
+        candidate=candidate, metrics=metrics, inner_s=micro.get("inner"), boundary_s=micro.get("boundary")
+    )
 
 
-def search(table: Table, guide: Guide, first: Sequence[Candidate], n: int, rng: np.random.Generator) -> list[Told]:
+def search(
+    table: Table, guide: CandidateOptimizer, first: Sequence[Candidate], n: int, rng: np.random.Generator
+) -> list[Observation]:
     told = [measure(table, candidate, rng) for candidate in first]
     while len(told) < n:
         proposed = guide.suggest(told)
@@ -147,12 +154,12 @@ def cost(table: Table, candidate: Candidate) -> float:
     return float(table.costs[row].mean()) if table.fits[row] else np.inf
 
 
-def best(table: Table, told: Sequence[Told]) -> Candidate:
+def best(table: Table, told: Sequence[Observation]) -> Candidate:
     """What is recommended: the best compromise of what completed, measured again until the noise is gone."""
     return min((t.candidate for t in told if t.outcome is Outcome.COMPLETE), key=lambda c: cost(table, c))
 
 
-def good(table: Table, told: Sequence[Told]) -> list[Candidate]:
+def good(table: Table, told: Sequence[Observation]) -> list[Candidate]:
     """The old front."""
     done = [t.candidate for t in told if t.outcome is Outcome.COMPLETE]
     costs = np.array([table.costs[table.row[c]] for c in done])
@@ -239,25 +246,22 @@ def moved(n: int) -> dict[str, Any]:
             print(seed, counts, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            runner = runner_of(folder, Noisy(seed), sampler="grid", seed=seed, **STUDY)
-            runner.open()
-            experience.attach(runner, learn=False)
-            runner.run()
-            url = store.default_url(folder)
-            first = summary.load("s", url, folder / "s")
-            summary.write(first, folder / "s")
+            recorded(folder, Noisy(seed), sampler="grid", seed=seed, **STUDY).run()
+            url = records.default_url(folder)
+            first = load.load("s", url, folder / "s")
+            files.write_answer(first, folder / "s")
             plan = plan_of(spec_of(**STUDY))
 
             def again(executor: Noisy, folder: Path = folder, url: str = url, plan: Any = plan) -> Any:
-                run = Retuning(name="s", folder=folder / "s", url=url, asked=Asked(), observer=Watcher())
+                run = Retuning(name="s", folder=folder / "s", url=url, asked=RetuneRequest(), observer=Watcher())
                 run.begin()
                 return run.run(plan, executor)
 
             decision = again(Noisy(1000 + seed))
-            counts["unchanged_replaced"] += decision.verdict is Verdict.IMPROVED
+            counts["unchanged_replaced"] += decision.verdict is RetuneVerdict.IMPROVED
             counts["unchanged_searched"] += decision.n_trials > 0
             rounds.append(decision.standing.n_rounds)
-            if decision.verdict is Verdict.IMPROVED:
+            if decision.verdict is RetuneVerdict.IMPROVED:
                 continue
             incumbent = Candidate.of(first.picks["recommended"]["candidate"])
             decision = again(
@@ -265,7 +269,7 @@ def moved(n: int) -> dict[str, Any]:
             )
             counts["regression_found"] += decision.standing.moved
             counts["regression_left"] += not decision.standing.moved
-            counts["regression_replaced"] += decision.verdict is Verdict.IMPROVED
+            counts["regression_replaced"] += decision.verdict is RetuneVerdict.IMPROVED
     return {"retunings": n, **counts, "mean_rounds": float(np.mean(rounds))}
 
 

@@ -1,10 +1,11 @@
 """Replays every sampler on truth tables: hypervolume, regret and out-of-memory trials, against trials and against seconds.
 
-`python benchmarks/search.py [benchmarks/truth/NAME.yaml ...]` runs whole studies, as `autotune run` does, whose trials are answered from
-the table with its noise (`executors/replay.py`). What is counted is the median of a configuration's repeats, not what the study saw. With
-`--memory 0.6` a rank has as much memory as 60 % of the configurations need, so that there is a cliff to fall from. The tables come from
-short trials, of 3 to 7 timed steps mostly; `--longer 8` replays each with so many times the steps, as the default `trial_budget_s` of 10 s
-takes, which is what stopping trials saves of.
+`python benchmarks/search.py [benchmarks/truth/NAME.yaml ...]` runs whole studies, as `autotune run` does, whose trials
+are answered from the table with its noise (`executors/replay.py`). What is counted is the median of a configuration's
+repeats, not what the study saw. With `--memory 0.6` a rank has as much memory as 60 % of the configurations need, so
+that there is a cliff to fall from. The tables come from short trials, of 3 to 7 timed steps mostly; `--longer 8`
+replays each with so many times the steps, as the default `trial_budget_s` of 10 s takes, which is what stopping trials
+saves of.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ import numpy as np
 import truth
 import yaml
 
-from autotune import store
-from autotune.candidate import Candidate
 from autotune.executors.replay import ReplayExecutor, Row, read_table
-from autotune.objective import METRICS
+from autotune.scoring.metrics import METRICS
 from autotune.search.acquisition import dominated, front_of
-from autotune.search.catalogue import Prediction
+from autotune.search.features import PriorPrediction
 from autotune.search.physics import AnalyticPrior
-from autotune.study import Progress, Runner
-from autotune.trial import Outcome
+from autotune.space.candidate import Candidate
+from autotune.study.events import SILENT
+from autotune.study.runner import Runner
+from autotune.study.storage import records
+from autotune.trial.result import Outcome
 
 TABLES = Path(__file__).parent / "truth"
 # Name -> what the study is told besides the sampler.
@@ -110,22 +112,12 @@ class Truth:
         return {"hypervolume": share, **{f"{m}_regret": float(r) for m, r in zip(self.metrics, regret, strict=True)}}
 
 
-class Silent:
-    """Nobody watches."""
-
-    def say(self, text: str) -> None: ...
-    def began(self, *_: object) -> None: ...
-    def waiting(self) -> None: ...
-    def tick(self) -> None: ...
-    def ended(self, progress: Progress) -> None: ...
-
-
 @contextlib.contextmanager
 def skewed(seed: int) -> Iterator[None]:
     """Meanwhile the prior's step times are wrong by a random factor for each level of each categorical knob."""
     true, rng, offsets = AnalyticPrior.__call__, np.random.default_rng((seed, 7)), dict[tuple[str, Any], float]()
 
-    def wrong(prior: AnalyticPrior, candidates: Sequence[Candidate]) -> Prediction:
+    def wrong(prior: AnalyticPrior, candidates: Sequence[Candidate]) -> PriorPrediction:
         told = true(prior, candidates)
         levels = [[level for level in c.values().items() if level[0] not in NUMERIC] for c in candidates]
         for level in dict.fromkeys(level for each in levels for level in each):
@@ -170,14 +162,15 @@ def run(
     executor = ReplayExecutor(rows, seed)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(found, executor, Path(folder) / "study", store.default_url(Path(folder)), Silent())  # type: ignore[arg-type]
+        runner = Runner(found, executor, Path(folder) / "study", records.default_url(Path(folder)), SILENT)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
             if kind == "physics, wrong prior":
                 stack.enter_context(skewed(seed))
             runner.run()
         ended = [m for m in runner.measured() if m.outcome is not Outcome.PREDICTED_OOM]
-        walls = runner._walls_s()
+        told = [records.told_data(each) for each in runner.state.told()]
+        walls = [data["wall_s"] for data in told if data["outcome"] != Outcome.PREDICTED_OOM]
     # A loss that did not fall within the baseline's trial is no objective of the study.
     true = Truth(rows, [o.metric for o in runner.objectives], limit)
     curve, tried, n_oom, spent = [], [], 0, 0.0

@@ -1,8 +1,8 @@
 """Every sampler on simulated machines: hypervolume, regret and out-of-memory trials against the number of trials.
 
-The truth is a simulator whose formulas differ from those of `autotune.predictors`: a saturation curve with steps, overlap as a
-power mean, a slow-down near the memory limit, and a random offset of each level. What is shown is how fast a sampler finds
-the front of such a table, not that any machine is like it.
+The truth is a simulator whose formulas differ from those of `autotune.forecast`: a saturation curve with steps,
+overlap as a power mean, a slow-down near the memory limit, and a random offset of each level. What is shown is how fast
+a sampler finds the front of such a table, not that any machine is like it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.space.legality import why_illegal
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
 import optuna
 
-from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
-from autotune.predictors.profile import Machine, Profile
 from autotune.search.acquisition import dominated
-from autotune.search.catalogue import Prediction, flat
-from autotune.search.legal import LegalSampler
+from autotune.search.features import PriorPrediction, flat
 from autotune.search.physics import AnalyticPrior, PhysicsSampler
-from autotune.space import SearchSpace
+from autotune.search.samplers import LegalSampler
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.legality import Setting
+from autotune.space.space import SearchSpace
+from autotune.trial.profile import Machine, Profile
 
 METRICS = ["step_time_s", "samples_per_s", "time_to_loss_s"]
 DIRECTIONS = ["minimize", "maximize", "minimize"]
@@ -183,7 +186,7 @@ class Table:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.candidates = [c for c in world.space.candidates(world.default) if c.illegal(world.setting) is None]
+        self.candidates = [c for c in world.space.candidates(world.default) if why_illegal(c, world.setting) is None]
         self.row = {c: n for n, c in enumerate(self.candidates)}
         self.seconds, self.sizes, self.inner, self.boundary = world.truth(self.candidates)
         batch = np.array([c.global_batch_size(world.setting.world_size) for c in self.candidates], dtype=float)
@@ -216,7 +219,7 @@ def _beaten(costs: np.ndarray) -> np.ndarray:
     return beaten
 
 
-def prior_of(kind: str, world: World, seed: int) -> Callable[[Sequence[Candidate]], Prediction]:
+def prior_of(kind: str, world: World, seed: int) -> Callable[[Sequence[Candidate]], PriorPrediction]:
     analytic = AnalyticPrior(world.profile, world.nominal)
     if kind == "physics, no prior":
         return flat
@@ -227,7 +230,7 @@ def prior_of(kind: str, world: World, seed: int) -> Callable[[Sequence[Candidate
         rng = np.random.default_rng((seed, 7))
         offsets: dict[tuple[str, str], float] = {}
 
-        def wrong(candidates: Sequence[Candidate]) -> Prediction:
+        def wrong(candidates: Sequence[Candidate]) -> PriorPrediction:
             said = analytic(candidates)
             factors = []
             for c in candidates:
@@ -266,7 +269,8 @@ def run(table: Table, kind: str, seed: int, n_trials: int) -> dict[str, Any]:
     for n in range(n_trials):
         start = time.perf_counter()
         trial = study.ask()
-        # The first is forced; suggesting it too puts its parameters into the study, without which nsga2 and gp stay random.
+        # The first is forced; suggesting it too puts its parameters into the study, without which nsga2 and gp stay
+        # random.
         values = world.space.suggest(lambda parameter, trial=trial: parameter.suggest(trial), world.default)
         candidate = world.space.candidate(values, world.default)
         ask_s.append(time.perf_counter() - start)  # Optuna asks its sampler with the first suggestion

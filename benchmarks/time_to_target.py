@@ -1,8 +1,9 @@
 """Is the batch that goodput ranks first really the first at a target loss? Eight (batch, learning rate) settings on four tasks.
 
-`python benchmarks/time_to_target.py [TASK ...]`: for each task the noise scale is measured by a probe at the baseline's batch, which with
-the step times gives the predicted time to the loss that the baseline reaches after a fixed number of samples. Each setting is trained
-until its loss, averaged over equal data, gets there. Kendall's tau between the two, in `results/time_to_target.json`.
+`python benchmarks/time_to_target.py [TASK ...]`: for each task the noise scale is measured by a probe at the baseline's
+batch, which with the step times gives the predicted time to the loss that the baseline reaches after a fixed number of
+samples. Each setting is trained until its loss, averaged over equal data, gets there. Kendall's tau between the two, in
+`results/time_to_target.json`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from common import RESULTS, write
 from gate import TASKS
 from scipy.stats import kendalltau
 
-from autotune.candidate import Candidate
-from autotune.convergence import efficiency, learning_rate_factor
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.trial import TrialRequest, TrialResult
+from autotune.scoring.convergence.learning_rate import learning_rate_factor
+from autotune.scoring.convergence.noise_scale import efficiency, noise_scale_of
+from autotune.space.candidate import Candidate
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import TrialResult
 
 BATCHES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BASELINE, SAMPLES, WINDOW, MARGIN = 64, 24576, 4096, 1.6
@@ -103,7 +106,7 @@ class Task:
 
     def measure(self) -> dict[str, object]:
         probe = self.run(BASELINE, 400, "noise", noise=True)
-        noise = probe.noise.noise_scale()
+        noise = noise_scale_of(probe.noise)
         target = smoothed(self.run(BASELINE, SAMPLES // BASELINE, "target"), BASELINE)[1][-1]
         rows = []
         for batch in BATCHES:

@@ -1,8 +1,8 @@
 """Measures every legal configuration of a study's space, several times, into a table that `search.py` and `forecast.py` replay.
 
-`python benchmarks/truth.py benchmarks/truth/NAME.yaml` writes `benchmarks/truth/NAME.csv.gz` and, beside it, what the study was planned on.
-It takes trials x repeats x (start-up + budget); run again it goes on where it was. Each repeat goes through the space in an order of its
-own, so that a machine that drifts slows no configuration more than another.
+`python benchmarks/truth.py benchmarks/truth/NAME.yaml` writes `benchmarks/truth/NAME.csv.gz` and, beside it, what the
+study was planned on. It takes trials x repeats x (start-up + budget); run again it goes on where it was. Each repeat
+goes through the space in an order of its own, so that a machine that drifts slows no configuration more than another.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autotune import objective, trial
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.replay import Row, read_table, write_table
-from autotune.objective import Reference
-from autotune.plan import Plan, executor_for, plan, profiled
-from autotune.space import SearchSpace
-from autotune.spec import StudySpec
-from autotune.store import SearchRecord
-from autotune.study import ENDLESS_SAMPLES
-from autotune.target import inspect_target
-from autotune.trial import Outcome, TrialRequest, TrialResult, Workload
+from autotune.scoring import metrics
+from autotune.scoring.convergence.time_to_loss import Reference
+from autotune.space.candidate import Candidate
+from autotune.space.legality import why_illegal
+from autotune.space.space import SearchSpace
+from autotune.study.runner import ENDLESS_SAMPLES
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.plan import Plan, plan, profiled
+from autotune.study.spec.spec import StudySpec
+from autotune.study.storage.records import SearchRecord
+from autotune.trial import folder
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.target import inspect_target
+from autotune.trial.workload import Workload
 
 KEPT_LOSSES = 12
 WRITE_EVERY = 20
@@ -49,7 +54,7 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
         legal = [
             c
             for c in found.space.candidates(found.baseline)
-            if c.illegal(found.setting) is None and c != found.baseline
+            if why_illegal(c, found.setting) is None and c != found.baseline
         ]
         if at_most is not None and len(legal) > at_most - 1:
             legal = random.Random(0).sample(legal, at_most - 1)
@@ -94,7 +99,7 @@ def run(found: Plan, executor: Any, path: Path, candidate: Candidate, n_samples:
 
 def row_of(candidate: Candidate, repeat: int, result: TrialResult, reference: Reference) -> Row:
     """A trial as a line of the table."""
-    estimates = objective.measure(result, reference)
+    estimates = metrics.measure(result, reference)
     values = {
         name: estimate.value
         for name, estimate in estimates.items()
@@ -140,7 +145,7 @@ def keep_plan(found: Plan, path: Path) -> None:
             mode="json",
         ),
     }  # fmt: skip
-    trial.write(path.with_suffix(".json"), kept)
+    folder.write_record(path.with_suffix(".json"), kept)
 
 
 def planned(path: Path, changes: dict[str, Any]) -> Plan:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,23 +21,24 @@ from wsgiref.util import setup_testing_defaults
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import instant
 from common import write
 from optuna.storages import RDBStorage
 from optuna_dashboard import wsgi
+from playwright.sync_api import Page, sync_playwright
+from support import instant
 
-from autotune import store
-from autotune.candidate import Candidate
-from autotune.report import browser
-from autotune.report.dashboard import Application
-from autotune.report.overlay import Overlay
-from autotune.trial import Outcome, RankReport
+from autotune.report.dashboard.server import Application
+from autotune.report.dashboard.storage import DashboardStorage
+from autotune.space.candidate import Candidate
+from autotune.study.storage import records
+from autotune.trial.result import Outcome, RankReport
 
 SPACE = ["batch", "zero", "buckets", "precision", "checkpointing"]
 ROUNDS, WARM_PAIRS = 5, 3
 WIDTHS = (390, 1440)
 STUDY_PAGE = "/api/studies/1"
-# Notes when each frame begins, in milliseconds: a page that is busy, or still drawing the last frame, begins the next one late.
+# Notes when each frame begins, in milliseconds: a page that is busy, or still drawing the last frame, begins the next
+# one late.
 WATCH = """window.watch = () => {
   const frames = [];
   let watching = true;
@@ -82,7 +84,7 @@ def searched(studies: Path, n_trials: int) -> str:
     instant.runner_of(
         studies, engine, trials=n_trials, space=SPACE, sampler="random", stop_trials=False, memory_filter=False
     ).run()
-    return store.default_url(studies)
+    return records.default_url(studies)
 
 
 def command_s(folder: Path) -> float:
@@ -103,35 +105,37 @@ def intervals(frames: list[float]) -> dict[str, float]:
     return {"p95_ms": found[int(0.95 * (len(found) - 1))], "longest_ms": found[-1], "frames": len(found)}
 
 
-def watched(tab: browser.Page, actions: list[partial]) -> dict[str, float]:
+def watched(tab: Page, actions: list[partial]) -> dict[str, float]:
     """The intervals of frames while a user does something again and again."""
-    tab.run("window.stop = watch(); 0")
+    tab.evaluate("window.stop = watch(); 0")
     for act in actions:
         act()
-        tab.run(PAUSE)
-    return intervals(tab.run("stop()"))
+        tab.evaluate(PAUSE)
+    return intervals(tab.evaluate("stop()"))
 
 
 def page_figures(page: Path) -> dict[str, dict]:
     """How soon the page is there and how evenly it moves, by width of the window."""
     found = {}
-    with browser.browsing() as tab:
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        tab = browser.new_page()
         for width in WIDTHS:
-            tab.view(width, 900)
+            tab.set_viewport_size({"width": width, "height": 900})
             start = time.perf_counter()
-            tab.open(page.as_uri())
-            tab.until("document.documentElement.dataset.drawn === 'yes'")
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("html[data-drawn=yes]", state="attached")
             drawn_s = time.perf_counter() - start
-            seen_s = tab.run("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3
-            tab.run(f"{WATCH}; document.fonts.ready.then(() => 0)")
-            scroll = intervals(tab.run(SCROLL))
-            tab.run("document.getElementById('filter').focus()")
-            typing = watched(tab, [partial(tab.send, "Input.insertText", text=letter) for letter in "z1 bf16 complete"])
-            tab.run(
+            seen_s = tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3
+            tab.evaluate(f"{WATCH}; document.fonts.ready.then(() => 0)")
+            scroll = intervals(tab.evaluate(SCROLL))
+            tab.evaluate("document.getElementById('filter').focus()")
+            typing = watched(tab, [partial(tab.keyboard.type, letter) for letter in "z1 bf16 complete"])
+            tab.evaluate(
                 "(() => { const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input')); })()"
             )
             heads = [f"document.querySelectorAll('#trials thead button')[{column}].click()" for column in (4, 4, 1, 0)]
-            sorting = watched(tab, [partial(tab.run, head) for head in heads])
+            sorting = watched(tab, [partial(tab.evaluate, head) for head in heads])
             found[str(width)] = {
                 "seen_s": seen_s,
                 "drawn_s": drawn_s,
@@ -139,6 +143,7 @@ def page_figures(page: Path) -> dict[str, dict]:
                 "filter": typing,
                 "sort": sorting,
             }
+        browser.close()
     return found
 
 
@@ -159,9 +164,9 @@ def dashboard_figures(studies: Path, url: str) -> dict[str, list[dict[str, float
     """
 
     def opened() -> dict:
-        folder_of = partial(store.study_folder, studies=studies, url=url)
+        folder_of = partial(records.study_folder, studies=studies, url=url)
         return {
-            "own": Application(Overlay(store.open_storage(url), folder_of), "127.0.0.1", None),
+            "own": Application(DashboardStorage(records.open_storage(url), folder_of), "127.0.0.1", None),
             "plain": wsgi(RDBStorage(url)),
         }
 

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from zoo import MODELS, Zoo, assert_nothing_left, shared_memory
+from support.paths import MODELS, ROOT
+from support.zoo import Zoo, assert_nothing_left, shared_memory
 
 from autotune.executors.local import LocalExecutor
+
+pytest_plugins = ["support.lanes"]
 
 # As `Runner.run` does for a study: set before numpy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # DeepSpeed's compiled ops and the like; git-ignored.
-os.environ.setdefault("AUTOTUNE_CACHE", str(Path(__file__).parent.parent / ".cache" / "autotune"))
+os.environ.setdefault("AUTOTUNE_CACHE", str(ROOT / ".cache" / "autotune"))
 
 # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -3,23 +3,31 @@
 import ast
 import os
 import re
-import tempfile
+import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_report import EVIL, Tags, data_of, study_report, with_picks
+from support.study_report import EVIL, Tags, data_of, study_report, with_picks
 
 import autotune
-from autotune import UserError, commands, schedule, schedule_export, spec, store
+from autotune import session
+from autotune.errors import UserError
 from autotune.executors.local import machine_turn
-from autotune.history import SCHEDULE, History
-from autotune.report import html, readme
-from autotune.report.dashboard import LEAST_TOKEN, Application, is_strong, make_server, new_token
-from autotune.schedule import Daemon, Schedule
-from autotune.spec import StudySpec, check_name, find_preset, read_hostfile
+from autotune.executors.ssh import read_hostfile
+from autotune.report import readme
+from autotune.report.dashboard.server import LEAST_TOKEN, Application, is_strong, make_server, new_token
+from autotune.report.page import render
+from autotune.retune.schedule import Daemon, Schedule
+from autotune.study.spec import spec
+from autotune.study.spec.presets import find_preset
+from autotune.study.spec.spec import StudySpec, check_name
+from autotune.study.storage import records
+from autotune.study.storage.history import History
+from autotune.study.storage.tables import SCHEDULE
+from autotune.system.machine import lock_path
 
 ROOT = Path(autotune.__file__).parent
 SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
@@ -48,8 +56,9 @@ def test_nothing_is_unpickled():
     imports = {(file, name.partition(".")[0]) for file, node in nodes for name in imported(node)}
     assert not {found for found in imports if found[1] in UNPICKLERS}
     loads = [(file, keywords.get("weights_only")) for file, name, keywords in calls() if name == "torch.load"]
-    # A DeepSpeed checkpoint is a pickle of DeepSpeed's own, which the user names with --from-checkpoint; docs/security.md says so.
-    assert sorted(loads, key=str) == [("worker/weights.py", "False"), ("worker/weights.py", "True")]
+    # A DeepSpeed checkpoint is a pickle of DeepSpeed's own, which the user names with --from-checkpoint;
+    # docs/security.md says so.
+    assert sorted(loads, key=str) == [("worker/model/weights.py", "False"), ("worker/model/weights.py", "True")]
 
 
 def test_yaml_is_read_in_one_place_and_as_plain_data():
@@ -62,16 +71,16 @@ def test_yaml_is_read_in_one_place_and_as_plain_data():
         if isinstance(node, ast.Attribute)
     )
     loaders = {file for file, name in names if re.fullmatch(r"yaml\.\w*Loader", name)}
-    assert loaders == {"documents.py"}
+    assert loaders == {"study/spec/yaml_file.py"}
 
 
 def test_nothing_but_the_users_own_target_and_commands_is_executed():
     executes = {
         (file, name) for file, name, _ in calls() if name in ("exec", "eval", "compile", "os.system", "os.popen")
     }
-    assert executes == {("worker/script.py", "exec"), ("worker/script.py", "compile")}
+    assert executes == {("worker/script/execute.py", "exec"), ("worker/script/execute.py", "compile")}
     assert {file for file, _, keywords in calls() if keywords.get("shell") == "True"} == {
-        "retune.py"
+        "retune/retuning.py"
     }  # --on-change COMMAND
 
 
@@ -88,9 +97,9 @@ def test_a_study_s_name_leads_to_no_other_folder(tmp_path, name):
     with pytest.raises(ValueError, match="name a study"):
         check_name(name)
     with pytest.raises(UserError):
-        commands.locate(name, None)
+        session.open_study(name)
     with pytest.raises(UserError):
-        store.study_folder(name, tmp_path, "sqlite:///x.db")
+        records.study_folder(name, tmp_path, "sqlite:///x.db")
 
 
 @given(st.text())
@@ -134,13 +143,24 @@ def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path):
     assert len(read_hostfile(tmp_path / "hosts")) == 4
 
 
-def test_a_lock_in_a_folder_of_everybody_s_is_not_taken_through_a_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "precious").write_text("text")
-    (tmp_path / f"autotune-{os.getuid()}.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="symbolic link"), machine_turn(lambda: None):
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_lock_lies_in_a_folder_that_only_the_user_can_write_to(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    with machine_turn(lambda: None):
+        folder = lock_path().parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        os.chmod(folder, mode)
+    with pytest.raises(UserError, match="only you can write to"), machine_turn(lambda: None):
         pass
-    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_lock_is_not_taken_through_a_link_to_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / f"locks-{os.getuid()}").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="only you can write to"), machine_turn(lambda: None):
+        pass
+    assert not os.listdir(tmp_path / "precious")
 
 
 # What a database holds may have been written by somebody else.
@@ -148,7 +168,7 @@ def test_a_lock_in_a_folder_of_everybody_s_is_not_taken_through_a_link(tmp_path,
 
 def in_database(tmp_path, study: str) -> History:
     """A database with a schedule that no command of ours would have made."""
-    history = History(store.open_storage(store.default_url(tmp_path / "studies")).engine)
+    history = History(records.open_storage(records.default_url(tmp_path / "studies")).engine)
     with history.engine.begin() as connection:
         connection.execute(
             SCHEDULE.insert().values(study=study, every_s=60.0, on_change=False, created_at=0.0, next_run_at=0.0)
@@ -157,18 +177,15 @@ def in_database(tmp_path, study: str) -> History:
 
 
 @pytest.mark.parametrize("study", ["--on-change=touch pwned", "x\n* * * * * touch pwned", "../x", "$(touch pwned)"])
-def test_a_schedule_of_somebody_else_s_runs_and_exports_nothing(tmp_path, study):
+def test_a_schedule_that_another_program_wrote_runs_and_exports_nothing(tmp_path, study):
     history, said = in_database(tmp_path, study), []
     daemon = Daemon(
-        store.default_url(tmp_path / "studies"), tmp_path / "studies", said.append, ["touch", str(tmp_path / "pwned")]
+        records.default_url(tmp_path / "studies"), tmp_path / "studies", said.append, ["touch", str(tmp_path / "pwned")]
     )
-    daemon.jobs.leads = True
-    daemon.fire(1)
-    assert "passed by" in said[-1] and not (tmp_path / "pwned").exists()
-    for form in schedule_export.FORMS:
-        with pytest.raises(UserError, match="schedule remove 1"):
-            schedule_export.export(form, [Schedule.of(row) for row in history.schedules()], tmp_path, None)
-    assert schedule.moment(None) == "never"
+    daemon.look()
+    assert daemon.leads and "skipped: schedule 1" in said[-1] and not (tmp_path / "pwned").exists()
+    with pytest.raises(UserError, match="schedule remove 1"):
+        [Schedule.of(row) for row in history.schedules()]
 
 
 # Pages.
@@ -200,15 +217,15 @@ def evil_report():
 
 
 def test_no_text_name_or_parameter_gets_out_of_its_place_in_the_page():
-    page = html.render(evil_report())
+    page = render.render(evil_report())
     tags = Tags(page)
-    assert [tag for tag, _ in tags.found].count("script") == 4 and "img" not in [tag for tag, _ in tags.found]
+    assert [tag for tag, _ in tags.found].count("script") == 3 and "img" not in [tag for tag, _ in tags.found]
     assert not any(
         name.startswith("on") or str(value).startswith("javascript:")
         for _, found in tags.found
         for name, value in found.items()
     )
-    assert data_of(page)["points"] and "{{7*7}}" in page  # nothing fills templates in
+    assert data_of(page)["figures"]["front-plot"] and "{{7*7}}" in page  # nothing fills templates in
 
 
 def test_nothing_in_the_readme_and_the_notes_is_html():
@@ -256,8 +273,8 @@ def test_a_host_that_is_none_is_not_ours(host):
 @pytest.mark.parametrize("host", ["a..b", "x" * 300, "é" * 70, "\udcff", "::zz"], ids=ascii)
 def test_an_address_that_is_none_is_refused_in_a_sentence(tmp_path, host):
     pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
-    url = store.default_url(tmp_path)
-    store.open_storage(url)
+    url = records.default_url(tmp_path)
+    records.open_storage(url)
     with pytest.raises(UserError, match="no address of this machine"):
         make_server(url, tmp_path, host, 0, "a-token-of-sixteen")
 

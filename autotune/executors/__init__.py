@@ -1,1 +1,1 @@
-"""Start a worker somewhere, watch it, stop it."""
+"""Engines that run trials: this machine, hosts over ssh, Slurm, Ray, or a table of earlier measurements."""

@@ -1,4 +1,4 @@
-"""What every engine offers, and the life of one trial on any of them."""
+"""The interface of an executor, and the life of one trial on any of them: submit, watch, conclude."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune import files, masking, trial
-from autotune.trial import Exit, Outcome, TrialDir, TrialRequest, TrialResult
+from autotune.errors import printable
+from autotune.executors.conclude import joined, merge
+from autotune.system import files, redaction
+from autotune.trial.folder import TrialDir, ends, phases, read_record, reports, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Exit, Outcome, TrialResult
 
 POLL_S = 0.01
-# Beyond its deadline a trial is the agent's to kill; this much later the agent itself is given up.
+# The agent kills a trial at its deadline; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
 
 
 class Status(StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -30,27 +34,27 @@ class Status(StrEnum):
 
 
 class Job(Protocol):
-    """One trial that an engine was given.
+    """One trial in the hands of an engine.
 
     Attributes:
-        reason: Why it waits, was lost or refused, in the engine's own words.
+        reason: Why it waits, was lost or was refused, in the engine's words.
     """
 
     reason: str
 
     def poll(self) -> Status:
-        """Where the job stands now; does not wait."""
+        """Returns the state of the job, without waiting."""
 
     def cancel(self) -> None:
-        """Ends every rank; returns when none is left. May be called twice."""
+        """Ends all ranks and waits for that. May be called twice."""
 
 
 class Executor(Protocol):
-    """An engine that runs trials; its trial folder is the protocol.
+    """An engine that runs trials; it exchanges files with the ranks in the trial's folder.
 
     Attributes:
-        mark: What the processes that it started on this machine carry in their environment; empty where there are none.
-        cold_reason: Why ranks are not forked from a warm server; empty where they are.
+        mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
+        cold_reason: Why ranks are not forked from a warm server; empty if they are.
     """
 
     mark: str
@@ -60,75 +64,75 @@ class Executor(Protocol):
         ...
 
     def start(self) -> None:
-        """Gets the engine ready, as far as that costs no waiting in a queue.
+        """Gets the engine ready, as far as that needs no waiting in a queue.
 
         Raises:
-            UserError: It cannot be used, and why.
+            UserError: The engine cannot be used; says why.
         """
 
     def submit(self, folder: TrialDir) -> Job:
-        """Starts the ranks of the trial whose `request.json` is in the folder."""
+        """Starts the trial whose `request.json` is in the folder."""
 
     def find(self, folder: TrialDir) -> Job | None:
-        """The job of a trial that an earlier run submitted, if the engine can still say what became of it."""
+        """Returns the job of a trial that an earlier run submitted, if the engine still knows it."""
 
     def build_ops(self, names: Sequence[str]) -> str | None:
-        """Compiles DeepSpeed ops ahead of the trials that need them; returns what went wrong, if something did."""
+        """Compiles DeepSpeed ops before the trials that need them; returns the error, if any."""
 
     def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
-        """Waits until nothing else is measured on the same machine, and keeps others waiting meanwhile."""
+        """Waits until no other study measures on the same machine, and keeps others waiting meanwhile."""
 
     def close(self) -> None:
-        """Ends whatever the engine keeps running."""
+        """Ends everything that the engine keeps running."""
 
 
 def run(
     executor: Executor, path: Path, request: TrialRequest, on_tick: Callable[[], None] = lambda: None
 ) -> TrialResult:
-    """Runs one trial to its end and returns that end as data; `result.json` is written.
+    """Runs one trial, writes `result.json`, and returns it.
 
     Args:
         executor: The engine.
-        path: The trial's folder; what an earlier, lost attempt left in it is removed. If the same trial still runs there on
-            behalf of a coordinator that died, it is carried on.
-        request: What to run.
-        on_tick: Called some times a second while it runs (heartbeats, progress).
+        path: The trial's folder. If the same trial still runs there for a coordinator that died, it is resumed; other
+            files of an earlier attempt are removed.
+        request: The trial.
+        on_tick: Called five times a second while it runs (heartbeats, progress).
 
     Raises:
         KeyboardInterrupt: Passed on after the ranks were stopped.
-        OSError: The disk is full, or refused a file; that is no end of the trial's own.
+        OSError: The disk is full, or refused a file; that says nothing about the trial.
     """
     folder = TrialDir(path)
     if (left := _left(executor, folder)) is not None and left[1] == request:
         return _watch(left[0], folder, request, on_tick)
     forget(executor, path)
-    # The ranks need a secret that the user put on the command line; nobody else does.
-    secret = request.script is not None and masking.masked(request.script.arguments) != request.script.arguments
-    trial.write(folder.request, request, sync=False, private=secret)
-    trial.write(folder.ds_config, request.ds_config, sync=False)
+    # Only the ranks may read a secret that the user put on the command line.
+    secret = request.script is not None and redaction.redact(request.script.arguments) != request.script.arguments
+    write_record(folder.request, request, sync=False, private=secret)
+    write_record(folder.ds_config, request.ds_config, sync=False)
     return _watch(executor.submit(folder), folder, request, on_tick)
 
 
 def resume(executor: Executor, path: Path, on_tick: Callable[[], None] = lambda: None) -> TrialResult | None:
-    """Carries on a trial whose coordinator died; None if the engine knows nothing of it or lost it."""
+    """Resumes a trial whose coordinator died; None if the engine does not know it or lost it."""
     folder = TrialDir(path)
     left = _left(executor, folder)
     return _watch(left[0], folder, left[1], on_tick) if left is not None else None
 
 
 def forget(executor: Executor, path: Path) -> None:
-    """Removes a trial's folder, after ending what an earlier coordinator may have left running in it."""
+    """Removes a trial's folder, after ending the job that an earlier coordinator may have left running in it."""
     if (left := _left(executor, TrialDir(path))) is not None:
         left[0].cancel()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | None:
-    """The job that a dead coordinator left, under way or ended and not concluded yet, and what was asked of it."""
+    """Returns job and request that a dead coordinator left, still running or ended without a result."""
     if not folder.job.exists() or folder.result.exists():
         return None
     try:
-        request = trial.read(folder.request, TrialRequest)
+        request = read_record(folder.request, TrialRequest)
     except (FileNotFoundError, ValueError):
         return None
     job = executor.find(folder)
@@ -141,7 +145,7 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
         while (status := job.poll()) in (Status.QUEUED, Status.RUNNING):
             now = time.monotonic()
             if status is Status.RUNNING:
-                started = started or now  # neither starting an engine nor waiting in its queue is the trial's time
+                started = started or now  # neither the engine's start nor its queue counts
             if now - ticked > 0.2:
                 ticked = now
                 on_tick()
@@ -152,7 +156,7 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
     finally:
         if status in (Status.QUEUED, Status.RUNNING):
             job.cancel()
-            if not over:  # the user stopped it: nothing to carry on
+            if not over:  # the user stopped it: nothing to resume
                 folder.job.unlink(missing_ok=True)
     shutil.rmtree(folder.scratch, ignore_errors=True)
     result = conclude(folder, request, job.reason if status in (Status.LOST, Status.REFUSED) else "")
@@ -160,30 +164,36 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
         result = replace(result, outcome=Outcome.CRASHED)
     if result.outcome in (Outcome.CRASHED, Outcome.LOST):
         files.check_space(folder.path, result.reason)
-    trial.write(folder.result, result)
+    write_record(folder.result, result)
     return result
 
 
 def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialResult:
-    """Reads what ranks and agents left in a trial's folder into one result.
+    """Returns the result of a trial from the files that ranks and agents left in its folder.
 
     Args:
         folder: The trial's folder.
-        request: What was asked for.
-        lost: Why the engine gave the trial up, if it did: unless the ranks had all come to their end, nothing else counts.
+        request: The trial.
+        lost: Why the engine gave the trial up, if it did; the result is `lost` unless all ranks had reported.
     """
     if request.nodes > 1:
-        end = trial.joined(trial.ends(folder, request.nodes), request.nodes, lost)
-        trial.write(folder.exit, end)
+        end = joined(ends(folder, request.nodes), request.nodes, lost)
+        write_record(folder.exit, end)
     else:
         try:
-            end = trial.read(folder.exit, Exit)
+            end = read_record(folder.exit, Exit)
         except (FileNotFoundError, ValueError):
             end = Exit(codes={}, killed="lost")
     if lost:
         end = replace(end, killed="lost", note=lost)
-    result = trial.merge(request, trial.reports(folder, request.world_size), end, trial.phases(folder))
-    texts = ("reason", "caveats", "side_changes", "unreproducible")
-    return replace(
-        result, **{name: masking.masked(getattr(result, name)) for name in texts}
-    )  # an exception may quote a token
+    result = merge(request, reports(folder, request.world_size), end, phases(folder))
+    # Texts of the user's code: an exception may quote a token, or hold control characters.
+    result.reason = shown(result.reason)
+    for texts in (result.caveats, result.side_changes, result.unreproducible):
+        texts[:] = map(shown, texts)
+    return result
+
+
+def shown(text: str) -> str:
+    """Returns a text of a rank or an engine without secrets and control characters, for terminals and pages."""
+    return printable(redaction.redact(text))

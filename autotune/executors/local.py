@@ -1,4 +1,4 @@
-"""Trials on this machine: one warm server, which forks the ranks of each trial."""
+"""Runs trials on this machine: one warm server, which forks the ranks of each trial."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from autotune import UserError, segments
+from autotune.errors import UserError
 from autotune.executors.base import Status
-from autotune.executors.host import MARK, extensions_dir, has_cuda_device, new_mark, sweep
-from autotune.trial import TrialDir
+from autotune.system import shared_memory
+from autotune.system.machine import extensions_dir, has_cuda_device, lock_path
+from autotune.system.processes import MARK, new_mark, sweep
+from autotune.trial.folder import TrialDir
 
 START_TIMEOUT_S = 300.0
 CANCEL_TIMEOUT_S = 10.0
 
 
 class LocalExecutor:
-    """Runs trials on this machine.
+    """Executor that runs trials on this machine.
 
     Args:
-        modules: What the user's target imports; the server imports it once.
-        log: Where the server's own output goes.
-        environment: Variables that the user's launch command sets, for the server and all its trials.
+        modules: Modules that the user's target imports; the server imports them once.
+        log: File for the server's own output.
+        environment: Variables that the user's launch command sets, for the server and its trials.
     """
 
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -45,7 +46,7 @@ class LocalExecutor:
         """Starts the warm server and waits until it has imported everything.
 
         Raises:
-            UserError: It died on the way, with the last line that it wrote.
+            UserError: It died; quotes the last line of its log.
         """
         if self._server is not None:
             if self._server.poll() is None:
@@ -53,22 +54,18 @@ class LocalExecutor:
             self.lose(self._server)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "autotune.worker", "serve", *self._modules]
-        self._shared_before, self._ready = frozenset(segments.there()), False
+        self._shared_before, self._ready = frozenset(shared_memory.there()), False
         self._n_ordered = self._n_ended = 0
         with open(self._log, "ab") as log:
-            # Its own session: Ctrl-C in the terminal is for the driver, which then stops the ranks in order.
+            # In a new session, Ctrl-C in the terminal reaches only the driver, which then stops the ranks in order.
+            pipe, environment = subprocess.PIPE, self._environment()
             self._server = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._environment(),
-                start_new_session=True,
+                command, stdin=pipe, stdout=pipe, stderr=log, env=environment, start_new_session=True
             )
         answer = self._answer(START_TIMEOUT_S)
         if answer is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(1.0)  # its end of the pipe closes a moment before its exit status is there
+                self._server.wait(1.0)  # its pipe closes shortly before it has an exit status
             code = self._server.poll()
             how = "no answer" if code is None else f"exit status {code}"
             self.close()
@@ -76,42 +73,42 @@ class LocalExecutor:
         self.cold_reason, self._ready = str(answer.get("reason", "")), True
 
     def submit(self, folder: TrialDir) -> LocalJob:
-        """Hands the folder to the server, which is started again if it has died."""
+        """Orders the trial from the server, which is started again if it has died."""
         return self.submit_part(folder, folder.exit, {})
 
     def submit_part(self, folder: TrialDir, end: Path, part: Mapping[str, str | int]) -> LocalJob:
-        """The same for this machine's part of a trial.
+        """Orders this machine's part of a trial.
 
         Args:
             folder: The trial's folder.
-            end: What is written there when this machine's ranks have ended.
-            part: `node`, the machine's number, and `address`, where the first one is reached.
+            end: File that the server writes when this machine's ranks have ended.
+            part: `node`, the machine's number, and `address` of the first machine.
         """
         order = json.dumps({"run": str(folder.path.resolve()), **part}).encode() + b"\n"
         self.start()
         try:
             return self._job(order, end)
-        except BrokenPipeError:  # it died since we looked
+        except BrokenPipeError:  # it died since `start`
             assert self._server is not None
             self.lose(self._server)
             self.start()
             return self._job(order, end)
 
     def find(self, folder: TrialDir) -> None:
-        """Nothing of a local trial outlives the run that started it."""
+        """Returns None: no local trial outlives the run that started it."""
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Two studies on one machine take turns, trial by trial: measured together, both would read slow."""
+        """Waits for a turn: two trials at a time on one machine would slow each other down."""
         return machine_turn(on_wait)
 
     def build_ops(self, names: Sequence[str]) -> str | None:
-        """Compiles DeepSpeed ops ahead of the trials that need them; returns the compiler's last line if that failed."""
+        """Compiles DeepSpeed ops before the trials that need them; returns the compiler's last line if that failed."""
         command = [sys.executable, "-m", "autotune.worker", "build", *names]
         done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
         return (done.stderr.strip().splitlines() or ["unknown failure"])[-1] if done.returncode else None
 
     def close(self) -> None:
-        """Ends the server and everything that it or a trial started."""
+        """Ends the server and all processes that it or a trial started."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -120,25 +117,25 @@ class LocalExecutor:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # One that still imports does not look whether it is wanted.
+            # While it imports, it does not notice that its pipe is closed.
             server.wait(CANCEL_TIMEOUT_S if self._ready else 0.0)
         if server.poll() is None:
             server.kill()
             server.wait()
         sweep(self.mark)
-        if server.returncode:  # it did not come to clear up after its trial
-            for path in segments.abandoned(self._shared_before):
+        if server.returncode:  # it did not clean up after its trial
+            for path in shared_memory.abandoned(self._shared_before):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def lose(self, server: subprocess.Popen[bytes]) -> None:
-        """Gives up a server that died or does not answer, with everything below it; one started since is left alone."""
+        """Ends a server that died or does not answer; does nothing if another one has replaced it."""
         if server is self._server:
             self.close()
             self.mark = new_mark()
 
     def n_ended(self, server: subprocess.Popen[bytes]) -> int:
-        """How many of its orders a server says that it has carried out, whatever became of what it wrote for them."""
+        """Returns how many orders a server has reported as done."""
         if server is self._server and server.stdout is not None:
             while select.select([server.stdout], [], [], 0)[0] and (said := os.read(server.stdout.fileno(), 4096)):
                 self._n_ended += said.count(b"\n")
@@ -163,27 +160,25 @@ class LocalExecutor:
         environment.setdefault("DS_ACCELERATOR", "" if has_cuda_device() else "cpu")
         if not environment["DS_ACCELERATOR"]:
             del environment["DS_ACCELERATOR"]
-        return (
-            environment
-            | {
-                MARK: self.mark,
-                "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-                # Another ninja than the one that built an op finds its build dirty and builds it again.
-                "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
-                "OPENBLAS_NUM_THREADS": "1",  # numpy's thread pool starts at import; the server must have one thread to fork
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for devices without initialising CUDA, which would not survive the fork
-                "GLOO_SOCKET_IFNAME": "lo",
-                "NCCL_SOCKET_IFNAME": environment.get(
-                    "NCCL_SOCKET_IFNAME", "lo"
-                ),  # it only finds its peers by it, and they are all here
-                "PYTHONUNBUFFERED": "1",
-                "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
-            }
-        )
+        return environment | {
+            MARK: self.mark,
+            "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+            # Another version of ninja than the one that built an op would build it again.
+            "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
+            # numpy starts threads at import, and a process with threads must not fork.
+            "OPENBLAS_NUM_THREADS": "1",
+            # Lets torch count devices without initialising CUDA, which would not survive the fork.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            # All ranks are on this machine; NCCL uses the interface only to find its peers.
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": environment.get("NCCL_SOCKET_IFNAME", "lo"),
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
+        }
 
 
 class LocalJob:
-    """A trial in the hands of the local server."""
+    """A trial that the local server runs."""
 
     reason = ""
 
@@ -191,9 +186,9 @@ class LocalJob:
         self._executor, self._server, self._number, self._end = executor, server, number, end
 
     def poll(self) -> Status:
-        """Exited when the server says that it has carried out the order, lost when it died before it wrote how that ended.
+        """Returns `exited` once the server has reported the order as done, `lost` if it died before it wrote the exit.
 
-        Its word, not the file: where others saw that first, the folder may be the next trial's by now.
+        The file alone does not tell: other machines may have seen it first, and the folder may hold the next trial.
         """
         if self._executor.n_ended(self._server) >= self._number:
             return Status.EXITED
@@ -218,14 +213,19 @@ class LocalJob:
 
 
 @contextlib.contextmanager
-def machine_turn(on_wait: Callable[[], None], how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Holds the lock under which studies of one user take turns on this machine, alone or with others that share it (`LOCK_SH`)."""
-    path = Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}.lock"
-    # In a folder that everybody writes to: never through somebody's link, and nothing is cut off.
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
+def machine_turn(on_wait: Callable[[], None], *, shared: bool = False) -> Iterator[None]:
+    """Holds the lock under which the studies of one user take turns on this machine.
+
+    Not filelock: its lock that several holders can share is a SQLite file, which neither a fork nor NFS may touch.
+
+    Args:
+        on_wait: Called repeatedly while another study holds the lock.
+        shared: Let others that ask for a shared lock measure at the same time.
+    """
+    with open(lock_path(), "ab") as file:
         while True:
             try:
-                fcntl.flock(file, how | fcntl.LOCK_NB)
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 on_wait()

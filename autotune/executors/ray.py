@@ -1,6 +1,6 @@
-"""Machines from Ray: a placement group holds them, and an actor on each runs the agent.
+"""The engine for Ray: a placement group holds the machines, and an actor on each runs the agent.
 
-Where they share no file system with the coordinator, Ray carries the files.
+If the machines share no file system with the coordinator, the actors copy the files.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, files, trial
-from autotune.executors.agent import Settings, Spool, key_of
-from autotune.executors.agents import Refused, Standing, no_turn
+from autotune.errors import UserError
 from autotune.executors.base import Status
-from autotune.target import sources
-from autotune.trial import TrialDir, TrialRequest
+from autotune.executors.cluster import JobState, Refused, no_turn
+from autotune.executors.node_agent import Settings, Spool, key_of
+from autotune.system import files
+from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.target import sources
 
 OPTIONS = {
     "address": "the cluster's address, as HOST:PORT (default: RAY_ADDRESS, else the cluster that runs on this machine)",
     "cpus_per_rank": "processors that Ray sets aside for a rank (default: 1)",
     "gpus_per_rank": "GPUs of a rank (default: 1 where the cluster has any)",
     "resources": "resources of the cluster's own for each rank, as NAME:AMOUNT,NAME:AMOUNT",
-    "grow": "yes: wait for machines that the cluster does not have yet, as its autoscaler may add them; no (default): say so at once",
+    "grow": "yes: wait for machines that its autoscaler may add; no (default): fail at once if there are too few",
     "files": "auto (default): use a shared file system where there is one; ray: have Ray carry all files",
     "idle": "seconds after which machines whose coordinator is gone are given back (default: 600)",
 }
@@ -39,16 +41,16 @@ NAMESPACE = "autotune"
 ANSWER_TIMEOUT_S = 15.0
 LINGER_S = 20.0
 EXCHANGE_S = 0.2
-# Written by the coordinator, or by one machine for the others.
+# Files that the coordinator, or one machine, writes for all machines.
 FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json")
 
 
 class Ray:
-    """The engine behind `--executor ray`.
+    """The engine of `--executor ray`.
 
     Args:
-        options: Of the user's, by the names in `OPTIONS`.
-        ranks_per_node: Ranks on each machine; None for one on each GPU.
+        options: The user's options, by the names in `OPTIONS`.
+        ranks_per_node: Ranks on each machine; None for one per GPU.
     """
 
     name = "ray"
@@ -74,15 +76,15 @@ class Ray:
         address = self.options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
-        except Exception as error:  # what it raises depends on how it fails
+        except Exception as error:  # Ray raises many kinds
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"--executor ray: no cluster answers at {address!r}: {said}") from None
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Asks for a machine for each node and starts an agent on it.
+        """Requests a placement group and starts an agent on each of its machines; returns the group's name.
 
         Raises:
-            Refused: The cluster has not so many machines of that kind.
+            Refused: The cluster has too few machines with the needed resources.
         """
         import ray
         from ray.util.placement_group import placement_group
@@ -101,13 +103,14 @@ class Ray:
         group = placement_group(
             [bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name, lifetime="detached"
         )
-        settings = trial.read(spool.settings, Settings)
+        settings = read_record(spool.settings, Settings)
         paths = {"PYTHONPATH": settings.exported["PYTHONPATH"]} if "PYTHONPATH" in settings.exported else {}
         actors = []
         for node in range(nodes):
             options = {
-                "name": f"{name}-{node}", "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": 0, "max_concurrency": 8,
-                "num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "runtime_env": {"env_vars": paths},
+                "name": f"{name}-{node}", "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": 0,
+                "max_concurrency": 8, "num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0),
+                "runtime_env": {"env_vars": paths},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
             }  # fmt: skip
             actors.append(ray.remote(Machine).options(**options).remote(name, node))
@@ -118,20 +121,20 @@ class Ray:
         self._groups[name] = _Group(group, actors, started)
         return name
 
-    def standing(self, job: str) -> Standing:
-        """Where the placement group and its actors stand."""
+    def standing(self, job: str) -> JobState:
+        """Returns the state of a placement group and its agents."""
         from ray.util import placement_group_table
 
         group = self._group(job)
         if group is None:
-            return Standing(Status.LOST, f"ray: there is no placement group {job} any more")
+            return JobState(Status.LOST, f"ray: there is no placement group {job} any more")
         state = placement_group_table(group.group).get("state", "REMOVED")
         if state == "PENDING":
-            return Standing(Status.QUEUED, f"ray: {job} waits for machines that others use")
+            return JobState(Status.QUEUED, f"ray: {job} waits for machines that others use")
         if state != "CREATED":
-            return Standing(Status.LOST, f"ray: placement group {job} is {state.lower()}: a machine was lost")
+            return JobState(Status.LOST, f"ray: placement group {job} is {state.lower()}: a machine was lost")
         failure = group.failure()
-        return Standing(Status.LOST, f"ray: {failure}") if failure else Standing(Status.RUNNING)
+        return JobState(Status.LOST, f"ray: {failure}") if failure else JobState(Status.RUNNING)
 
     def end(self, job: str) -> None:
         """Stops the agents and gives the machines back."""
@@ -142,7 +145,7 @@ class Ray:
         self._groups.pop(job, None)
         if group is None:
             return
-        with contextlib.suppress(Exception):  # whatever is wrong with an actor, it is killed below
+        with contextlib.suppress(Exception):  # an actor that does not answer is killed below
             ray.get(
                 [actor.stop.remote() for actor in group.actors], timeout=ANSWER_TIMEOUT_S if group.is_started() else 0.1
             )
@@ -153,13 +156,13 @@ class Ray:
             remove_placement_group(group.group)
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
-        """Carries what is new between the trial's folder and the machines that do not see it."""
+        """Copies new files between the trial's folder and the machines without a shared file system."""
         group = self._group(job)
         if group is not None and group.is_started() and (apart := group.apart()):
             group.carry(spool, folder, apart)
 
     def _group(self, job: str) -> _Group | None:
-        """The placement group of a job, also of another process's."""
+        """Returns the placement group of a job, which another process may have made; None if it is gone."""
         if job not in self._groups:
             import ray
             from ray.util import get_placement_group
@@ -167,13 +170,13 @@ class Ray:
             try:
                 group = get_placement_group(job)
                 actors = [ray.get_actor(f"{job}-{node}", NAMESPACE) for node in range(group.bundle_count)]
-            except Exception:  # of several kinds, where there is none
+            except Exception:  # Ray raises several kinds if there is none
                 return None
             self._groups[job] = _Group(group, actors, [actor.is_apart.remote() for actor in actors])
         return self._groups[job]
 
     def _bundle(self) -> dict[str, float]:
-        """What a machine is asked for."""
+        """Returns the resources that each machine must have."""
         import ray
 
         gpus = [
@@ -191,7 +194,7 @@ class Ray:
 
 
 class _Group:
-    """The actors of a placement group, and what was asked of them."""
+    """The actors of a placement group and the calls under way on them."""
 
     def __init__(self, group: Any, actors: list[Any], started: list[Any]) -> None:
         self.group, self.actors, self._started = group, actors, started
@@ -201,13 +204,13 @@ class _Group:
         self._carried_at = 0.0
 
     def is_started(self) -> bool:
-        """Whether every agent was started, or failed to."""
+        """Returns whether every agent has started or failed to."""
         import ray
 
         return len(ray.wait(self._started, num_returns=len(self._started), timeout=0)[0]) == len(self._started)
 
     def apart(self) -> list[int]:
-        """The machines that share no file system with us."""
+        """Returns the machines that share no file system with this one."""
         import ray
 
         if self._apart is None:
@@ -218,7 +221,7 @@ class _Group:
         return self._apart
 
     def failure(self) -> str:
-        """Why an agent is not there any more; asked without waiting for the answer, which the next call finds."""
+        """Returns why an agent ended, or an empty text; does not wait, so that the answer may be a call late."""
         import ray
 
         waiting = self._states or self._started
@@ -235,7 +238,7 @@ class _Group:
         return ""
 
     def carry(self, spool: Spool, folder: TrialDir, apart: list[int]) -> None:
-        """Sends what is new to each machine and writes down what it has to say."""
+        """Sends new files to each machine and writes the files that it returns."""
         import ray
 
         if time.monotonic() - self._carried_at < EXCHANGE_S:
@@ -246,16 +249,14 @@ class _Group:
         for node in apart:
             new = {name: data for name in names if (data := self._new(node, folder.path / name)) is not None}
             if "request.json" in new:
-                target = Path(trial.read(folder.request, TrialRequest).target)
-                near = (
-                    [path for path in sources(target) if path.is_relative_to(target.parent)] if target.is_file() else []
-                )
+                target = Path(read_record(folder.request, TrialRequest).target)
+                near = [path for path in sources(target) if path.is_relative_to(target.parent)]
                 new |= {f"target/{path.relative_to(target.parent)}": path.read_bytes() for path in near}
             answers[node] = self.actors[node].exchange.remote(key_of(folder), spool.orders.read_text(), new)
         for node, reference in answers.items():
             try:
                 written = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
-            except Exception:  # the machine is gone, which `failure` will say
+            except Exception:  # the machine is gone; `failure` will tell
                 continue
             for name, data in written.items():
                 path = (spool.path if name.startswith("spool/") else folder.path) / name.removeprefix("spool/")
@@ -273,7 +274,7 @@ class _Group:
 
 
 class Machine:
-    """What runs on each machine as a Ray actor: starts the agent, and carries files where nothing else does.
+    """Ray actor on each machine: starts the agent, and copies files if there is no shared file system.
 
     Args:
         group: Name of the placement group.
@@ -288,56 +289,47 @@ class Machine:
         self._sent: dict[Path, tuple[int, int]] = {}
 
     def address(self) -> str:
-        """Where the other machines reach this one."""
+        """Returns the address of this machine."""
         import ray
 
         return str(ray.util.get_node_ip_address())
 
     def start(self, spool: str, settings: Mapping[str, Any], address: str, shared: bool) -> bool:
-        """Starts the agent; returns whether this machine shares no file system with the coordinator."""
+        """Starts the agent; returns `is_apart()`."""
         place = Spool(Path(spool))
         if not (shared and place.settings.exists()):
             self._root = Path(tempfile.mkdtemp(prefix="autotune-ray-"))
             place = Spool(self._root / "spool")
-            trial.write(place.settings, dict(settings), private=True)  # the variables may hold tokens
+            write_record(place.settings, dict(settings), private=True)  # variables may hold tokens
             place.alive.touch()
         exported = dict(settings["exported"])
         environment = os.environ | exported
         if "OMP_NUM_THREADS" not in exported:
-            environment.pop("OMP_NUM_THREADS", None)  # Ray's own, from the processors that it set aside
-        command = [
-            sys.executable,
-            "-m",
-            "autotune.executors.agent",
-            str(place.path),
-            "--node",
-            str(self._node),
-            "--address",
-            address,
-        ]
+            environment.pop("OMP_NUM_THREADS", None)  # set by Ray from `cpus_per_rank`
+        command = [sys.executable, "-m", "autotune.executors.node_agent", str(place.path), "--lifeline"]
+        command += ["--node", str(self._node), "--address", address]
         self._log = place.path / f"agent-{self._node}.log"
         with open(self._log, "ab") as log:
-            # Standard input is its lifeline: it ends with this actor.
-            self._process = subprocess.Popen(
-                [*command, "--lifeline"], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
-            )
+            # The agent ends when its standard input is closed, so with this actor.
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
         threading.Thread(target=self._give_back, daemon=True).start()
         return self._root is not None
 
     def is_apart(self) -> bool:
-        """Whether this machine shares no file system with the coordinator."""
+        """Returns whether this machine shares no file system with the coordinator."""
         return self._root is not None
 
     def state(self) -> str:
-        """Why the agent is not there any more; empty while it is."""
+        """Returns why the agent ended; empty while it runs."""
         code = self._process.poll() if self._process else None
         if code is None:
             return ""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"the agent of machine {self._node} ended with status {code}: {lines[-1][:300] if lines else 'it said nothing'}"
+        last = lines[-1][:300] if lines else "it said nothing"
+        return f"the agent of machine {self._node} ended with status {code}: {last}"
 
     def stop(self) -> None:
-        """Ends the agent and what it runs."""
+        """Ends the agent and everything that it runs."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -346,12 +338,12 @@ class Machine:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def exchange(self, key: str, orders: str, new: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Writes down what the coordinator has for a trial, and returns what is new of it here.
+        """Writes the coordinator's files of a trial, and returns the files that are new here.
 
         Args:
-            key: The trial's order.
-            orders: All orders of the spool.
-            new: Files that are new or have changed, by name; of the target those beside it, under `target/`.
+            key: Key of the trial's order.
+            orders: All orders of the spool, as text.
+            new: Files that are new or have changed, by name; the target and its modules under `target/`.
         """
         assert self._root is not None
         spool, folder = Spool(self._root / "spool"), TrialDir(self._root / "trials" / key)
@@ -364,30 +356,21 @@ class Machine:
             request = json.loads(folder.request.read_text())
             beside = folder.path / "target" / Path(request["target"]).name
             if beside.is_file():
-                trial.write(folder.request, {**request, "target": str(beside)})
+                write_record(folder.request, {**request, "target": str(beside)})
         spool.alive.touch()
-        runs = {
-            order["key"]: str(self._root / "trials" / order["key"])
-            for order in map(json.loads, orders.splitlines())
-            if "run" in order
-        }
-        mine = [
-            order | ({"run": runs[order["key"]]} if "run" in order else {})
-            for order in map(json.loads, orders.splitlines())
-        ]
-        text = "".join(json.dumps(order) + "\n" for order in mine)
+        text = ""
+        for order in map(json.loads, orders.splitlines()):
+            own = {"run": str(self._root / "trials" / order["key"])} if "run" in order else {}
+            text += json.dumps(order | own) + "\n"
         if not spool.orders.exists() or spool.orders.read_text() != text:
             files.write_text(spool.orders, text)
         return self._news(spool, folder, new)
 
     def _news(self, spool: Spool, folder: TrialDir, known: Mapping[str, bytes]) -> dict[str, bytes]:
         there = {f"spool/{spool.node(self._node).name}": spool.node(self._node)}
-        for _ in range(2):  # the second look is sure to see the reports behind an end that the first one saw
-            there |= {
-                path.name: path
-                for path in sorted(folder.path.iterdir())
-                if path.is_file() and not path.name.startswith(".")
-            }
+        for _ in range(2):  # an exit seen by the first pass was written after the reports, which the second one sees
+            found_now = [path for path in sorted(folder.path.iterdir()) if path.is_file()]
+            there |= {path.name: path for path in found_now if not path.name.startswith(".")}
         found = {}
         for name, path in there.items():
             if name in ("request.json", "ds_config.json", "job.json", "cancel") or name in known or not path.exists():
@@ -398,10 +381,10 @@ class Machine:
         return found
 
     def _give_back(self) -> None:
-        """When the agent has ended by itself, since nobody had use for it, the machines go back to Ray."""
+        """Gives the machines back to Ray when the agent has ended by itself, because it was idle."""
         assert self._process is not None
         self._process.wait()
-        time.sleep(LINGER_S)  # whoever asks is to hear why it ended
+        time.sleep(LINGER_S)  # until then a coordinator can ask why the agent ended
         import ray.util
 
         with contextlib.suppress(Exception):

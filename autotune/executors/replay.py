@@ -1,4 +1,4 @@
-"""Trials answered from a table of what was measured before: claims about search are tried on it in seconds, with the real noise."""
+"""Answers trials from a table of earlier measurements and their noise: compares searches in seconds, not hours."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, stats, trial
-from autotune.candidate import Candidate, Scalar
+from autotune.errors import UserError
 from autotune.executors.base import Status
-from autotune.trial import Exit, Observed, Outcome, RankReport, TrialDir, TrialRequest
+from autotune.scoring import step_times
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+from autotune.system.units import format_bytes
+from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Exit, Observed, Outcome, RankReport
 
-# A row's own columns; every other one is a knob. `KNOB` marks those, so that no knob can be mistaken for a measurement.
+# Prefix of the columns that hold knobs; the others are measurements.
 KNOB = "knob:"
 COLUMNS = (
-    "repeat", "outcome", "reason", "step_time_s", "ci95_s", "n_steps", "inner_s", "boundary_s", "samples_per_step", "tokens_per_step",
-    "peak_memory_bytes", "time_to_loss_s", "final_loss", "losses", "startup_s", "wall_s",
+    "repeat", "outcome", "reason", "step_time_s", "ci95_s", "n_steps", "inner_s", "boundary_s", "samples_per_step",
+    "tokens_per_step", "peak_memory_bytes", "time_to_loss_s", "final_loss", "losses", "startup_s", "wall_s",
 )  # fmt: skip
-# Where nothing was noted, a trial takes so many steps, so much apart (standard deviation of the logarithm).
+# Steps of a trial and standard deviation of the logarithm of their times, if the table has none.
 STEPS, SPREAD = 24, 0.01
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -37,11 +42,11 @@ class Row:
     """One measurement of one configuration.
 
     Attributes:
-        candidate: What was measured.
-        repeat: Which of its measurements.
+        candidate: The configuration.
+        repeat: Number of the measurement, among those of the same configuration.
         outcome: How the trial ended.
-        reason: Why, where it is not `complete`.
-        values: The numbers that were noted, by column.
+        reason: Why, if it is not `complete`.
+        values: Numbers by column.
         losses: Mean losses of equal parts of the trial, in order.
     """
 
@@ -53,7 +58,7 @@ class Row:
     losses: Sequence[float] = ()
 
     def to_cells(self) -> dict[str, str]:
-        """The row as it stands in the table."""
+        """Returns the row's cells by column."""
         cells = {f"{KNOB}{name}": json.dumps(value) for name, value in self.candidate.values().items()}
         cells |= {"repeat": str(self.repeat), "outcome": str(self.outcome), "reason": self.reason}
         cells |= {name: f"{value:.6g}" for name, value in self.values.items() if name in COLUMNS}
@@ -64,7 +69,7 @@ def read_table(path: Path) -> list[Row]:
     """Reads a truth table, a CSV file that may be compressed (`.csv.gz`).
 
     Raises:
-        TableError: It is not there, or is no such table.
+        TableError: It is missing, or not a truth table.
     """
     try:
         with _open(path, "rt") as file:
@@ -76,7 +81,7 @@ def read_table(path: Path) -> list[Row]:
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> None:
-    """Writes a truth table, whole or not at all."""
+    """Writes a truth table atomically."""
     cells = [row.to_cells() for row in rows]
     knobs = sorted({name for row in cells for name in row if name.startswith(KNOB)})
     draft = path.with_name(f".{path.name}")
@@ -109,14 +114,13 @@ def _row(cells: Mapping[str, str]) -> Row:
 
 
 class ReplayExecutor:
-    """Answers each trial with a measurement of its configuration: the next one each time it is asked for, in an order drawn by seed.
+    """Executor that answers each trial with the next measurement of its configuration, in random order.
 
-    A trial that is stated less memory than its configuration needed runs out of it; one that its rivals beat is stopped when a
-    real one would be.
+    A trial whose stated memory is too small runs out of it; a trial that a rival beats stops as early as a real one.
 
     Args:
         rows: The table.
-        seed: Of the order of the repeats, and of the steps within a trial.
+        seed: Seed of the order of the repeats, and of the step times within a trial.
 
     Attributes:
         spent_s: Seconds that the trials so far took when they were measured.
@@ -136,18 +140,18 @@ class ReplayExecutor:
     mark = cold_reason = ""
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Does nothing."""
 
     def find(self, folder: TrialDir) -> None:
-        """A replayed trial is over at once."""
+        """Returns None: a replayed trial ends at once."""
 
     def submit(self, folder: TrialDir) -> ReplayJob:
-        """Writes what the ranks and their agent would leave.
+        """Writes the reports and the exit that the ranks and their agent would write.
 
         Raises:
-            TableError: The table does not hold the configuration.
+            TableError: The table has no measurement of the configuration.
         """
-        request = trial.read(folder.request, TrialRequest)
+        request = read_record(folder.request, TrialRequest)
         candidate = Candidate.of(request.candidate)
         if candidate not in self._rows:
             raise TableError(f"the truth table holds no measurement of {candidate.describe()}")
@@ -160,35 +164,30 @@ class ReplayExecutor:
         self.spent_s += wall_s
         self.launched.append(candidate)
         for rank in range(request.world_size):
-            trial.write(folder.report(rank), RankReport(**{**vars(report), "rank": rank}), sync=False)
+            write_record(folder.report(rank), RankReport(**{**vars(report), "rank": rank}), sync=False)
         good = report.outcome in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
         codes = dict.fromkeys(range(request.world_size), 0 if good else 1)
-        trial.write(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
+        write_record(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
         return ReplayJob()
 
     @contextlib.contextmanager
     def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Nothing is measured, so nobody waits."""
+        """Does not wait: nothing is measured."""
         yield
 
     def build_ops(self, names: Sequence[str]) -> str | None:
-        """Nothing is compiled."""
+        """Compiles nothing."""
         return None
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing."""
 
     def _report(self, request: TrialRequest, row: Row) -> RankReport:
         values, limit = row.values, request.device_memory_bytes
         peak = values.get("peak_memory_bytes", 0.0)
         if row.outcome is Outcome.COMPLETE and limit is not None and peak > limit:
-            return RankReport(
-                rank=0,
-                outcome=Outcome.OOM,
-                phase="warmup",
-                reason=f"{peak / 2**20:.0f} MiB, over the stated limit",
-                failed_at=0.0,
-            )
+            reason = f"{format_bytes(peak)}, over the stated limit"
+            return RankReport(rank=0, outcome=Outcome.OOM, phase="warmup", reason=reason, failed_at=0.0)
         if row.outcome is not Outcome.COMPLETE:
             return RankReport(rank=0, outcome=row.outcome, phase="measure", reason=row.reason, failed_at=0.0)
         times, candidate = self._times(row), row.candidate
@@ -213,7 +212,7 @@ class ReplayExecutor:
             ),
         )
         for n in range(1, len(times)):
-            rival = trial.beaten_by(request.rivals, times[:n], peak)
+            rival = step_times.beaten_by(request.rivals, times[:n], peak)
             if rival is not None:
                 why = f"worse than trial {rival.trial} on every objective"
                 cut = replace(whole, step_times_s=times[:n], cpu_times_s=times[:n], losses=whole.losses[:n])
@@ -221,18 +220,18 @@ class ReplayExecutor:
         return whole
 
     def _times(self, row: Row) -> list[float]:
-        """Steps with the measured median, apart by as much as its interval tells."""
+        """Returns step times with the measured median and a spread that follows from its confidence interval."""
         n, median = int(row.values.get("n_steps") or STEPS), row.values["step_time_s"]
-        n = max(n, stats.LEAST_TIMED_STEPS)
-        # The interval of a median is 1.96 x 1.25 sd / sqrt(n) to either side.
+        n = max(n, step_times.LEAST_TIMED_STEPS)
+        # Half-width of the 95 % interval of a median: 1.96 x 1.25 sd / sqrt(n).
         spread = row.values.get("ci95_s", 0.0) / median * n**0.5 / 2.46 or SPREAD
         drawn = [self._rng.gauss(0.0, min(spread, 0.3)) for _ in range(n)]
         centre = sorted(drawn)[n // 2]
-        return [median * 1.05] * stats.SETUP_STEPS + [median * (1 + each - centre) for each in drawn]
+        return [median * 1.05] * step_times.SETUP_STEPS + [median * (1 + each - centre) for each in drawn]
 
     @staticmethod
     def _losses(row: Row, n: int) -> list[float | None]:
-        """The noted losses, straight lines between the middles of their parts."""
+        """Returns a loss per step: the table's losses, interpolated linearly between the middles of their parts."""
         noted = row.losses
         if not noted:
             return [1.0] * n
@@ -247,11 +246,11 @@ class ReplayExecutor:
 
 
 class ReplayJob:
-    """A trial that was over before it began."""
+    """A trial that has already ended."""
 
     def poll(self) -> Status:
-        """Always at its end."""
+        """Returns `exited`."""
         return Status.EXITED
 
     def cancel(self) -> None:
-        """Nothing runs."""
+        """Does nothing."""

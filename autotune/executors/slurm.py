@@ -1,4 +1,4 @@
-"""Machines from Slurm: one batch job holds them, its agents run the trials."""
+"""The engine for Slurm: one batch job holds the machines, and its agents run the trials."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 
-from autotune import UserError
-from autotune.executors.agent import Spool
-from autotune.executors.agents import Refused, Standing, no_turn
+from autotune.errors import UserError
 from autotune.executors.base import Status
-from autotune.trial import TrialDir
+from autotune.executors.cluster import JobState, Refused, no_turn
+from autotune.executors.node_agent import Spool
+from autotune.trial.folder import TrialDir
 
-# What `--executor-option` takes, and what it is for.
+# Names and descriptions of `--executor-option`.
 OPTIONS = {
     "partition": "the partition to run in",
     "account": "the account to charge",
@@ -36,7 +36,7 @@ OPTIONS = {
 PASSED = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "time")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-# A job that waits for one of these waits for ever.
+# Reasons of a pending job that can never start.
 NEVER = re.compile(
     r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed|(QOS|Assoc)(Max|Min).*PerJob.*"
 )
@@ -57,12 +57,12 @@ COMMAND_TIMEOUT_S = 60.0
 
 
 class Slurm:
-    """The engine behind `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
+    """The engine of `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
 
     Args:
-        options: Of the user's, by the names in `OPTIONS`.
-        ranks_per_node: Ranks on each node; None for one on each GPU.
-        job_name: What the queue shows.
+        options: The user's options, by the names in `OPTIONS`.
+        ranks_per_node: Ranks on each node; None for one per GPU.
+        job_name: Name of the job in the queue.
     """
 
     name = "slurm"
@@ -74,10 +74,10 @@ class Slurm:
         self._exclusive = _yes(options, "exclusive")
 
     def check(self, nodes: int) -> None:
-        """Looks whether Slurm answers and the partition is known.
+        """Checks that Slurm answers and knows the partition.
 
         Raises:
-            UserError: It does not, or is not.
+            UserError: It does not.
         """
         for command in ("sbatch", "scontrol", "scancel", "sinfo"):
             if shutil.which(command) is None:
@@ -96,11 +96,11 @@ class Slurm:
         """Submits the batch job; returns its number.
 
         Raises:
-            Refused: By sbatch, in its words.
+            Refused: sbatch refuses it; quotes sbatch.
         """
         arguments = [
-            "--parsable", "--no-requeue", f"--job-name={self.job_name}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-            f"--output={spool.path / 'job.log'}", "--open-mode=append",
+            "--parsable", "--no-requeue", f"--job-name={self.job_name}", f"--nodes={nodes}", f"--ntasks={nodes}",
+            "--ntasks-per-node=1", f"--output={spool.path / 'job.log'}", "--open-mode=append",
             *(f"--{name}={self.options[name]}" for name in PASSED if name in self.options),
         ]  # fmt: skip
         if self._exclusive:
@@ -117,12 +117,12 @@ class Slurm:
             raise Refused(_said(done))
         return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
-    def standing(self, job: str) -> Standing:
-        """Where a job stands, by `scontrol`, and by `sacct` where the controller has forgotten it."""
+    def standing(self, job: str) -> JobState:
+        """Returns the state of a job from `scontrol`, or from `sacct` once the controller has forgotten it."""
         done = _call("scontrol", "show", "job", "--oneliner", job)
         if done.returncode and "Invalid job id" not in done.stderr:
-            # The controller does not answer: the job may well run on.
-            return Standing(Status.QUEUED, f"Slurm does not answer: {_said(done)}")
+            # The controller does not answer; the job may still run.
+            return JobState(Status.QUEUED, f"Slurm does not answer: {_said(done)}")
         if done.returncode:
             return self._past(job)
         said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
@@ -133,28 +133,26 @@ class Slurm:
         _call("scancel", job)
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
-        """The nodes share our file system."""
+        """Does nothing: the nodes share this file system."""
 
-    def _past(self, job: str) -> Standing:
-        done = (
-            _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode")
-            if _has_sacct()
-            else None
-        )
-        if done is None or done.returncode or not done.stdout.strip():
-            return Standing(Status.LOST, f"Slurm no longer knows job {job}")
+    def _past(self, job: str) -> JobState:
+        lost = JobState(Status.LOST, f"Slurm no longer knows job {job}")
+        if not _has_sacct():
+            return lost
+        done = _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode")
+        if done.returncode or not done.stdout.strip():
+            return lost
         state, _, code = done.stdout.strip().splitlines()[-1].partition("|")
         return _standing(job, state.split()[0], "None", code)
 
     def _gpus_per_node(self) -> int:
-        """GPUs of a node that its ranks need; where nobody says how many ranks there are, all that the partition's nodes have."""
+        """Returns the GPUs that a node's ranks need; without a number of ranks, all GPUs of the partition's nodes."""
         partition = self.options.get("partition")
         if self.ranks_per_node and "gpus_per_rank" in self.options:
             return self.ranks_per_node * _whole(self.options, "gpus_per_rank")
         done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
-        lines = [
-            line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")
-        ]  # the default one
+        # An asterisk marks the default partition.
+        lines = [line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")]
         counts = [
             int(n or 1)
             for line in lines
@@ -163,29 +161,30 @@ class Slurm:
         return (self.ranks_per_node or min(counts)) if counts else 0
 
     def _script(self, spool: Spool) -> str:
-        """What the first node runs: the first node's address, as Slurm knows it, and an agent on every node."""
+        """Returns the batch script: it finds the first node's address and starts an agent on every node."""
         python = self.options.get("python", sys.executable)
-        agent = f"{self.options.get('container', '')} {shlex.quote(python)} -m autotune.executors.agent {shlex.quote(str(spool.path))}".strip()
+        command = f"{shlex.quote(python)} -m autotune.executors.node_agent {shlex.quote(str(spool.path))}"
+        agent = f"{self.options.get('container', '')} {command}".strip()
         return f"""#!/bin/sh
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --mpi=none --input=none \\
-  {agent} --address "${{address:-$first}}"
+exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+  --mpi=none --input=none {agent} --address "${{address:-$first}}"
 """
 
 
-def _standing(job: str, state: str, reason: str, code: str) -> Standing:
+def _standing(job: str, state: str, reason: str, code: str) -> JobState:
     why = "" if reason in ("None", "") else f": {reason}"
     if state in WAITING:
         if NEVER.fullmatch(reason):
-            return Standing(Status.REFUSED, f"slurm: job {job} can never start{why}{_words(reason)}")
-        return Standing(Status.QUEUED, f"slurm: job {job} is {state.lower()}{why}")
+            return JobState(Status.REFUSED, f"slurm: job {job} can never start{why}{_words(reason)}")
+        return JobState(Status.QUEUED, f"slurm: job {job} is {state.lower()}{why}")
     if state in ALIVE:
-        return Standing(Status.RUNNING)
+        return JobState(Status.RUNNING)
     if state == "COMPLETED":
-        return Standing(Status.EXITED, f"slurm: job {job} ended before the trial did")
+        return JobState(Status.EXITED, f"slurm: job {job} ended before the trial did")
     words = _words(state) or (f", exit status {code}" if state == "FAILED" else "")
-    return Standing(Status.LOST, f"slurm: job {job} ended as {state}{words}{why if state not in WORDS else ''}")
+    return JobState(Status.LOST, f"slurm: job {job} ended as {state}{words}{why if state not in WORDS else ''}")
 
 
 def _words(name: str) -> str:
@@ -198,9 +197,7 @@ def _call(*command: str, given: str | None = None) -> subprocess.CompletedProces
             command, input=given, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(
-            command, 1, "", f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
-        )
+        return subprocess.CompletedProcess(command, 1, "", f"{command[0]} did not answer in {COMMAND_TIMEOUT_S:.0f} s")
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

@@ -9,16 +9,22 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autotune import profiles, store, tracing, trial
-from autotune.analysis.bottleneck import Advice, Diagnosis, Evidence, Seen, diagnose
-from autotune.analysis.effects import effects
-from autotune.candidate import Candidate
-from autotune.predictors.links import Probe
-from autotune.predictors.profile import Knobs
-from autotune.predictors.step_time import step_time_terms
-from autotune.report import Data, StudyReport, measured, units, words
-from autotune.report.plots import said
-from autotune.trial import Environment, Outcome, Traced, TrialDir, TrialRequest, TrialResult, Workload
+from autotune.forecast.knobs import Knobs
+from autotune.forecast.step_time import step_time_terms
+from autotune.report.data import Data, StudyReport, measured, metric_scale, words
+from autotune.report.series import level_text
+from autotune.scoring.bottleneck import diagnose
+from autotune.scoring.effects import effects
+from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, StepObservation
+from autotune.space.candidate import Candidate
+from autotune.study import tracing
+from autotune.study.setup import profile_cache
+from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, read_record, reports, result_in
+from autotune.trial.links import Probe
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, Traced, TrialResult
+from autotune.trial.workload import Environment, Workload
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
@@ -32,9 +38,9 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     rows = {row["trial"]: row for row in report.trials}
     points = report.points()
     seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}
-    path = store.trial_path(folder, number)
-    result, again = trial.result_in(path), trial.result_in(tracing.path_in(folder, number))
-    paths, beside_s = [path, *store.repeat_paths(folder, number).values()], None
+    path = records.trial_path(folder, number)
+    result, again = result_in(path), result_in(tracing.path_in(folder, number))
+    paths, beside_s = [path, *records.repeat_paths(folder, number).values()], None
     if again is not None and again.outcome is Outcome.COMPLETE and again.candidate == rows[number]["candidate"]:
         # Several steps, taken apart without the memory counters, which cost time.
         paths, beside_s = [tracing.path_in(folder, number)], again.steps.median_s if again.steps else None
@@ -61,8 +67,8 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     return diagnose(evidence, [each for each in seen.values() if each.trial != number], knobs)
 
 
-def _seen(row: Data, point: Data) -> Seen:
-    return Seen(
+def _seen(row: Data, point: Data) -> StepObservation:
+    return StepObservation(
         trial=row["trial"],
         candidate=row["candidate"],
         samples_per_s=measured(point).get("samples_per_s"),
@@ -72,15 +78,17 @@ def _seen(row: Data, point: Data) -> Seen:
 
 
 def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[str, Any]:
-    """What a diagnosis needs to know of the target and of the machine that its trials ran on, as fields of `Evidence`."""
+    """The fields of `Evidence` on the target and the machine of its trials."""
     environment, profile, machine = workload.environment, workload.profile, workload.machine
     found: dict[str, Any] = {
-        "n_parameters": workload.n_parameters, "n_blocks": workload.n_blocks, "device_name": environment.device_name,
-    }  # fmt: skip
+        "n_parameters": workload.n_parameters,
+        "n_blocks": workload.n_blocks,
+        "device_name": environment.device_name,
+    }
     own = Candidate.of(candidate)
     if profile is not None and not profile.guessed:
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
-    probed = profiles.kept(Probe, profiles.machine_key(world_size))
+    probed = profile_cache.load(Probe, profile_cache.machine_key(world_size))
     if probed is not None and probed.device_name == environment.device_name:
         machine = probed.machine
     if machine is None or not machine.measured:
@@ -92,12 +100,14 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
     if profile is not None and profile.passes:
         terms = step_time_terms(Knobs.of([replace(own, checkpoint_every=0)]), profile, machine)
         found["expected_s"] = {
-            "products": float(terms["compute"][0]), "traffic": float(terms["traffic"][0]), "launches": float(terms["launches"][0]),
-        }  # fmt: skip
+            "products": float(terms["compute"][0]),
+            "traffic": float(terms["traffic"][0]),
+            "launches": float(terms["launches"][0]),
+        }
     return found
 
 
-def of_result(result: TrialResult, path: Path, workload: Workload, others: Sequence[Seen] = ()) -> Diagnosis:
+def of_result(result: TrialResult, path: Path, workload: Workload, others: Sequence[StepObservation] = ()) -> Diagnosis:
     """Diagnoses a trial that belongs to no study.
 
     Args:
@@ -106,7 +116,7 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
         workload: Its target, as it was inspected.
         others: Other trials of that target.
     """
-    seen = Seen(
+    seen = StepObservation(
         trial=0,
         candidate=result.candidate,
         samples_per_s=None,
@@ -130,13 +140,13 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
 
 def traces(path: Path, world_size: int) -> dict[int, Traced]:
     """What the traced steps of a trial showed, by rank."""
-    found = trial.reports(TrialDir(path), world_size)
+    found = reports(TrialDir(path), world_size)
     return {rank: report.traced for rank, report in found.items() if report.traced is not None}
 
 
 def phases(path: Path, world_size: int) -> dict[int, Mapping[str, float]]:
     """The step that each rank of a trial took apart, where it did."""
-    found = trial.reports(TrialDir(path), world_size)
+    found = reports(TrialDir(path), world_size)
     return {rank: report.phase_times_s for rank, report in found.items() if report.phase_times_s}
 
 
@@ -152,7 +162,7 @@ def _limit(report: StudyReport, path: Path) -> float | None:
 
 def _stated_limit(path: Path) -> float | None:
     try:
-        stated = trial.read(TrialDir(path).request, TrialRequest).device_memory_bytes
+        stated = read_record(TrialDir(path).request, TrialRequest).device_memory_bytes
     except (FileNotFoundError, ValueError):
         return None
     return float(stated) if stated else None
@@ -163,7 +173,7 @@ def communication(result: TrialResult, path: Path, n_blocks: int) -> float | Non
     ranks = phases(path, result.world_size)
     if not ranks:
         return None
-    seen = Seen(
+    seen = StepObservation(
         trial=0,
         candidate=result.candidate,
         samples_per_s=None,
@@ -193,7 +203,7 @@ def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
     yield f"bound by {found.bound_by}" if found.bound_by else "what bounds it is not known"
     yield ""
     times = [part.seconds for part in found.parts if part.seconds]
-    scale = units.scale("step_time_s", times)
+    scale = metric_scale("step_time_s", times)
     cells = [("part of the step", "share", scale.unit, "how it is known")]
     for part in found.parts:
         share = "-" if part.share is None else f"{part.share:.0%}" if part.share >= 0.005 else "0%"
@@ -231,5 +241,6 @@ def trace_lines(folder: Path, number: int, world_size: int) -> Iterator[str]:
 
 def _advice(each: Advice) -> str:
     return (
-        f"{each.knob} {said(each.value)} instead of {said(each.before)}: {each.factor:.2f}x the throughput ({each.why})"
+        f"{each.knob} {level_text(each.value)} instead of {level_text(each.before)}: {each.factor:.2f}x the"
+        f" throughput ({each.why})"
     )

@@ -1,4 +1,4 @@
-"""The evidence for a study's answer in words: what was measured near it, what is predicted, what a change would cost or gain."""
+"""The evidence for a study's answer in words: measurements near it, predictions, and the effect of single changes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.study import Study
 
-from autotune import UserError, store
-from autotune.analysis.recommend import PICKS
-from autotune.candidate import Candidate, Scalar, check_knob, check_value
-from autotune.documents import read_value
-from autotune.ds_json import check_setting
-from autotune.objective import GOODPUT, METRICS
-from autotune.report import StudyReport, units
-from autotune.search.advice import size
-from autotune.search.guide import chance_needed
-from autotune.search.learned import RAN, Told
+from autotune.errors import UserError
+from autotune.report.data import StudyReport, metric_scale, quantity
+from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.recommend import PICKS
+from autotune.search.model import RAN, Observation
+from autotune.search.optimizer import chance_needed
 from autotune.search.physics import PhysicsSampler, generic_prior
-from autotune.space import SearchSpace
-from autotune.store import StoreError, StudyRecord
-from autotune.trial import Outcome
+from autotune.space.candidate import Candidate, check_knob, check_value
+from autotune.space.deepspeed import Scalar, check_setting
+from autotune.space.legality import why_illegal
+from autotune.space.space import SearchSpace
+from autotune.study.spec.yaml_file import read_value
+from autotune.study.storage import records
+from autotune.study.storage.records import StoreError, StudyRecord
+from autotune.system.units import format_bytes
+from autotune.trial.result import Outcome
 
 INTERVAL = 1.645
 NEAREST = 3
@@ -36,12 +38,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """An answer with its evidence; as JSON it is these fields.
+    """An answer with its evidence; its JSON has the same fields.
 
     Attributes:
-        question: What was asked, in words.
+        question: The question in words.
         answer: The answer in a sentence.
-        candidate: The configuration that it is about; None where there is none.
+        candidate: The configuration in question, if there is one.
         predicted: For each metric `value`, `low`, `high` (90 % interval), and `ratio` to the recommended configuration.
         fits: Probability that it fits the memory.
         measured: Trials of it, or near it: `trial`, `outcome`, `metrics`, `differs` (knobs in which it does).
@@ -66,17 +68,19 @@ class Explanation:
         if self.predicted:
             found += ["", "predicted (90 % interval):"]
             for metric, said in self.predicted.items():
-                scale = units.scale(metric, [said["value"]])
+                scale = metric_scale(metric, [said["value"]])
                 ratio = f", {said['ratio']:.2f}x the recommended one's" if "ratio" in said else ""
                 label = METRICS[metric].label
                 found.append(
-                    f"  {label}: {scale.quantity(said['value'])} ({scale.number(said['low'])} to {scale.number(said['high'])}){ratio}"
+                    f"  {label}: {scale.quantity(said['value'])} ({scale.number(said['low'])} to"
+                    f" {scale.number(said['high'])}){ratio}"
                 )
         if self.measured:
             found += ["", "measured:"]
             for m in self.measured:
                 found.append(
-                    f"  trial {m['trial']}: {m['outcome']}{_figures(m['metrics'])}; {', '.join(m['differs']) or 'the same'}"
+                    f"  trial {m['trial']}: {m['outcome']}{_figures(m['metrics'])};"
+                    f" {', '.join(m['differs']) or 'the same'}"
                 )
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
 
@@ -103,18 +107,18 @@ def read_setting(text: str) -> tuple[str, Scalar]:
 
 
 class Evidence:
-    """A finished or running study, and what its trials let one expect of any configuration.
+    """A study and the expectations that its trials justify for any configuration.
 
     Args:
         study: The Optuna study.
-        report: The study as it is reported.
+        report: Its report.
 
     Raises:
-        StoreError: An earlier version made the study, which kept too little of it.
+        StoreError: An earlier version made the study and kept too little of it.
     """
 
     def __init__(self, study: Study, report: StudyReport) -> None:
-        kept = store.record(study)
+        kept = records.record(study)
         if kept is None or kept.search is None:
             raise StoreError(
                 f"study {study.study_name!r} was made by an earlier version, which kept too little to explain it"
@@ -125,16 +129,22 @@ class Evidence:
         self.space = replace(space, samples_per_rank=kept.search.samples_per_rank)
         self.baseline = Candidate.from_key(kept.baseline)
         self.sampler = PhysicsSampler(
-            self.space, self.baseline, self.setting, 0, prior=generic_prior(kept.workload, self.setting),
-            metrics=[o.metric for o in kept.objectives], memory_limit_bytes=kept.search.memory_limit_bytes, bounds=kept.search.bounds,
-        )  # fmt: skip
-        self.told: list[Told] = self.sampler.told(study)
+            self.space,
+            self.baseline,
+            self.setting,
+            0,
+            prior=generic_prior(kept.workload, self.setting),
+            metrics=[o.metric for o in kept.objectives],
+            memory_limit_bytes=kept.search.memory_limit_bytes,
+            bounds=kept.search.bounds,
+        )
+        self.told: list[Observation] = self.sampler.told(study)
         self.trials = [trial for trial in report.trials if trial["metrics"] or trial["outcome"] != Outcome.COMPLETE]
         pick = report.picks.get("recommended")
         self.recommended = Candidate.of(pick["candidate"]) if pick else None
         self.best: Mapping[str, float] = pick["metrics"] if pick else {}
 
-    # What is asked
+    # Questions
 
     def choice(self) -> Explanation:
         """Why the recommended configuration, knob by knob."""
@@ -150,15 +160,19 @@ class Evidence:
         reasons = [self._without(name, now.get(name), before.get(name)) for name in changed]
         return Explanation(
             question=f"Why is {self.recommended.describe()} (trial {pick['trial']}) recommended?",
-            answer=f"It is {pick['reasons'][0]}." if pick["reasons"] else "It is the best compromise of the objectives.",
-            candidate=self.recommended.values(), predicted=self._predicted(self.recommended),
-            measured=self._near(self.recommended), reasons=[*reasons, *self._scope()],
-        )  # fmt: skip
+            answer=f"It is {pick['reasons'][0]}."
+            if pick["reasons"]
+            else "It is the best compromise of the objectives.",
+            candidate=self.recommended.values(),
+            predicted=self._predicted(self.recommended),
+            measured=_nearest(self.trials, self.recommended),
+            reasons=[*reasons, *self._scope()],
+        )
 
     def what_if(self, name: str, value: Scalar) -> Explanation:
         """The recommended configuration (the baseline where there is none) with one knob changed."""
         start = self.recommended or self.baseline
-        changed = self._with(start, name, value)
+        changed = _changed(self.space, start, name, value)
         what = "the recommended configuration" if self.recommended else "the baseline"
         question = f"What if {name} were {_said(value)} in {what}?"
         if changed == start:
@@ -166,15 +180,15 @@ class Evidence:
                 question=question,
                 answer=f"It is: {start.describe()}.",
                 candidate=start.values(),
-                measured=self._near(start),
+                measured=_nearest(self.trials, start),
             )
-        reason = changed.illegal(self.setting)
+        reason = why_illegal(changed, self.setting)
         if reason is not None:
             return Explanation(question=question, answer=f"It cannot run here: {reason}.", candidate=changed.values())
         return self._judged(question, changed)
 
     def why_not(self, name: str, value: Scalar) -> Explanation:
-        """Why nothing with that value is recommended: the best that it could be."""
+        """Why nothing with that value is recommended: the best configuration that has it."""
         question = f"Why not {name} = {_said(value)}?"
         if self.recommended is not None and self.recommended.values().get(name) == value:
             return Explanation(
@@ -184,11 +198,13 @@ class Evidence:
             )
         guide = self.sampler.guide
         pool = [
-            c for c in guide.catalogue.candidates if c.values().get(name) == value and c.illegal(self.setting) is None
+            c
+            for c in guide.catalogue.candidates
+            if c.values().get(name) == value and why_illegal(c, self.setting) is None
         ]
         if not pool:
-            alone = self._with(self.recommended or self.baseline, name, value)
-            reason = alone.illegal(self.setting)
+            alone = _changed(self.space, self.recommended or self.baseline, name, value)
+            reason = why_illegal(alone, self.setting)
             if reason is not None:
                 return Explanation(question=question, answer=f"It cannot run here: {reason}.", candidate=alone.values())
             said = self._judged(question, alone)
@@ -196,7 +212,7 @@ class Evidence:
         believed = self.sampler.guide.beliefs(self.told, pool)
         fits = [c for c, chance in zip(pool, believed.fits, strict=True) if chance >= chance_needed(self.told)]
         if not fits:
-            least = size(math.exp(float(believed.log_memory[0].min())))
+            least = format_bytes(math.exp(float(believed.log_memory[0].min())))
             answer = (
                 f"No candidate with it fits: the smallest is predicted to need {least}, a rank has {self._limit()}."
             )
@@ -206,7 +222,9 @@ class Evidence:
         if not hopeful:
             ends = ", ".join(sorted({str(ended[c]) for c in fits}))
             return Explanation(
-                question=question, answer=f"No candidate with it completed: {ends}.", measured=self._near(fits[0])
+                question=question,
+                answer=f"No candidate with it completed: {ends}.",
+                measured=_nearest(self.trials, fits[0]),
             )
         said = self._judged(question, hopeful[int(np.argmax(self._gains(hopeful)))])
         ran = [trial for trial in self.trials if trial["outcome"] in RAN]
@@ -219,11 +237,11 @@ class Evidence:
             ],
         )
 
-    # What is known
+    # Evidence
 
     def _judged(self, question: str, candidate: Candidate) -> Explanation:
         """A configuration that can run, against the recommended one."""
-        believed, near = self.sampler.guide.beliefs(self.told, [candidate]), self._near(candidate)
+        believed, near = self.sampler.guide.beliefs(self.told, [candidate]), _nearest(self.trials, candidate)
         predicted, fits, words = self._predicted(candidate), float(believed.fits[0]), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
@@ -236,14 +254,20 @@ class Evidence:
             }
             answer = f"{words} was measured in trial {exact['trial']}: {self._verdict(ratios)}."
         elif fits < chance_needed(self.told):
-            low, high = (size(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
+            low, high = (format_bytes(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
             answer = f"{words} would not fit: predicted to need {low} to {high}, a rank has {self._limit()}."
         else:
-            answer = f"{words} was not run; predicted: {self._verdict({m: said['ratio'] for m, said in predicted.items() if 'ratio' in said})}."
+            ratios = {m: said["ratio"] for m, said in predicted.items() if "ratio" in said}
+            answer = f"{words} was not run; predicted: {self._verdict(ratios)}."
         return Explanation(
-            question=question, answer=answer, candidate=candidate.values(), predicted=predicted, fits=fits, measured=near,
+            question=question,
+            answer=answer,
+            candidate=candidate.values(),
+            predicted=predicted,
+            fits=fits,
+            measured=near,
             reasons=[] if fits > SURE else [f"it fits the memory with a probability of {fits:.0%}"],
-        )  # fmt: skip
+        )
 
     def _verdict(self, ratios: Mapping[str, float]) -> str:
         """A configuration's metrics, as multiples of the recommended one's, in words."""
@@ -254,7 +278,10 @@ class Evidence:
         better = [METRICS[m].label for m in objectives if _better(m, ratios[m]) > NOTHING]
         worse = [METRICS[m].label for m in objectives if _better(m, ratios[m]) < -NOTHING]
         parts = [f"{word} {' and '.join(names)}" for names, word in ((better, "better"), (worse, "worse")) if names]
-        return f"{math.exp(gain):.2f}x the recommended one as a compromise of the objectives ({', '.join(parts) or 'all about equal'})"
+        return (
+            f"{math.exp(gain):.2f}x the recommended one as a compromise of the objectives"
+            f" ({', '.join(parts) or 'all about equal'})"
+        )
 
     def _compromise(self, ratios: Mapping[str, float]) -> float:
         """Logarithm of the weighted geometric mean of the gains over the recommended configuration."""
@@ -300,27 +327,14 @@ class Evidence:
 
     def _limit(self) -> str:
         assert self.kept.search is not None
-        return size(self.kept.search.memory_limit_bytes or 0.0)
-
-    def _with(self, start: Candidate, name: str, value: Scalar) -> Candidate:
-        values = start.values()
-        if value is None:
-            values.pop(name, None)
-        else:
-            values[name] = value
-        if self.space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
-            values["gradient_accumulation_steps"] = max(1, self.space.samples_per_rank // value)
-        changed = Candidate.of(values)
-        return self.space.candidate(
-            self.space.values_of(changed), changed
-        )  # knobs whose condition no longer holds are off
+        return format_bytes(self.kept.search.memory_limit_bytes or 0.0)
 
     def _without(self, name: str, now: Scalar, before: Scalar) -> str:
-        """What the recommended configuration would lose with one of its changes undone."""
+        """The effect of one of the recommended configuration's changes, as the loss without it."""
         assert self.recommended is not None
-        other = self._with(self.recommended, name, before)
+        other = _changed(self.space, self.recommended, name, before)
         change = f"{name} {_said(now)} instead of {_said(before)}"
-        reason = other.illegal(self.setting)
+        reason = why_illegal(other, self.setting)
         if other == self.recommended or reason is not None:
             return f"{change}: goes with the others" + (f" ({reason})" if reason else "")
         ratios = {m: said["ratio"] for m, said in self._predicted(other).items() if "ratio" in said}
@@ -341,37 +355,8 @@ class Evidence:
             f"{change}: {effect}{f' ({figures})' if figures else ''}; {n_with} trials had it, {n_other} {_said(before)}"
         )
 
-    def _near(self, candidate: Candidate) -> list[dict[str, Any]]:
-        """The trials whose configurations differ least."""
-        values = candidate.values()
-
-        def differs(trial: Mapping[str, Any]) -> list[str]:
-            other = trial["candidate"]
-            names = dict.fromkeys([*values, *other])
-            return [f"{n} {_said(other.get(n))}" for n in names if values.get(n) != other.get(n)]
-
-        def distance(trial: Mapping[str, Any]) -> float:
-            batches = [
-                abs(math.log2(trial["candidate"][n] / getattr(candidate, n)))
-                for n in ("micro_batch_size", "gradient_accumulation_steps")
-            ]
-            return len(differs(trial)) + 0.5 * sum(batches)
-
-        ordered = sorted(self.trials, key=lambda trial: (distance(trial), trial["trial"]))
-        exact = [trial for trial in ordered if not differs(trial)]
-        return [
-            {
-                "trial": t["trial"],
-                "outcome": t["outcome"],
-                "reason": t["reason"],
-                "metrics": t["metrics"],
-                "differs": differs(t),
-            }
-            for t in (exact or ordered)[:NEAREST]
-        ]
-
     def _scope(self) -> list[str]:
-        """What the answer rests on."""
+        """The number of trials behind the answer, and how well they predict each other."""
         outlook = self.sampler.guide.outlook(self.told)
         ran = sum(trial["outcome"] in RAN for trial in self.trials)
         said = [
@@ -379,12 +364,57 @@ class Evidence:
         ]
         if outlook.covered > 0:
             said.append(
-                f"{outlook.covered:.0%} of the step times lie in the 90 % interval in which the other trials foretell them"
+                f"{outlook.covered:.0%} of the step times lie in the 90 % interval in which the other trials"
+                " foretell them"
             )
         if all(map(math.isfinite, outlook.gains.values())) and outlook.gains:
             gains = ", ".join(f"{METRICS[m].label} {gain:.1%}" for m, gain in outlook.gains.items())
             said.append(f"the largest improvement that is still expected of a candidate: {gains}")
         return said
+
+
+def _changed(space: SearchSpace, start: Candidate, name: str, value: Scalar) -> Candidate:
+    """A configuration with one knob set; None removes the knob."""
+    values = start.values()
+    if value is None:
+        values.pop(name, None)
+    else:
+        values[name] = value
+    if space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
+        values["gradient_accumulation_steps"] = max(1, space.samples_per_rank // value)
+    changed = Candidate.of(values)
+    # Knobs whose condition no longer holds are dropped.
+    return space.candidate(space.values_of(changed), changed)
+
+
+def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:
+    """The trials of a configuration, or else those that differ least from it."""
+    values = candidate.values()
+
+    def differs(trial: Mapping[str, Any]) -> list[str]:
+        other = trial["candidate"]
+        names = dict.fromkeys([*values, *other])
+        return [f"{n} {_said(other.get(n))}" for n in names if values.get(n) != other.get(n)]
+
+    def distance(trial: Mapping[str, Any]) -> float:
+        batches = [
+            abs(math.log2(trial["candidate"][n] / getattr(candidate, n)))
+            for n in ("micro_batch_size", "gradient_accumulation_steps")
+        ]
+        return len(differs(trial)) + 0.5 * sum(batches)
+
+    ordered = sorted(trials, key=lambda trial: (distance(trial), trial["trial"]))
+    exact = [trial for trial in ordered if not differs(trial)]
+    return [
+        {
+            "trial": t["trial"],
+            "outcome": t["outcome"],
+            "reason": t["reason"],
+            "metrics": t["metrics"],
+            "differs": differs(t),
+        }
+        for t in (exact or ordered)[:NEAREST]
+    ]
 
 
 def _better(metric: str, ratio: float) -> float:
@@ -398,4 +428,4 @@ def _said(value: Any) -> str:
 
 def _figures(metrics: Mapping[str, float]) -> str:
     shown = [m for m in dict.fromkeys([*PICKS.values()]) if m in metrics]
-    return "".join(f", {units.scale(m, [metrics[m]]).quantity(metrics[m])}" for m in shown)
+    return "".join(f", {quantity(m, metrics[m])}" for m in shown)

@@ -1,4 +1,4 @@
-"""A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags for transformers, the command to paste; and what none says."""
+"""A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags for transformers, a command; with notes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import UserError, files, masking
-from autotune.candidate import ONE_BIT_OPTIMIZERS, SIDE_EFFECT_KEYS, Candidate, DsConfig, Scalar, nearest, without_auto
-from autotune.convergence import LEARNING_RATE_RULES, LearningRate
-from autotune.invocation import (
+from autotune.errors import UserError, nearest
+from autotune.report.data import StudyReport
+from autotune.report.script_changes import every_nth
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, without_auto
+from autotune.study.storage.records import StoreError
+from autotune.system import files, redaction
+from autotune.trial.command import (
     DS_CONFIG,
     EXPORTED_CONFIG,
     Invocation,
@@ -24,10 +28,10 @@ from autotune.invocation import (
     with_flag,
     without_flag,
 )
-from autotune.trial import ACCELERATE, TRAINER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike (HfTrainerDeepSpeedConfig.trainer_config_process).
+# What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
+# (HfTrainerDeepSpeedConfig.trainer_config_process).
 HF_TWINS = {
     "gradient_clipping": "max_grad_norm",
     "optimizer.params.lr": "learning_rate",
@@ -40,7 +44,8 @@ TRAINING_FIELDS = {
     "--per_device_train_batch_size": "micro_batch_size",
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-# Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are parsed.
+# Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are
+# parsed.
 CARRIED = ("Command line:",)
 RATE_FLAG = "--learning_rate"
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
@@ -86,7 +91,8 @@ class Started:
 
     Attributes:
         invocation: How its user starts it.
-        flags: The flag that carries a candidate field, or `ds_config`, or one of transformers' arguments; by all its names.
+        flags: The flag that carries a candidate field, or `ds_config`, or one of transformers' arguments; by all its
+            names.
         config_source: The file that it reads its configuration from; empty for a dict in its code.
         baseline: The candidate that it is untouched, as flat knob values.
     """
@@ -124,8 +130,8 @@ def export(
 def deepspeed_config(pick: Mapping[str, Any], base: Mapping[str, Any]) -> DsConfig:
     """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
 
-    It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without it.
-    `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks.
+    It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
+    it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks.
     """
     measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
     left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
@@ -140,13 +146,15 @@ def _deepspeed(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> 
 def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, _: Started | None) -> str:
     """`accelerate launch --config_file`, with the JSON inside.
 
-    `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it Accelerate
-    refuses `mixed_precision`, `gradient_accumulation_steps` and the offload fields, all of which the JSON states.
+    `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it
+    Accelerate refuses `mixed_precision`, `gradient_accumulation_steps` and the offload fields, all of which the JSON
+    states.
     """
     config = deepspeed_config(pick, base)
     comments = [
         "Use: accelerate launch --config_file accelerate.yaml train.py",
-        "Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.",
+        "Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after"
+        " deepspeed_config_file.",
         *notes(pick, base, "accelerate"),
     ]
     lines = [f"# {text}" for text in comments]
@@ -210,10 +218,11 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         )
         comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
     more, command = pasted(how, arguments, values, world_size, launcher)
-    if masking.holds_mask(command):
+    if redaction.holds_mask(command):
         more = [
             *more,
-            f"{masking.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the environment.",
+            f"{redaction.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the"
+            " environment.",
         ]
     comments += more + [text for text in pick.get("script_side_changes", ()) if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
@@ -261,7 +270,7 @@ def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:
 
 
 def training_rate(config: DsConfig) -> float | None:
-    """The learning rate that transformers' TrainingArguments must state beside a DeepSpeed configuration; None for any."""
+    """The learning rate that TrainingArguments must state beside a DeepSpeed configuration; None for any."""
     rate: float | None = dict(_hf_twins(config)).get("learning_rate")
     return rate
 
@@ -287,11 +296,13 @@ def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list
     found = []
     if format == "accelerate":
         found.append(
-            f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states the micro-batch, it does not set it."
+            f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states the micro-batch, it does"
+            " not set it."
         )
         if candidate.checkpoint_every:
             found.append(
-                f"Recompute the activations of {_every(candidate.checkpoint_every)} block in the script: no key of this file does."
+                f"Recompute the activations of {every_nth(candidate.checkpoint_every)} block in the script: no key"
+                " of this file does."
             )
         if "optimizer" in config:
             found.append(
@@ -305,122 +316,74 @@ def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list
         found.append("ds_config.json is the same pick in the format `deepspeed`.")
         if candidate.checkpoint_every > 1:
             found.append(
-                "Recomputing every k-th layer needs transformers 5; with older ones every layer: --gradient_checkpointing."
+                "Recomputing every k-th layer needs transformers 5; with older ones every layer:"
+                " --gradient_checkpointing."
             )
         if _at(config, "scheduler.params.total_num_steps") or _at(config, "scheduler.params.warmup_num_steps"):
             found.append(
-                'The JSON fixes the scheduler steps: set them to "auto", or transformers refuses other --max_steps or --warmup_steps.'
+                'The JSON fixes the scheduler steps: set them to "auto", or transformers refuses other --max_steps'
+                " or --warmup_steps."
             )
     return found
 
 
-def script_side_changes(
-    candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False, family: str = ""
-) -> list[str]:
-    """Everything that a candidate needs besides its DeepSpeed JSON, in sentences with code in backticks.
+def export_pick(report: StudyReport, pick: str | None, number: int | None, form: str) -> Exported:
+    """A pick, or any trial, in the form that another tool takes.
 
     Args:
-        candidate: What is to be used.
-        baseline: What the user's script does now.
-        block_class: Class of the model's repeated blocks, as the workload names it.
-        is_script: The trials ran a training script, and noted themselves what carried the batch and which inputs were cast.
-        family: The framework of that script, which does some of it by itself.
+        report: The study.
+        pick: Name of the pick; None for `recommended`.
+        number: A trial instead of a pick.
+        form: One of those that `report.export` knows.
+
+    Raises:
+        UserError: There is no such pick, trial or format.
     """
-    found = _batch_changes(candidate, baseline, noted=is_script)
-    if candidate.checkpoint_every != baseline.checkpoint_every:
-        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
-    if candidate.precision != baseline.precision and family != TRAINER:
-        found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
-    if candidate.optimizer in ONE_BIT_OPTIMIZERS and candidate.optimizer != baseline.optimizer:
-        found.append(
-            f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to `deepspeed.initialize`."
-        )
-    if (
-        candidate.zero_stage == 0 < baseline.zero_stage and not is_script
-    ):  # a script whose backward is refused there is not tried
-        found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
-    if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
-        found.append(
-            "Saving: the ranks hold parts of the weights, so every rank calls `engine.save_checkpoint(...)`; `state_dict()` is empty."
-        )
-    return found
+    chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
+    text = export(chosen, base, form, report.world_size, started(report))
+    changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
+    return Exported(text=text, notes=[*notes(chosen, base, form), *changes])
 
 
-def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) -> list[str]:
-    found = []
-    micro, steps = candidate.micro_batch_size, candidate.gradient_accumulation_steps
-    if micro != baseline.micro_batch_size and not noted:
-        found.append(
-            f"Micro-batch: the data loader of each rank yields {micro} samples instead of {baseline.micro_batch_size}:"
-            f" `DataLoader(..., batch_size={micro})` (transformers: `--per_device_train_batch_size {micro}`)."
-        )
-    if steps != baseline.gradient_accumulation_steps and not noted:
-        found.append(
-            f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of {baseline.gradient_accumulation_steps}; call"
-            f" `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps {steps}`)."
-        )
-    return found
-
-
-def learning_rate_changes(
-    candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool, flag: str = ""
-) -> list[str]:
-    """What another global batch means for the learning rate, in a sentence.
-
-    Args:
-        candidate: What is to be used.
-        baseline: What the user's script does now.
-        rate: How the trials followed the batch.
-        in_json: The DeepSpeed JSON makes the optimizer or its schedule, and so states the learning rate.
-        flag: What has to say it again, with its value.
-    """
-    ratio = candidate.global_batch_size(1) / baseline.global_batch_size(1)
-    if ratio == 1:
-        return []
-    more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"
-    if rate.rule == "none":
-        return [f"{more}, and the trials kept your learning rate and schedule."]
-    factor, rule = (
-        rate.factor(round(rate.baseline_batch * ratio)),
-        f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}",
-    )
-    if in_json:
-        also = f"transformers wants the same from `{flag}`" if flag else "a schedule of your own should follow"
-        return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); {also}."]
-    return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
-
-
-def _checkpointing(every: int, block_class: str, family: str) -> str:
-    if every == 0 and family == TRAINER:
-        return "Activation checkpointing: off, without `--gradient_checkpointing`."
-    if every == 0:
-        return f"Activation checkpointing: off; no longer recompute `{block_class}` (transformers: drop `--gradient_checkpointing`)."
-    kwargs = f"--activation_checkpointing --activation_checkpointing_kwargs '{{\"every_n_layers\": {every}}}'"
-    hf = "--gradient_checkpointing" if every == 1 else kwargs
-    which = f"{_every(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
-    if family == TRAINER:
-        return f"Activation checkpointing: recompute {which}: `{hf}`."
-    return (
-        f"Activation checkpointing: recompute {which}: call `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`"
-        f" instead of `block(x)` (transformers: `{hf}`)."
+def started(report: StudyReport) -> Started | None:
+    """How the study's script is started; None where a model.py was tuned."""
+    script = report.workload.get("script")
+    if report.invocation is None or not script:
+        return None
+    return Started(
+        invocation=report.invocation,
+        flags=script["flags"],
+        config_source=script["config_source"],
+        baseline=report.study["baseline"],
     )
 
 
-def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]:
-    if precision in DTYPES and not noted:
-        dtype = DTYPES[precision]
-        return [
-            f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer tokens stay."
-        ]
-    found = []
-    if before in DTYPES and precision not in DTYPES and not noted:
-        found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
-    if precision.startswith("torch_autocast"):
-        found.append(
-            "Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away."
+def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> dict[str, Any]:
+    """The point to export.
+
+    Raises:
+        StoreError: There is no such pick or trial; it lists those there are.
+    """
+    if number is not None:
+        row = next((row for row in report.trials if row["trial"] == number), None)
+        if row is None:
+            numbers = [row["trial"] for row in report.trials]
+            raise StoreError(
+                f"study {report.study['name']!r} has no told trial {number}; it has {min(numbers)} to {max(numbers)}"
+                if numbers
+                else "it has none"
+            )
+        every = [*report.recommended["picks"].values(), *report.front]
+        known = next((p for p in every if p["trial"] == number), None)
+        return dict(known or row)
+    picks = report.recommended["picks"]
+    name = pick or "recommended"
+    if name == "baseline" and report.recommended["baseline"]:
+        return dict(report.recommended["baseline"])
+    if name not in picks:
+        known_names = ", ".join([*picks, *(["baseline"] if report.recommended["baseline"] else [])])
+        raise StoreError(
+            f"study {report.study['name']!r} has no pick {name!r}. Known:"
+            f" {known_names or 'none, since no trial completed'}"
         )
-    return found
-
-
-def _every(k: int) -> str:
-    return {1: "every", 2: "every second", 3: "every third"}.get(k, f"every {k}th")
+    return dict(picks[name])

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
-from autotune.objective import METRICS
-from autotune.report import Data, StudyReport, gain, interval, measured, speedup, title, units, words
+from autotune.report.data import Data, StudyReport, gain, interval, measured, metric_scale, speedup, title, words
+from autotune.scoring.metrics import METRICS
+from autotune.system.units import format_bytes, format_count, format_duration
 
 
 def render(report: StudyReport) -> str:
@@ -96,7 +97,7 @@ def _metrics_table(report: StudyReport, point: Data) -> str:
         value, reference = measured(point).get(name), measured(base).get(name) if base else None
         if value is None:
             continue
-        scale = units.scale(name, [value, *([reference] if reference is not None else [])])
+        scale = metric_scale(name, [value, *([reference] if reference is not None else [])])
         low, high = interval(point, name, value)
         change = gain(name, value, reference) if reference is not None else None
         rows.append([
@@ -129,7 +130,7 @@ def subject(report: StudyReport) -> str:
     workload = report.workload
     parts = []
     if workload.get("n_parameters"):
-        parts.append(f"{units.count(workload['n_parameters'])} parameters")
+        parts.append(f"{format_count(workload['n_parameters'])} parameters")
     if workload.get("n_blocks"):
         parts.append(f"{workload['n_blocks']} x {workload['block_class']}")
     return f"{target} ({', '.join(parts)})" if parts else target
@@ -142,7 +143,8 @@ def machine(report: StudyReport) -> str:
     if environment.get("device_name"):
         devices = f"{environment['n_devices']} x " if environment.get("n_devices", 1) > 1 else ""
         found.append(
-            f"{devices}{environment['device_name']} ({environment['accelerator']}, {units.memory(environment['device_memory_bytes'])})"
+            f"{devices}{environment['device_name']} ({environment['accelerator']},"
+            f" {format_bytes(environment['device_memory_bytes'])})"
         )
     if environment.get("n_cores"):
         found.append(f"{environment['n_cores']} cores")
@@ -152,7 +154,7 @@ def machine(report: StudyReport) -> str:
 def _lead(report: StudyReport) -> str:
     labels = [METRICS[name].label for name in report.metric_names(all_metrics=False)]
     n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
-    took = f" in {units.duration(wall)}" if wall else ""
+    took = f" in {format_duration(wall)}" if wall else ""
     return f"{_plain(subject(report))}, tuned for {_and(labels)} on {_plain(machine(report))}: {n} trials{took}."
 
 
@@ -182,7 +184,7 @@ def speedup_words(pick: Data) -> str:
 def _front(report: StudyReport) -> str:
     names = report.metric_names(all_metrics=False)
     points = report.table()
-    scales = {name: units.scale(name, (measured(point).get(name, 0.0) for point in points)) for name in names}
+    scales = {name: metric_scale(name, (measured(point).get(name, 0.0) for point in points)) for name in names}
     header = [
         "trial",
         "configuration",
@@ -201,7 +203,8 @@ def _front(report: StudyReport) -> str:
     if not rows:
         return "No configuration completed."
     legend = (
-        "A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the defaults;"
+        "A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the"
+        " defaults;"
         " speed-up is throughput over the baseline's."
     )
     return _table(header, rows, numeric=range(2, 3 + len(names))) + "\n\n" + legend
@@ -213,8 +216,8 @@ def _picks(report: StudyReport) -> list[str]:
         same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
         factor = "the baseline itself" if same else speedup_words(pick)
         head = (
-            f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}): {_code(words(pick['candidate']))}"
-            + (f", {factor}" if factor else "")
+            f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}):"
+            f" {_code(words(pick['candidate']))}" + (f", {factor}" if factor else "")
         )
         lines = [*(_plain(reason) for reason in pick.get("reasons") or ())]
         blocks.append("\n".join([head, "", *(f"- {line}" for line in lines)]))
@@ -238,7 +241,8 @@ def _use(report: StudyReport) -> list[str]:
     other = f"Another pick: `autotune export {name} --pick {others[0]}`. " if others else ""
     caveats = report.caveats()
     return [
-        '`ds_config.json` is the recommended configuration, complete: `deepspeed.initialize(..., config="ds_config.json")`.',
+        "`ds_config.json` is the recommended configuration, complete: `deepspeed.initialize(...,"
+        ' config="ds_config.json")`.',
         f"```\nautotune export {name} --format accelerate -o accelerate.yaml   # Accelerate\n"
         f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n"
         + (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autotune import UserError
-from autotune.candidate import nearest
+from autotune.errors import UserError, nearest
 
 SAMPLERS = {
     "physics": "analytic prior of memory and step time, corrected by every trial; stops by itself (the default)",

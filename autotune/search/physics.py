@@ -1,9 +1,7 @@
-"""The physics-guided sampler: an analytic prior of memory and step time, corrected by every trial, in an Optuna study.
+"""The physics-guided sampler as an Optuna sampler: a prior of memory and step time, corrected by every trial.
 
-`Guide` (in `guide.py`) is the search itself and runs without a workload, a database or Optuna; its docstring shows how.
-`PhysicsSampler` is that guide as an Optuna sampler: it holds no state of its own but the candidates and reads every trial
-back from the storage, so that a resumed study continues with the same beliefs. `AnalyticPrior` is the prior that follows
-from a `Profile` and a `Machine`; any other callable of the same form (`catalogue.Prior`) will do, `catalogue.flat` among them.
+`CandidateOptimizer` is the search itself, without workload, database or Optuna. `PhysicsSampler` holds nothing but the
+candidates and reads every trial back from the storage, so that a resumed study continues with the same beliefs.
 """
 
 from __future__ import annotations
@@ -20,25 +18,31 @@ from optuna.distributions import BaseDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.analysis.recommend import Measured
-from autotune.candidate import CANDIDATE_ATTR, Candidate, Setting
-from autotune.predictors import memory, step_time
-from autotune.predictors.profile import Knobs, Machine, Profile
-from autotune.search import advice
-from autotune.search.catalogue import Prediction, Prior
-from autotune.search.guide import Beliefs, Guide
-from autotune.search.learned import Bound, Told
-from autotune.search.legal import LegalSampler, encoded
-from autotune.space import SearchSpace
-from autotune.trial import Outcome, Rival, Workload
+from autotune.forecast import memory, step_time
+from autotune.forecast.knobs import Knobs
+from autotune.scoring.measured import Measured
+from autotune.search import early_stopping, stopping
+from autotune.search.features import Prior, PriorPrediction
+from autotune.search.model import Bound, Observation
+from autotune.search.optimizer import Beliefs, CandidateOptimizer
+from autotune.search.samplers import LegalSampler, encoded
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.legality import Setting, why_illegal
+from autotune.space.space import SearchSpace
+from autotune.trial.profile import Machine, Profile
+from autotune.trial.request import TrialToBeat
+from autotune.trial.result import Outcome
+from autotune.trial.workload import Workload
 
 # Written by `store`, which lies beside this package: what a told trial yielded, as JSON.
-MEASURED_ATTR = "measured"
-# Spaces up to this size are enumerated; of larger ones so many candidates are drawn, and the neighbours of the best join them.
+# A trial's result, as a system attribute; a user attribute in databases of earlier releases.
+MEASURED_ATTR, OLD_MEASURED_ATTR = "autotune:measured", "measured"
+# Spaces up to this size are enumerated; of larger ones so many candidates are drawn, and the neighbours of the best
+# join them.
 MOST_CANDIDATES = 100_000
 DRAWN = 30_000
 NEIGHBOURS_OF = 4
-# Where the workload was guessed from its size, each term may be far off, and so may the whole.
+# Standard deviations of the log of each term, and of the whole, where the workload was guessed from its size.
 GUESSED_SPREAD = 1.0
 COUNTED_SCALE_SD, GUESSED_SCALE_SD = 0.15, 1.0
 # Every trial is looked at again for every proposal, and what was read of it never changes.
@@ -62,12 +66,12 @@ class AnalyticPrior:
         said = memory.spreads(profile)
         self._memory_spread = np.array([1.5 * s for s in said.values()])
 
-    def __call__(self, candidates: Sequence[Candidate]) -> Prediction:
+    def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
         """The prediction, one row for each candidate."""
         knobs = Knobs.of(candidates, self.base)
         times = step_time.step_time_terms(knobs, self.profile, self.machine)
         sizes = memory.memory_terms(knobs, self.profile, self.machine)
-        return Prediction(
+        return PriorPrediction(
             time_terms=np.column_stack([times[name] for name in step_time.SPREADS]),
             memory_terms=np.column_stack([sizes[name] for name in memory.SPREADS]),
             time_spread=self._time_spread,
@@ -97,9 +101,10 @@ class PhysicsSampler(LegalSampler):
         bounds: Bounds on metrics that a solution must keep, as `objective.bounds` gives them.
 
     Attributes:
-        proposes: Whether it is to propose candidates: one that is only asked about them need not look at the whole space.
+        proposes: Whether it is to propose candidates: one that is only asked about them need not look at the whole
+            space.
         cautious: Whether it passes by what surely does not fit the memory.
-        weights: Of the objectives, where their best compromise alone is sought; see `Guide`.
+        weights: Of the objectives, where their best compromise alone is sought; see `CandidateOptimizer`.
     """
 
     def __init__(
@@ -116,20 +121,20 @@ class PhysicsSampler(LegalSampler):
     ) -> None:
         super().__init__("random", space, default, setting, seed)
         self._metrics, self._prior, self._limit, self._bounds = list(metrics), prior, memory_limit_bytes, list(bounds)
-        self._guide: Guide | None = None
+        self._guide: CandidateOptimizer | None = None
         self.weights: Sequence[float] | None = None
         self._whole = self.proposes = self.cautious = True
 
     @property
-    def guide(self) -> Guide:
+    def guide(self) -> CandidateOptimizer:
         """The search itself; made when it is first needed, since enumerating the space takes a second or two."""
         if self._guide is None:
             space, default, setting = self._space, self._default, self._setting
             self._whole = space.size(default) <= MOST_CANDIDATES
             drawn = space.candidates(default) if self._whole else space.draw(random.Random(0), default, DRAWN)
-            legal = list(dict.fromkeys(c for c in drawn if c.illegal(setting) is None)) if self.proposes else []
+            legal = list(dict.fromkeys(c for c in drawn if why_illegal(c, setting) is None)) if self.proposes else []
             values = {p.name: list(p.all_values()) for p in space.parameters}
-            self._guide = Guide(
+            self._guide = CandidateOptimizer(
                 legal, self._prior, self._metrics, world_size=setting.world_size, memory_limit_bytes=self._limit,
                 bounds=self._bounds, reference=default, knobs=values,
             )  # fmt: skip
@@ -150,11 +155,11 @@ class PhysicsSampler(LegalSampler):
         busy = [_from_key(key) for key in known if key]
         proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
         if proposed is None:
-            self.exhausted, self.why_exhausted = True, advice.nothing_left(guide.left(told, busy), guide.limit)
+            self.exhausted, self.why_exhausted = True, stopping.nothing_left(guide.left(told, busy), guide.limit)
             return {}
         return encoded(self._space, proposed)
 
-    def told(self, study: Study) -> list[Told]:
+    def told(self, study: Study) -> list[Observation]:
         """Every trial of the study that taught something, from the storage alone.
 
         Trials of autotune carry the candidate and what was measured as attributes. Where another program told them, the
@@ -164,7 +169,7 @@ class PhysicsSampler(LegalSampler):
         found = [self._as_told(t) for t in study.get_trials(deepcopy=False, states=states)]
         return [t for t in found if t is not None]
 
-    def _imagined(self, study: Study, told: Sequence[Told]) -> list[Told]:
+    def _imagined(self, study: Study, told: Sequence[Observation]) -> list[Observation]:
         """What is under way, as if it had measured what is expected of it: the next candidate is then not sought beside it."""
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         candidates = [self._candidate_of(t) for t in running if CANDIDATE_ATTR in t.user_attrs]
@@ -180,21 +185,21 @@ class PhysicsSampler(LegalSampler):
                 "samples_per_s": float(rate),
                 "peak_memory_bytes": float(size),
             }
-            found.append(Told(candidate=candidate, metrics=metrics))
+            found.append(Observation(candidate=candidate, metrics=metrics))
         return found
 
     def unfit(self, study: Study, candidate: Candidate) -> str | None:
         """Why a candidate would surely run out of memory; None where it may fit."""
-        return advice.unfit(self.guide, self.told(study), candidate)
+        return stopping.unfit(self.guide, self.told(study), candidate)
 
     def settled(self, study: Study, below: float) -> str | None:
         """Why nothing better than a share `below` is to be expected of any candidate; None if something is."""
         busy = [_from_key(key) for key in self._known(study) if key]
-        return advice.settled(self.guide, self.told(study), busy, below)
+        return stopping.settled(self.guide, self.told(study), busy, below)
 
-    def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[Rival, ...]:
+    def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
         """Whom a trial of the candidate is compared with while it runs."""
-        return advice.rivals(self.guide, self.told(study), candidate, measured, self._default)
+        return early_stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default)
 
     def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
@@ -222,19 +227,20 @@ class PhysicsSampler(LegalSampler):
         }
         return self._space.candidate(values, self._default)
 
-    def _as_told(self, trial: FrozenTrial) -> Told | None:
+    def _as_told(self, trial: FrozenTrial) -> Observation | None:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
-        if MEASURED_ATTR in attrs:
-            data = _parsed(attrs[MEASURED_ATTR])
+        text = trial.system_attrs.get(MEASURED_ATTR) or attrs.get(OLD_MEASURED_ATTR)
+        if text is not None:
+            data = _parsed(text)
             outcome = Outcome(data["outcome"])
             inner, boundary = _micro_steps(data, candidate, self._setting.world_size)
             ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
-            return Told(
+            return Observation(
                 candidate=candidate, outcome=outcome, metrics=data["metrics"], ci95=ci95, censored=data.get("censored", ()),
                 inner_s=inner, boundary_s=boundary,
             )  # fmt: skip
         if trial.state is TrialState.PRUNED or trial.values is None:
-            return Told(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
+            return Observation(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
         metrics = {
             name: value for name, value in zip(self._metrics, trial.values, strict=False) if math.isfinite(value)
         }
@@ -243,9 +249,9 @@ class PhysicsSampler(LegalSampler):
             for name, value in attrs.items()
             if name == "peak_memory_bytes" and isinstance(value, int | float)
         }
-        return Told(candidate=candidate, metrics=metrics)
+        return Observation(candidate=candidate, metrics=metrics)
 
-    def _refine(self, told: Sequence[Told]) -> None:
+    def _refine(self, told: Sequence[Observation]) -> None:
         """In a space too large to enumerate: what differs in one knob from the best candidates joins the choice."""
         leading = dict.fromkeys(
             [*self.guide.best(told).values(), self._default, *(t.candidate for t in told[-NEIGHBOURS_OF:])]
@@ -257,7 +263,7 @@ class PhysicsSampler(LegalSampler):
                 for other in self._space[name].all_values():
                     if other != value:
                         changed = self._space.candidate({**self._first_values(), **values, name: other}, self._default)
-                        if changed not in self.guide.catalogue.row and changed.illegal(self._setting) is None:
+                        if changed not in self.guide.catalogue.row and why_illegal(changed, self._setting) is None:
                             found.append(changed)
         if found:
             self.guide.add(list(dict.fromkeys(found)))

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.candidate import Candidate
-from autotune.search.catalogue import Prediction, Prior
-from autotune.search.guide import Guide
-from autotune.search.learned import Told
+from autotune.search.features import Prior, PriorPrediction
+from autotune.search.model import Observation
+from autotune.search.optimizer import CandidateOptimizer
+from autotune.space.candidate import Candidate
 
-# What is still doubted of a correction that comes from the same model on other terms, and from another model on the same machine.
+# What is still doubted of a correction that comes from the same model on other terms, and from another model on the
+# same machine.
 SAME_MODEL, RELATED_MODEL = 0.5, 0.8
 # Fewer trials than these teach nothing that is worth carrying on.
 ENOUGH = 4
@@ -22,8 +23,8 @@ SURE_SAMPLES = 2.0
 class Transferred:
     """A prior that starts where an earlier search ended.
 
-    The analytic prior of the new circumstances says how step time and memory follow from sequence length, ranks, memory and
-    so on. What the earlier trials showed of it, a factor for each term and what each knob adds, is laid over it.
+    The analytic prior of the new circumstances says how step time and memory follow from sequence length, ranks, memory
+    and so on. What the earlier trials showed of it, a factor for each term and what each knob adds, is laid over it.
 
     Args:
         prior: The new circumstances' own.
@@ -34,11 +35,16 @@ class Transferred:
     """
 
     def __init__(
-        self, prior: Prior, guide: Guide, told: Sequence[Told], doubt: float = SAME_MODEL, scale: float = 1.0
+        self,
+        prior: Prior,
+        guide: CandidateOptimizer,
+        told: Sequence[Observation],
+        doubt: float = SAME_MODEL,
+        scale: float = 1.0,
     ) -> None:
         self.prior, self.guide, self.told, self.doubt, self.scale = prior, guide, list(told), doubt, scale
 
-    def __call__(self, candidates: Sequence[Candidate]) -> Prediction:
+    def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
         """The prediction, one row for each candidate."""
         said, known = self.prior(candidates), self.guide.carried(self.told, candidates)
         time, memory = np.exp(known.time)[:, None], np.exp(known.memory)[:, None]
@@ -57,7 +63,7 @@ class Transferred:
             memory_scale_sd=min(said.memory_scale_sd, 0.3)
             if any(t.good("peak_memory_bytes") for t in self.told)
             else said.memory_scale_sd,
-            doubt=self.doubt,
+            doubt=said.doubt * self.doubt,
             samples_scale=(float(constant), float(growing) * self.scale) if seen else said.samples_scale,
             samples_spread=SURE_SAMPLES if seen else said.samples_spread,
         )

@@ -9,16 +9,17 @@ def main(arguments: list[str]) -> int:
     """Runs one of the worker's roles and returns its exit status."""
     match arguments:
         case ["serve", *modules]:
-            from autotune.worker import server
+            from autotune.worker.agent import server
 
             return server.serve(modules)
         case ["rank", trial_dir, rank, listener]:
-            from autotune.worker import run, server
+            from autotune.worker import run
+            from autotune.worker.agent import preload
 
-            server.import_lazy_modules()
+            preload.import_rank_modules()
             return run.main(trial_dir, int(rank), int(listener))
         case ["build", *ops]:
-            from autotune.worker import ops as builder
+            from autotune.worker.agent import ops as builder
 
             return builder.build(ops)
     print(f"usage: {__doc__}", file=sys.stderr)

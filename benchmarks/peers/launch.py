@@ -1,7 +1,7 @@
 """Runs a training script as it is, with what a CPU needs; `--measure N` ends it after N optimizer steps and prints how long they took.
 
-`torchrun ... launch.py [--measure N] SCRIPT ARGS...`. A step is taken from one boundary to the next, everything between included: data,
-forward, backward, step. The script knows nothing of it, and no code of autotune's runs.
+`torchrun ... launch.py [--measure N] SCRIPT ARGS...`. A step is taken from one boundary to the next, everything between
+included: data, forward, backward, step. The script knows nothing of it, and no code of autotune's runs.
 """
 
 import functools

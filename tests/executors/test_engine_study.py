@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from clusters import ray_cluster, slurm, until, why_no_ray, why_no_slurm
-from zoo import MODELS
+from support.clusters import ray_cluster, slurm, until, why_no_ray, why_no_slurm
+from support.paths import MODELS
 
-from autotune import trial
-from autotune.trial import Outcome, TrialDir
+from autotune.trial.folder import TrialDir, result_in
+from autotune.trial.result import Outcome
+
+pytestmark = pytest.mark.system
 
 STUDY = f"""
 target: {MODELS / "noisy.py"}
@@ -43,7 +45,7 @@ def test_a_trial_outlives_its_coordinator_and_is_told_once(tmp_path: Path) -> No
     (tmp_path / "studies" / "s").mkdir(parents=True)
     file = tmp_path / "studies" / "s" / "study.yaml"
     file.write_text(STUDY)
-    command = [sys.executable, "-c", "from autotune.cli import main; main()"]
+    command = [sys.executable, "-c", "from autotune.cli.app import main; main()"]
     with slurm(tmp_path / "cluster") as cluster, open(tmp_path / "log", "wb") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         first = subprocess.Popen([*command, "run", str(file)], cwd=tmp_path, env=environment, stdout=log, stderr=log)
@@ -59,7 +61,7 @@ def test_a_trial_outlives_its_coordinator_and_is_told_once(tmp_path: Path) -> No
             [*command, "run", str(file)], cwd=tmp_path, env=environment, stdout=log, stderr=log, check=False
         )
         assert done.returncode == 0, (tmp_path / "log").read_text()
-        result = trial.result_in(folder.path)
+        result = result_in(folder.path)
         assert result is not None and result.outcome is Outcome.COMPLETE
         assert json.loads(folder.job.read_text()) == said
         status = subprocess.run(
@@ -79,13 +81,14 @@ def cluster_of(engine: str, root: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
+@pytest.mark.smoke
 def test_trials_run_at_once_on_nodes_of_their_own_and_each_is_told_once(tmp_path: Path, engine: str) -> None:
     changes = {"executor": engine, "executor_options": {}, "nodes": 1, "ranks": 1, "parallel": 2, "trials": 4}
     changes["space"] = {"micro_batch_size": {"choices": [2, 4, 6, 8]}}
     file = tmp_path / "studies" / "s" / "study.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(yaml.safe_dump(yaml.safe_load(STUDY) | changes))
-    command = [sys.executable, "-c", "from autotune.cli import main; main()"]
+    command = [sys.executable, "-c", "from autotune.cli.app import main; main()"]
     with cluster_of(engine, tmp_path / "cluster"):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from clusters import ray_cluster, slurm, two_hosts, until, why_no_hosts, why_no_ray, why_no_slurm
-from zoo import CLEAN, ENDS, End, Zoo, shared_memory, wait_until
+from support.clusters import ray_cluster, slurm, two_hosts, until, why_no_hosts, why_no_ray, why_no_slurm
+from support.zoo import CLEAN, ENDS, End, Zoo, shared_memory, wait_until
 
-from autotune import trial
 from autotune.executors import base
-from autotune.executors.agents import AgentExecutor, settings_for
 from autotune.executors.base import Status
-from autotune.executors.hosts import Hosts
+from autotune.executors.cluster import ClusterExecutor, settings_for
 from autotune.executors.ray import Ray
 from autotune.executors.slurm import Slurm
-from autotune.spec import read_hostfile
-from autotune.trial import Exit, Outcome
+from autotune.executors.ssh import Hosts, read_hostfile
+from autotune.trial.folder import read_record, write_record
+from autotune.trial.result import Exit, Outcome
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 TWO = {"nodes": 2, "world_size": 2}
 # One trial of each kind; the whole zoo runs on the local engine.
 KINDS = [end for end in ENDS if end.model in ("oom", "hang", "nan", "crash_rank1")]
@@ -39,7 +38,7 @@ def ray_here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["slurm", "ray", "ray-without-shared-files", "ssh"])
-def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentExecutor]:
+def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterExecutor]:
     """An engine with two machines, its agents warm."""
     root = tmp_path_factory.mktemp("engine")
     settings = settings_for(["torch"], {}, 60.0)
@@ -47,7 +46,7 @@ def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if why := why_no_slurm():
             pytest.skip(why)
         with slurm(root / "cluster"):
-            executor = AgentExecutor(Slurm({}, 1, "autotune-tests"), root / "agents", settings, 2)
+            executor = ClusterExecutor(Slurm({}, 1, "autotune-tests"), root / "agents", settings, 2)
             executor.start()
             yield executor
             executor.close()
@@ -56,21 +55,23 @@ def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             pytest.skip(why)
         with two_hosts(root / "hosts") as hosts:
             options = {"ssh": hosts.ssh, "address": "10.203.0.1"}
-            executor = AgentExecutor(Hosts(options, list(read_hostfile(hosts.hostfile))), root / "agents", settings, 2)
+            executor = ClusterExecutor(
+                Hosts(options, list(read_hostfile(hosts.hostfile))), root / "agents", settings, 2
+            )
             executor.start()
             yield executor
             executor.close()
     else:
         request.getfixturevalue("ray_here")
         files = "ray" if request.param.endswith("files") else "auto"
-        executor = AgentExecutor(Ray({"files": files}, 1), root / "agents", settings, 2)
+        executor = ClusterExecutor(Ray({"files": files}, 1), root / "agents", settings, 2)
         executor.start()
         yield executor
         executor.close()
 
 
 @pytest.fixture
-def zoo(machines: AgentExecutor, tmp_path: Path) -> Iterator[Zoo]:
+def zoo(machines: ClusterExecutor, tmp_path: Path) -> Iterator[Zoo]:
     """Runs trials on the engine; afterwards only its warm servers may be there."""
     before = shared_memory()
     zoo = Zoo(machines, tmp_path / "trials")
@@ -95,12 +96,13 @@ def ranks() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.smoke
 def test_a_trial_spans_two_machines_and_learns_what_it_learns_on_one(
     zoo: Zoo, executor: object, tmp_path: Path
 ) -> None:
     result = zoo.run("ok", **TWO, **CLEAN)
     assert result.outcome is Outcome.COMPLETE, result
-    assert trial.read(zoo.folder.exit, Exit).codes == {0: 0, 1: 0}
+    assert read_record(zoo.folder.exit, Exit).codes == {0: 0, 1: 0}
     alone = Zoo(executor, tmp_path / "alone").run("ok", **CLEAN)  # type: ignore[arg-type]
     assert result.losses == alone.losses
     assert {"rank-0.log", "rank-1.log", "node-0.json", "node-1.json", "result.json"} <= zoo.folder.names()
@@ -128,8 +130,8 @@ def test_a_cancelled_trial_is_lost_and_the_machines_stay(zoo: Zoo) -> None:
     zoo.run("ok", **TWO, **CLEAN)
     request = zoo.request("hang", **TWO)
     folder = zoo.next_folder()
-    trial.write(folder.request, request)
-    trial.write(folder.ds_config, request.ds_config)
+    write_record(folder.request, request)
+    write_record(folder.ds_config, request.ds_config)
     job = zoo.executor.submit(folder)
     until(lambda: job.poll() is Status.RUNNING and zoo.entered("measure"), 30)
     job.cancel()
@@ -141,25 +143,25 @@ def test_a_cancelled_trial_is_lost_and_the_machines_stay(zoo: Zoo) -> None:
     assert time.monotonic() - start < base.AGENT_GRACE_S
 
 
-def test_a_trial_goes_on_without_its_coordinator_and_is_found_again(zoo: Zoo, machines: AgentExecutor) -> None:
+def test_a_trial_goes_on_without_its_coordinator_and_is_found_again(zoo: Zoo, machines: ClusterExecutor) -> None:
     """A second executor plays the coordinator that comes after the first one has died without a word."""
     if machines.engine.name == "ssh":
         pytest.skip("agents over ssh end with the run that started them")
     request = zoo.request("noisy", **TWO, budget_s=2.0, min_samples=10**9)
     folder = zoo.next_folder()
-    trial.write(folder.request, request)
-    trial.write(folder.ds_config, request.ds_config)
+    write_record(folder.request, request)
+    write_record(folder.ds_config, request.ds_config)
     job = machines.submit(folder)
     until(lambda: job.poll() is Status.RUNNING, 30)
     said = json.loads(folder.job.read_text())
     options = machines.engine.options
     engine = Slurm(options, 1, "x") if machines.engine.name == "slurm" else Ray(options, 1)
-    second = AgentExecutor(engine, machines.root, machines.settings, 2)
+    second = ClusterExecutor(engine, machines.root, machines.settings, 2)
     result = base.resume(second, folder.path)
     assert result is not None and result.outcome is Outcome.COMPLETE, result
     assert json.loads(folder.job.read_text()) == said
     assert result.wall_s > 1.5
 
 
-def test_ops_are_compiled_on_every_machine(machines: AgentExecutor) -> None:
+def test_ops_are_compiled_on_every_machine(machines: ClusterExecutor) -> None:
     assert machines.build_ops(["no_such_op"]) == "no_such_op cannot be built; the log says why"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -18,14 +17,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from zoo import CLEAN, ENDS, MIB, End, Zoo, assert_nothing_left, build_locks, shared_memory, wait_until
+from support.zoo import CLEAN, ENDS, MIB, End, Zoo, assert_nothing_left, build_locks, shared_memory, wait_until
 
-from autotune import UserError, trial
-from autotune.executors import base, host
+from autotune.errors import UserError
+from autotune.executors import base
 from autotune.executors.base import Status
-from autotune.executors.host import extensions_dir
 from autotune.executors.local import LocalExecutor
-from autotune.trial import Exit, Outcome
+from autotune.system import processes
+from autotune.system.machine import extensions_dir
+from autotune.trial.folder import TrialDir, read_record, result_in, write_record
+from autotune.trial.result import Exit, Outcome
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +56,8 @@ def test_a_smaller_micro_batch_fits_the_memory_that_a_large_one_outgrows(zoo: Zo
 
 def test_the_result_lies_in_the_folder_and_reads_back(zoo: Zoo) -> None:
     result = zoo.run("ok", **CLEAN)
-    assert trial.result_in(zoo.folder.path) == result
-    assert trial.read(zoo.folder.exit, Exit).codes == {0: 0, 1: 0}
+    assert result_in(zoo.folder.path) == result
+    assert read_record(zoo.folder.exit, Exit).codes == {0: 0, 1: 0}
     assert json.loads(zoo.folder.ds_config.read_text())["train_micro_batch_size_per_gpu"] == 4
 
 
@@ -106,7 +109,7 @@ def test_a_log_of_megabytes_is_cut_in_the_middle(zoo: Zoo) -> None:
 
 def test_no_child_of_a_rank_outlives_the_trial(zoo: Zoo) -> None:
     assert zoo.run("children").outcome is Outcome.COMPLETE
-    swept = [int(line.split()[1]) for line in trial.read(zoo.folder.exit, Exit).swept if line.startswith("process ")]
+    swept = [int(line.split()[1]) for line in read_record(zoo.folder.exit, Exit).swept if line.startswith("process ")]
     assert len(swept) == 2
     assert not any(psutil.pid_exists(pid) for pid in swept)
     assert not [
@@ -118,7 +121,7 @@ def test_no_child_of_a_rank_outlives_the_trial(zoo: Zoo) -> None:
 
 def test_a_daemon_that_hides_from_its_rank_outlives_no_trial(zoo: Zoo) -> None:
     assert zoo.run("daemon").outcome is Outcome.COMPLETE
-    assert len([line for line in trial.read(zoo.folder.exit, Exit).swept if line.startswith("process ")]) == 2
+    assert len([line for line in read_record(zoo.folder.exit, Exit).swept if line.startswith("process ")]) == 2
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if "a daemon of tests/models/daemon.py" in (p.info["cmdline"] or [])
     ]
@@ -146,7 +149,7 @@ def test_a_rank_that_closes_its_output_and_removes_its_folder_still_reports(
     result = zoo.run(write_model(in_forward(closing)))
     assert zoo.folder.path == folder
     assert result.outcome is Outcome.COMPLETE, result.reason
-    assert trial.result_in(folder) == result
+    assert result_in(folder) == result
 
 
 def test_a_rank_that_writes_nonsense_in_place_of_its_report_has_none(
@@ -162,6 +165,7 @@ def test_a_rank_that_writes_nonsense_in_place_of_its_report_has_none(
     assert result.reason == "rank 1 exited with status 0 but wrote no result"
 
 
+@pytest.mark.alone  # a trial of another worker would remove the files that bear the numbers of its own processes
 def test_shared_memory_of_a_trial_is_removed_and_that_of_strangers_is_not(zoo: Zoo) -> None:
     """The strangers' files bear the very numbers that the trial's processes are going to have."""
     mark = f"stranger-{uuid.uuid4().hex[:8]}"
@@ -171,7 +175,7 @@ def test_shared_memory_of_a_trial_is_removed_and_that_of_strangers_is_not(zoo: Z
         for name in theirs:
             Path("/dev/shm", name).touch()
         assert zoo.run("shm").outcome is Outcome.COMPLETE
-        swept = [line for line in trial.read(zoo.folder.exit, Exit).swept if line.startswith("/dev/shm/torch_")]
+        swept = [line for line in read_record(zoo.folder.exit, Exit).swept if line.startswith("/dev/shm/torch_")]
         assert len(swept) == 2
         assert theirs <= shared_memory()
     finally:
@@ -179,6 +183,7 @@ def test_shared_memory_of_a_trial_is_removed_and_that_of_strangers_is_not(zoo: Z
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
+@pytest.mark.alone
 def test_shared_memory_without_a_process_number_is_removed_too(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
     """Python's own SharedMemory draws names at random, and the tracker that would remove them is killed with the trial."""
     text = "from multiprocessing.shared_memory import SharedMemory\nkept = []\n"
@@ -210,7 +215,7 @@ def test_a_build_lock_of_a_killed_rank_is_removed(zoo: Zoo, write_model: Callabl
             os.kill(os.getpid(), signal.SIGKILL)"""
     result = zoo.run(write_model(in_forward(locking)))
     assert result.outcome is Outcome.CRASHED
-    assert str(extensions_dir() / "an_op" / "lock") in trial.read(zoo.folder.exit, Exit).swept
+    assert str(extensions_dir() / "an_op" / "lock") in read_record(zoo.folder.exit, Exit).swept
     assert build_locks() == []
     (extensions_dir() / "an_op").rmdir()
 
@@ -227,7 +232,7 @@ def test_a_cancelled_trial_is_lost_and_the_server_stays(zoo: Zoo, reference: lis
     zoo.run("ok", **CLEAN)
     server, request = zoo.server, zoo.request("hang")
     folder = zoo.next_folder()
-    trial.write(folder.request, request)
+    write_record(folder.request, request)
     job = zoo.executor.submit(folder)
     job.cancel()  # right behind the submit: the server may not have read either yet
     job.cancel()
@@ -240,7 +245,7 @@ def test_a_cancelled_trial_is_lost_and_the_server_stays(zoo: Zoo, reference: lis
 def test_a_trial_whose_folder_is_gone_before_anybody_looked_has_ended(zoo: Zoo, reference: list[float | None]) -> None:
     """As an agent's may be, where the coordinator saw the file first and tries the trial again."""
     folder, request = zoo.next_folder(), zoo.request("ok", **CLEAN)
-    trial.write(folder.request, request)
+    write_record(folder.request, request)
     job = zoo.executor.submit(folder)
     until = time.monotonic() + 60
     while not folder.exit.exists() and time.monotonic() < until:
@@ -269,7 +274,7 @@ def test_a_late_cancel_does_not_reach_the_next_trial(zoo: Zoo, reference: list[f
 
 
 def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     first, second = LocalExecutor([], tmp_path / "a.log"), LocalExecutor([], tmp_path / "b.log")
     waited, entered = threading.Event(), threading.Event()
 
@@ -299,10 +304,10 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytes
 
 def test_a_sweep_ends_what_bears_the_mark_and_nothing_else() -> None:
     command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    marked = subprocess.Popen(command, env={**os.environ, host.MARK: "one"}, start_new_session=True)
-    other = subprocess.Popen(command, env={**os.environ, host.MARK: "another"})
+    marked = subprocess.Popen(command, env={**os.environ, processes.MARK: "one"}, start_new_session=True)
+    other = subprocess.Popen(command, env={**os.environ, processes.MARK: "another"})
     try:
-        assert wait_until(lambda: marked.pid in host.sweep("one"))
+        assert wait_until(lambda: marked.pid in processes.sweep("one"))
         assert marked.wait(5) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -332,7 +337,7 @@ def marked(mark: str) -> list[int]:
     found = []
     for pid in psutil.pids():
         try:
-            if f"{host.MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if f"{processes.MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
         except OSError:
             continue
@@ -373,24 +378,24 @@ def test_a_server_killed_between_trials_is_replaced(own: Zoo) -> None:
 DRIVER = """
 import sys
 from pathlib import Path
-from autotune import trial
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.trial import TrialDir, TrialRequest
+from autotune.trial.folder import read_record
+from autotune.trial.request import TrialRequest
 
 root = Path(sys.argv[1])
 executor = LocalExecutor(["torch"], root / "server.log")
 executor.start()
 print(executor.mark, flush=True)
-base.run(executor, root / "trial", trial.read(root / "request.json", TrialRequest))
+base.run(executor, root / "trial", read_record(root / "request.json", TrialRequest))
 """
 
 
 @pytest.mark.slow
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     own = Zoo(LocalExecutor([], tmp_path / "unused.log"), tmp_path)
-    own.folder = trial.TrialDir(tmp_path / "trial")
-    trial.write(tmp_path / "request.json", own.request("children", budget_s=60.0, min_samples=10**9))
+    own.folder = TrialDir(tmp_path / "trial")
+    write_record(tmp_path / "request.json", own.request("children", budget_s=60.0, min_samples=10**9))
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     with driver.stdout:

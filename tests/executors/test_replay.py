@@ -4,14 +4,16 @@ import itertools
 from pathlib import Path
 
 import pytest
-from instant import SPACE, Watcher, plan_of, report, spec_of
+from support.instant import SPACE, Watcher, plan_of, report, spec_of
 
-from autotune import stats, store
-from autotune.candidate import Candidate
 from autotune.executors import base
 from autotune.executors.replay import ReplayExecutor, Row, TableError, read_table, write_table
-from autotune.study import Runner
-from autotune.trial import Outcome, Rival, TrialRequest
+from autotune.scoring import step_times
+from autotune.space.candidate import Candidate
+from autotune.study.runner import Runner
+from autotune.study.storage import records
+from autotune.trial.request import TrialRequest, TrialToBeat
+from autotune.trial.result import Outcome
 
 SOME = Candidate.of({"micro_batch_size": 4, "zero_stage": 2, "zero_optimization.overlap_comm": True})
 
@@ -87,9 +89,9 @@ def test_a_stated_limit_below_what_was_needed_runs_out_of_memory(tmp_path: Path)
 
 
 def test_a_trial_that_its_rivals_beat_is_stopped_as_a_real_one(tmp_path: Path) -> None:
-    rival = Rival(trial=3, step_time_s=0.0, peak_memory_bytes=0.0)
+    rival = TrialToBeat(trial=3, step_time_s=0.0, peak_memory_bytes=0.0)
     result = base.run(ReplayExecutor([row(SOME, factor=20.0)]), tmp_path / "1", request(SOME, rivals=(rival,)))
-    assert result.outcome is Outcome.STOPPED_EARLY and len(result.step_times_s) == stats.SETUP_STEPS + 1
+    assert result.outcome is Outcome.STOPPED_EARLY and len(result.step_times_s) == step_times.SETUP_STEPS + 1
     assert "worse than trial 3" in result.reason
 
 
@@ -112,7 +114,7 @@ def test_a_whole_study_is_replayed_from_a_file(tmp_path: Path) -> None:
     legal = [plan.baseline, *(c for c in plan.space.candidates(plan.baseline) if c != plan.baseline)]
     write_table(tmp_path / "t.csv.gz", [row(c, repeat) for c, repeat in itertools.product(legal, range(2))])
     executor = ReplayExecutor(read_table(tmp_path / "t.csv.gz"))
-    runner = Runner(plan, executor, tmp_path / "s", store.default_url(tmp_path), Watcher())  # type: ignore[arg-type]
+    runner = Runner(plan, executor, tmp_path / "s", records.default_url(tmp_path), Watcher())  # type: ignore[arg-type]
     runner.run()
     measured = runner.measured()
     assert measured[0].usable and len({m.candidate for m in measured}) == len(measured) >= 12

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import SlurmCluster, slurm, until, why_no_slurm
-from zoo import MODELS
+from support.clusters import SlurmCluster, slurm, until, why_no_slurm
+from support.paths import MODELS, ROOT
 
-from autotune import UserError, liveness, trial
-from autotune.executors import agents, base
-from autotune.executors.agents import AgentExecutor, Refused, settings_for
+from autotune.errors import UserError
+from autotune.executors import base
 from autotune.executors.base import Status
+from autotune.executors.cluster import ClusterExecutor, Refused, Spool, settings_for
 from autotune.executors.slurm import Slurm, _standing
-from autotune.trial import Outcome, TrialDir, TrialRequest
+from autotune.system import processes
+from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
 
-STAND_IN = Path(__file__).parent / "stand_in_agent.py"
+STAND_IN = ROOT / "tests" / "support" / "stand_in_agent.py"
 REQUEST = TrialRequest(target=str(MODELS / "ok.py"), world_size=2, nodes=2, deadline_s=1.0)
 
 
@@ -36,18 +39,18 @@ class Trials:
     """Submits trials to a cluster, with whatever options."""
 
     def __init__(self, cluster: SlurmCluster, root: Path) -> None:
-        self.cluster, self.root, self.executors = cluster, root, list[AgentExecutor]()
+        self.cluster, self.root, self.executors = cluster, root, list[ClusterExecutor]()
         self.folder, self.said = TrialDir(root / "0000"), list[str]()
 
-    def executor(self, nodes: int = 2, **options: str) -> AgentExecutor:
+    def executor(self, nodes: int = 2, **options: str) -> ClusterExecutor:
         engine = Slurm({"python": str(STAND_IN), **options}, 1, "autotune-tests")
         self.executors.append(
-            AgentExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes, self.said.append)
+            ClusterExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes, self.said.append)
         )
         return self.executors[-1]
 
     def submit(self, **options: str) -> base.Job:
-        trial.write(self.folder.request, REQUEST)
+        write_record(self.folder.request, REQUEST)
         return self.executor(**options).submit(self.folder)
 
     def running(self, **options: str) -> base.Job:
@@ -74,6 +77,7 @@ def trials(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Trials]:
     until(lambda: not cluster.jobs() and set(cluster.states()) == {"idle"}, 60)
 
 
+@pytest.mark.system
 def test_a_wait_in_the_queue_is_told_and_is_not_the_trials_time(trials: Trials) -> None:
     trials.cluster.call("sbatch", "--exclusive", "--nodes=1", "--output=/dev/null", "--wrap=sleep 600")
     until(lambda: bool(trials.cluster.jobs()), 10)
@@ -84,6 +88,7 @@ def test_a_wait_in_the_queue_is_told_and_is_not_the_trials_time(trials: Trials) 
     until(lambda: job.poll() is Status.RUNNING, 30)
 
 
+@pytest.mark.system
 def test_a_cancelled_wait_leaves_no_job(trials: Trials) -> None:
     trials.cluster.call("sbatch", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 600")
     job = trials.submit(hold="no")
@@ -92,12 +97,14 @@ def test_a_cancelled_wait_leaves_no_job(trials: Trials) -> None:
     until(lambda: len(trials.cluster.jobs()) == 1, 10)  # the other one
 
 
+@pytest.mark.system
 def test_a_trial_whose_nodes_go_to_a_more_urgent_job_is_lost_to_it(trials: Trials) -> None:
     job = trials.running()
     trials.cluster.call("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=true")
     assert "ended as PREEMPTED (another job took its place)" in trials.lost(job)
 
 
+@pytest.mark.system
 def test_a_job_that_somebody_cancels_is_lost_and_the_next_trial_gets_another(trials: Trials) -> None:
     job = trials.running()
     trials.cluster.call("scancel", "--user=root")
@@ -105,11 +112,12 @@ def test_a_job_that_somebody_cancels_is_lost_and_the_next_trial_gets_another(tri
     (executor,) = trials.executors
     until(lambda: set(trials.cluster.states()) == {"idle"}, 30)
     trials.folder = TrialDir(trials.root / "0001")
-    trial.write(trials.folder.request, REQUEST)
+    write_record(trials.folder.request, REQUEST)
     again = executor.submit(trials.folder)
     until(lambda: again.poll() is Status.RUNNING, 30)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
     job = trials.running()
@@ -122,12 +130,14 @@ def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
         trials.cluster.call("scontrol", "update", "nodename=n2", "state=resume")
 
 
+@pytest.mark.system
 def test_a_job_that_no_node_can_take_is_refused_in_slurms_words(trials: Trials) -> None:
     result = base.run(trials.executor(partition="single"), trials.folder.path, REQUEST)
     assert result.outcome is Outcome.CRASHED
     assert re.search(r"can never start: Partition(NodeLimit|Config) \(the partition", result.reason), result.reason
 
 
+@pytest.mark.system
 def test_more_nodes_than_there_are_are_refused_in_slurms_words(trials: Trials) -> None:
     request = TrialRequest(target=REQUEST.target, world_size=5, nodes=5)
     result = base.run(trials.executor(nodes=5), trials.folder.path, request)
@@ -137,11 +147,13 @@ def test_more_nodes_than_there_are_are_refused_in_slurms_words(trials: Trials) -
     ), result.reason
 
 
+@pytest.mark.system
 def test_an_unknown_partition_is_refused_before_anything_runs(trials: Trials) -> None:
     with pytest.raises(UserError, match=r"no partition 'nowhere'"):
         trials.executor(partition="nowhere").start()
 
 
+@pytest.mark.system
 def test_held_nodes_of_a_dead_run_are_taken_over(trials: Trials) -> None:
     trials.running()
     (first,) = trials.executors
@@ -150,7 +162,7 @@ def test_held_nodes_of_a_dead_run_are_taken_over(trials: Trials) -> None:
     second = trials.executor()
     second.start()
     assert second._held == []  # its owner, this very process, is alive
-    path.write_text(said.replace(liveness.mark(), f"{os.getpid()}:1"))
+    path.write_text(said.replace(processes.identity(), f"{os.getpid()}:1"))
     second.start()  # the number is used again, the process is another one
     assert [held.job for held in second._held] == [held.job for held in first._held]
 
@@ -171,12 +183,13 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(kept: Path, tmp_path: Path, ranks_per_node: int | None, **options: Any) -> str:
-    spool = agents.Spool(tmp_path / "spool")
+    spool = Spool(tmp_path / "spool")
     spool.path.mkdir()
     assert Slurm(options, ranks_per_node, "autotune-x").launch(spool, 2) == "7"
     return kept.read_text()
 
 
+@pytest.mark.process
 def test_what_the_user_asks_for_goes_to_sbatch(sbatch: Path, tmp_path: Path) -> None:
     text = submitted(
         sbatch, tmp_path, 2, partition="gpu", account="a", qos="q", constraint="c&d", time="2:00:00", cpus_per_rank="4",
@@ -198,18 +211,21 @@ def test_what_the_user_asks_for_goes_to_sbatch(sbatch: Path, tmp_path: Path) -> 
         and "--exclusive --mem=0" in text
         and "--comment=two words" in text
     )
-    assert "apptainer exec --nv image.sif /opt/python -m autotune.executors.agent" in text
+    assert "apptainer exec --nv image.sif /opt/python -m autotune.executors.node_agent" in text
 
 
+@pytest.mark.process
 def test_without_a_number_of_ranks_all_gpus_of_a_node_are_taken(sbatch: Path, tmp_path: Path) -> None:
     assert "--gres=gpu:4" in submitted(sbatch, tmp_path, None, partition="gpu")
 
 
+@pytest.mark.process
 def test_a_partition_without_gpus_is_asked_for_none(sbatch: Path, tmp_path: Path) -> None:
     text = submitted(sbatch, tmp_path, None, exclusive="no", hold="no")
     assert "--gres" not in text and "--exclusive" not in text
 
 
+@pytest.mark.process
 def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
     (tmp_path / "bin" / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid account' >&2\nexit 1\n"

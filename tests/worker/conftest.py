@@ -4,13 +4,14 @@ import importlib.util
 from typing import Any
 
 import pytest
-import torch
-from zoo import MODELS
+from support.paths import MODELS
 
 
 @pytest.fixture(scope="session")
 def noise_scale_of_still() -> float:
     """Of `models/still.py`: tr(Sigma) / |G|^2 over the whole data set, one sample at a time."""
+    import torch  # only once it is asked for: a worker of the unit tests does without
+
     spec = importlib.util.spec_from_file_location("still", MODELS / "still.py")
     assert spec is not None and spec.loader is not None
     still = importlib.util.module_from_spec(spec)

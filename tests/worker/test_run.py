@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zoo import Zoo
+from support.zoo import Zoo
 
-from autotune import UserError, stats, trial
+from autotune.errors import UserError
+from autotune.executors import conclude
 from autotune.executors.local import LocalExecutor
-from autotune.trial import Outcome, RankReport, TrialResult, Workload
+from autotune.scoring import step_times
+from autotune.trial import folder
+from autotune.trial.result import Outcome, RankReport, TrialResult
+from autotune.trial.workload import Workload
+
+pytestmark = pytest.mark.process
 
 MIB = 1 << 20
 STEPS = {"max_steps": 6, "min_samples": 10**9, "budget_s": 60.0}
@@ -191,8 +197,8 @@ def test_the_zoo_trains(measured: Callable[..., TrialResult], model: str) -> Non
 
 @pytest.mark.parametrize("model", ["mixed_types", "bf16_unsafe"])
 def test_numbers_of_two_types_are_told_from_other_crashes(measured: Callable[..., TrialResult], model: str) -> None:
-    assert trial.is_dtype_mismatch(measured(model, precision="bf16")), measured(model, precision="bf16").reason
-    assert not trial.is_dtype_mismatch(measured("raises"))
+    assert conclude.is_dtype_mismatch(measured(model, precision="bf16")), measured(model, precision="bf16").reason
+    assert not conclude.is_dtype_mismatch(measured("raises"))
     if model == "mixed_types":
         assert measured(model, precision="torch_autocast").outcome is Outcome.COMPLETE
 
@@ -212,7 +218,7 @@ def test_a_trial_repeats_to_the_last_digit(zoo: Zoo, measured: Callable[..., Tri
 
 def test_enough_is_measured_whatever_the_budget(zoo: Zoo) -> None:
     result = zoo.run("ok", budget_s=0.0)
-    assert len(result.step_times_s) == stats.SETUP_STEPS + stats.LEAST_TIMED_STEPS
+    assert len(result.step_times_s) == step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
     assert result.steps is not None and 0 < result.steps.ci95_s < result.steps.median_s
 
 
@@ -227,6 +233,7 @@ def test_the_budget_comes_before_the_samples(zoo: Zoo) -> None:
     assert len(result.step_times_s) < 100  # each takes at least 5 ms; the budget is looked at every tenth
 
 
+@pytest.mark.alone
 def test_a_step_is_taken_apart(measured: Callable[..., TrialResult]) -> None:
     result = measured("gpt_tiny", gradient_accumulation_steps=2)
     assert set(result.phase_times_s) == {"data", "forward", "backward", "step", "reduce", "gather", "wait"}
@@ -235,20 +242,23 @@ def test_a_step_is_taken_apart(measured: Callable[..., TrialResult]) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.alone
 def test_what_collectives_take_is_told_apart_at_every_stage(measured: Callable[..., TrialResult], stage: int) -> None:
     phases = measured("gpt_tiny", precision="fp32", zero_stage=stage, checkpoint_every=0).phase_times_s
     assert phases["reduce"] > 0 and phases["gather"] > 0 and phases["wait"] > 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.alone
 def test_what_is_recomputed_is_told_apart_from_backward(measured: Callable[..., TrialResult], stage: int) -> None:
     phases = measured("gpt_tiny", precision="fp32", zero_stage=stage, checkpoint_every=1).phase_times_s
     assert 0 < phases["recompute"] < 2 * phases["backward"] and phases["forward"] > 0
 
 
+@pytest.mark.alone
 def test_waiting_for_a_slow_rank_is_no_communication(zoo: Zoo) -> None:
     zoo.run("slow_rank", **STEPS)
-    quick, slow = (report.phase_times_s for report in trial.reports(zoo.folder, 2).values())
+    quick, slow = (report.phase_times_s for report in folder.reports(zoo.folder, 2).values())
     assert quick["wait"] > 0.02 > slow["wait"] and slow["forward"] > 0.03 > quick["reduce"]
 
 
@@ -257,7 +267,7 @@ def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo: Zoo) -> None
     result = zoo.run("gpt_tiny", zero_stage=2, traced_steps=2, **STEPS)
     assert result.outcome is Outcome.COMPLETE, result.reason
     assert len(result.step_times_s) == STEPS["max_steps"]
-    for rank, report in trial.reports(zoo.folder, 2).items():
+    for rank, report in folder.reports(zoo.folder, 2).items():
         traced = report.traced
         assert traced is not None and (zoo.folder.path / traced.file).stat().st_size > 10_000, rank
         assert set(traced.spans_s) == {"data", "forward", "backward", "step"}
@@ -266,6 +276,7 @@ def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo: Zoo) -> None
         assert traced.operations[0].seconds >= traced.operations[-1].seconds > 0
 
 
+@pytest.mark.alone
 def test_a_step_lasts_as_long_as_its_slowest_rank(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
     """Rank 1 sleeps after its gradients are reduced, so that only its own clock sees it."""
     target = write_model("""
@@ -289,7 +300,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank(zoo: Zoo, write_model: Callabl
         """)
     result = zoo.run(target, **STEPS)
     assert min(result.step_times_s) >= 0.05
-    reports = trial.reports(zoo.folder, 2)
+    reports = folder.reports(zoo.folder, 2)
     assert reports[0].step_times_s == reports[1].step_times_s
     assert reports[0].losses == reports[1].losses
 
@@ -358,14 +369,15 @@ def test_progress_is_told_while_it_runs(zoo: Zoo) -> None:
     for rank in (0, 1):
         told = [event["phase"] for event in events if event["rank"] == rank and "phase" in event]
         assert told == ["import", "build", "initialize", "warmup", "measure", "done"]
-    # The ranks tell of their steps where they compare clocks: after each while a step's length is unknown, then after several short ones.
+    # The ranks tell of their steps where they compare clocks: after each while a step's length is unknown, then after
+    # several short ones.
     steps = [event["step"] for event in events if "step" in event]
     assert steps[0] == 1 and steps[-1] == STEPS["max_steps"] and steps == sorted(set(steps))
 
 
 def test_a_failed_rank_reports_how_far_it_came(zoo: Zoo) -> None:
     zoo.run("crash_rank1")
-    report = trial.read(zoo.folder.report(1), RankReport)
+    report = folder.read_record(zoo.folder.report(1), RankReport)
     assert (report.outcome, report.phase, report.failed_at is not None) == (Outcome.CRASHED, "measure", True)
     assert len(report.losses) == 2
     assert "ValueError: rank 1 dislikes this batch" in zoo.log(1)  # with its traceback
@@ -375,7 +387,7 @@ def inspected(zoo: Zoo, model: str | Path) -> Workload:
     """What `inspect` finds of a target."""
     result = zoo.run(model, mode="inspect", world_size=1)
     assert result.outcome is Outcome.COMPLETE, result.reason
-    return trial.read(zoo.folder.workload, Workload)
+    return folder.read_record(zoo.folder.workload, Workload)
 
 
 def test_inspection_counts_blocks_and_samples(zoo: Zoo) -> None:
@@ -427,7 +439,7 @@ def test_a_target_may_import_its_neighbours(zoo: Zoo, write_model: Callable[[str
 
 
 def test_failures_are_classified() -> None:
-    classify, torch = importlib.import_module("autotune.worker.run")._classify, importlib.import_module("torch")
+    classify, torch = importlib.import_module("autotune.worker.rank")._classify, importlib.import_module("torch")
     assert classify(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nsecond line")) == (
         Outcome.OOM,
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",

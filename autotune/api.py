@@ -1,0 +1,277 @@
+"""The library: what the commands do, from Python, by the same functions; nothing is printed unless asked for.
+
+Keyword arguments are the keys of a `study.yaml`, and are read as they are there: `"10m"`, `"4GiB"`, `"8..64"`. What is
+wrong with one ends as a `UserError`, which names the flag of the command line: `--time-budget` is `time_budget_s`.
+Nothing heavy is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from autotune.errors import UserError
+from autotune.report.results import (
+    FilePath,
+    Interval,
+    Pick,
+    Prediction,
+    Scalar,
+    StudyResult,
+    disk_errors_in_words,
+    prediction_of,
+)
+from autotune.study.spec.settings import with_settings
+from autotune.study.storage import urls
+
+if TYPE_CHECKING:
+    from autotune.report.export import Exported
+    from autotune.session import Tuned
+
+
+__all__ = ["Interval", "Pick", "Prediction", "StudyResult", "export", "load_study", "predict", "run"]
+
+# Names of presets, or what would stand in their files.
+Presets: TypeAlias = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+
+
+def run(  # noqa: D417 - the settings follow from their table
+    target: FilePath,
+    *,
+    name: str | None = None,
+    space: Presets | None = None,
+    objectives: Presets | None = None,
+    constraints: Mapping[str, Mapping[str, Any]] | None = None,
+    trials: int | None = None,
+    time_budget_s: float | str | None = None,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    executor: str | None = None,
+    executor_options: Mapping[str, str] | None = None,
+    hostfile: FilePath | None = None,
+    base_config: Mapping[str, Any] | FilePath | None = None,
+    global_batch: str | int | tuple[int, int] | None = None,
+    device_memory_bytes: int | str | None = None,
+    sampler: str | None = None,
+    stop_below: float | str | None = None,
+    memory_filter: bool | None = None,
+    stop_trials: bool | None = None,
+    storage: str | None = None,
+    parallel: int | None = None,
+    overlap: bool | None = None,
+    learning_rate_rule: str | None = None,
+    seed: int | None = None,
+    trial_budget_s: float | str | None = None,
+    trial_deadline_s: float | str | None = None,
+    min_samples: int | None = None,
+    finalists: int | None = None,
+    repeats: int | None = None,
+    branch: bool | None = None,
+    branch_tokens: int | None = None,
+    from_checkpoint: FilePath | None = None,
+    script_args: Sequence[str] | str | None = None,
+    script_set: Mapping[str, str] | None = None,
+    arg_mappings: Mapping[str, str] | None = None,
+    working_dir: FilePath | None = None,
+    fresh: bool = False,
+    history: bool = True,
+    progress: bool = False,
+) -> StudyResult:
+    """Tunes a model or a training script, as `autotune run` does, and writes the same files into `studies/NAME/`.
+
+    The same call again goes on where the study was: finished trials are kept, and the budget is the total. It takes no
+    `if __name__ == "__main__"`: trials run in processes of their own, which import the target and nothing else.
+
+    Args:
+        target: A `model.py`, a training script, a `study.yaml`, or a launch command such as `torchrun train.py`.
+        {settings}
+        fresh: Forget the study's earlier trials.
+        history: Start from what related studies on this machine found.
+        progress: Print to standard error how far it is.
+
+    Returns:
+        What was found; `picks` is empty where nothing can be recommended.
+
+    Raises:
+        UserError: An argument or the target cannot be used, or the study cannot go on; in one sentence.
+        KeyboardInterrupt: The user stopped it (SIGTERM too, in the main thread). Every process was ended and what was
+            found so far was written: `autotune.load_study` reads it, and the same call goes on.
+    """
+    said = dict(locals())  # the arguments; nothing else is defined yet
+    _outside_of_trials()
+    overrides = {
+        key: _plain(value, key) for key, value in said.items() if key not in ("target", "fresh", "history", "progress")
+    }
+    overrides |= {"script_args": _words(script_args), "storage": storage or os.environ.get(urls.VARIABLE) or None}
+    from autotune import session
+    from autotune.report.progress import viewer
+
+    with disk_errors_in_words(), viewer(progress) as view:
+        tuned = session.tune(_target(target), overrides, fresh=fresh, learn=history, view=view)
+    if tuned.stopped is not None:
+        raise type(tuned.stopped)(_stopped(tuned)) from None
+    assert tuned.report is not None
+    return StudyResult(tuned.report)
+
+
+run.__doc__ = with_settings(run.__doc__ or "", ("target", "command"))
+
+
+def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
+    """What a study has found so far, also while another process runs it.
+
+    Args:
+        study: Its name below `studies/`, or the path of its folder, as `elsewhere/studies/x`.
+        storage: Database URL; by default `AUTOTUNE_STORAGE`, else what its `study.yaml` says, else `autotune.db` beside
+            its folder.
+
+    Raises:
+        UserError: There is no such study, or its database does not answer.
+    """
+    from autotune import session
+
+    text = os.fspath(study)
+    folder = Path(text).absolute() if os.sep in text else Path("studies").absolute() / text
+    with disk_errors_in_words():
+        url = storage or os.environ.get(urls.VARIABLE) or None
+        return StudyResult(session.open_study(folder.name, url, folder.parent).report)
+
+
+def predict(
+    target: FilePath,
+    *,
+    set: Mapping[str, Scalar] | None = None,  # noqa: A002
+    ranks: int | None = None,
+    device_memory_bytes: int | str | None = None,
+    base_config: Mapping[str, Any] | FilePath | None = None,
+    name: str | None = None,
+    script_args: Sequence[str] | str | None = None,
+    progress: bool = False,
+) -> Prediction:
+    """Says what a configuration will need before it runs, as `autotune predict` does.
+
+    The first call profiles the target (a script is run once); later ones answer from the cache.
+
+    Args:
+        target: As for `run`.
+        set: Knobs that differ from the baseline's, as `{"zero_stage": 3}`; also any DeepSpeed setting by its path.
+        ranks: Ranks, also more than this machine has.
+        device_memory_bytes: Memory of a device, or a text such as `"80GiB"`.
+        base_config: The baseline, as for `run`.
+        name: The study whose trials correct the forecast; by default that of the target.
+        script_args: As for `run`.
+        progress: Print to standard error that the target is profiled.
+
+    Raises:
+        UserError: A knob or value is wrong, or the configuration cannot run here; in one sentence.
+    """
+    _outside_of_trials()
+    settings = {str(key): _plain(value, f"set: {key}") for key, value in (set or {}).items()}
+    for key, value in settings.items():
+        if not isinstance(value, Scalar):
+            raise UserError(f"set: {key}: a plain value is needed, not {value!r}")
+    given = {"name": name, "ranks": ranks, "device_memory_bytes": device_memory_bytes, "base_config": base_config}
+    overrides = {key: _plain(value, key) for key, value in given.items()} | {"script_args": _words(script_args)}
+    from autotune.report.progress import viewer
+    from autotune.study.setup import forecasts, plan
+    from autotune.study.setup.capture import wanted_study
+
+    file = _target(target)
+    with disk_errors_in_words(), viewer(progress) as view:
+        wanted = wanted_study(file, overrides, view)[0]
+        return prediction_of(forecasts.foresee(wanted, settings, plan.studies_folder(Path(file)), view))
+
+
+def export(
+    study: StudyResult | FilePath,
+    path: FilePath | None = None,
+    *,
+    pick: str | None = None,
+    trial: int | None = None,
+    format: str = "deepspeed",  # noqa: A002
+) -> Exported:
+    """A configuration that a study found, in the form that another tool takes, as `autotune export` does.
+
+    Args:
+        study: The study, or what `load_study` takes.
+        path: A file to write it to; its folder is made.
+        pick: Name of the pick; `recommended` by default.
+        trial: A trial instead of a pick.
+        format: `deepspeed` (the JSON), `accelerate`, `hf-args` or `command`.
+
+    Returns:
+        The `text`, and as `notes` what someone who uses it has to know and cannot read in it.
+
+    Raises:
+        UserError: There is no such study, pick, trial or format, or the file cannot be written.
+    """
+    found = study if isinstance(study, StudyResult) else load_study(study)
+    return found.export(path, pick=pick, trial=trial, format=format)
+
+
+def _target(given: Any) -> str:
+    if not isinstance(given, str | os.PathLike):
+        raise UserError(
+            f"target: the path of a model.py, a training script or a study.yaml is needed, or a launch command, not {type(given).__name__}:"
+            " trials import the file in processes of their own"
+        )
+    return str(os.fspath(given))
+
+
+def _words(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    """The script's arguments; None where nothing is said."""
+    try:
+        words = shlex.split(given) if isinstance(given, str) else [str(word) for word in given or ()]
+    except ValueError as error:
+        raise UserError(f"script_args: {error}: {given}") from None
+    return tuple(words) or None
+
+
+def _plain(value: Any, where: str) -> Any:
+    """What a YAML file could have said: also of tuples, ranges, paths, and of numpy's numbers and arrays.
+
+    Raises:
+        UserError: It could not.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)  # numpy's is one, too, and no YAML
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [_plain(item, where) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where)
+    raise UserError(f"{where}: numbers, texts, lists and mappings are needed, not {type(value).__name__}")
+
+
+def _outside_of_trials() -> None:
+    """Refuses to begin a study from within a trial, which would begin the next one.
+
+    Raises:
+        UserError: It says what to do.
+    """
+    from autotune.system.processes import MARK
+
+    if os.environ.get(MARK):
+        raise UserError(
+            "autotune was called by the file that its own trials import: put the call below `if __name__ == '__main__':`,"
+            " or into another file"
+        )
+
+
+def _stopped(tuned: Tuned) -> str:
+    if tuned.report is None:
+        return "stopped before the first trial ended; nothing to keep"
+    folder = Path(tuned.report.study["folder"])
+    return f"stopped; the best so far: autotune.load_study({str(folder)!r}); the same call goes on"

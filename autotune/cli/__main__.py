@@ -1,0 +1,5 @@
+"""`python -m autotune.cli`, which users' crontabs and timers hold, and `python -m autotune`."""
+
+from autotune.cli.app import main
+
+main()

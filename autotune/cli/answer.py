@@ -1,0 +1,127 @@
+"""`autotune explain`, `export`, `report` and `diagnose`: the findings of a study."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from autotune.errors import UserError
+from autotune.report.data import StudyReport
+from autotune.report.export import export_pick, pick_or_trial
+from autotune.report.progress import ProgressView, viewer
+from autotune.session import open_study
+from autotune.system.files import shown
+from autotune.system.signals import terminable
+
+QUICK_S = 1.0  # a shorter command shows no progress
+
+
+def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
+    """`autotune explain`: the evidence for a study's answer in words."""
+    from autotune.report import explain as explanations
+
+    if why_not is not None and what_if is not None:
+        raise UserError("explain: give --why-not or --what-if, not both")
+    opened = open_study(study, storage)
+    evidence = explanations.Evidence(opened.answer, opened.report)
+    if why_not is not None:
+        said = evidence.why_not(*explanations.read_setting(why_not))
+    elif what_if is not None:
+        said = evidence.what_if(*explanations.read_setting(what_if))
+    else:
+        said = evidence.choice()
+    print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))
+
+
+def export(
+    study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None
+) -> None:
+    """`autotune export`: the configuration that a study found, in the form that a training takes."""
+    if pick is not None and number is not None:
+        raise UserError("export: give --pick or --trial, not both")
+    found = export_pick(open_study(study, storage).report, pick, number, form)
+    if output is None:
+        print(found.text, end="" if found.text.endswith("\n") else "\n")
+    else:
+        found.write(output)
+        print(f"wrote {output}", file=sys.stderr)
+    for line in found.notes:
+        print(f"note: {line}", file=sys.stderr)
+
+
+def report(
+    study: str,
+    storage: str | None,
+    output: Path | None,
+    png: Path | None,
+    *,
+    open_it: bool,
+    single_file: bool,
+    as_json: bool,
+) -> None:
+    """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
+    from autotune.report.files import as_data, draw, write_report
+
+    opened = open_study(study, storage)
+    # Outside a terminal a command of some seconds shows no progress.
+    with viewer(sys.stderr.isatty(), after_s=QUICK_S) as view:
+        view.doing(f"reading the trials of {study}")
+        found = opened.report
+        view.doing(f"working out the report of {len(found.trials)} trials")
+        data = as_data(found) if as_json else {}
+        written = [] if as_json else write_report(found, output or opened.folder, single_file=single_file)
+    if as_json:
+        print(json.dumps(data, indent=1))
+        return
+    for path in written:
+        print(f"wrote {shown(path)}")
+    if png is not None:
+        print("drawing the figures; takes some seconds", file=sys.stderr)
+        for path in draw(found, png):
+            print(f"wrote {shown(path)}")
+    if open_it:
+        import webbrowser
+
+        if not webbrowser.open(written[0].absolute().as_uri()):
+            print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
+
+
+def diagnose(study: str, number: int | None, storage: str | None, *, profile: bool, as_json: bool) -> None:
+    """`autotune diagnose`: what a trial is bound by; with `profile` it is run again and traced."""
+    from autotune.report import diagnosis
+    from autotune.study import tracing
+
+    report = open_study(study, storage).report
+    chosen = pick_or_trial(report, None, number)
+    row = next(row for row in report.trials if row["trial"] == chosen["trial"])
+    if row["outcome"] != "complete":
+        reason = f": {row['reason']}" if row["reason"] else ""
+        raise UserError(
+            f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take"
+            " apart"
+        )
+    folder = Path(report.study["folder"])
+    if profile:
+        environment = report.invocation.fixed_environment if report.invocation else {}
+        with ProgressView() as view, terminable():
+            view.doing(f"running trial {row['trial']} again, {tracing.TRACED_STEPS} steps of it traced")
+            tracing.run(folder, row["trial"], environment, view.waiting, view.tick)
+    found = diagnosis.of_trial(report, folder, row["trial"])
+    if as_json:
+        print(json.dumps(diagnosis.as_data(report, found, folder), indent=1))
+        return
+    for line in (*diagnosis.lines(report, found), *diagnosis.trace_lines(folder, row["trial"], report.world_size)):
+        print(line)
+
+
+def _print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:
+    from autotune.report import answer
+
+    if as_json:
+        print(json.dumps({**report.recommended, "front": list(report.front), "study": dict(report.study)}, indent=1))
+    else:
+        Console(highlight=False, soft_wrap=False).print(answer.render_answer(report, [str(path) for path in written]))

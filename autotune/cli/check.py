@@ -1,0 +1,177 @@
+"""`autotune check`: runs two steps of the baseline and shows what a study would tune."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from autotune.executors import base
+from autotune.report.progress import ProgressView
+from autotune.space import feasibility
+from autotune.study.setup.capture import wanted_study
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.plan import Plan, plan, studies_folder
+from autotune.system.files import shown
+from autotune.system.signals import terminable
+from autotune.trial.folder import TrialDir
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+
+
+def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
+    """`autotune check`: loads the target, runs two real steps of the baseline, and says what would be tuned.
+
+    Returns:
+        Exit status: 0 the baseline runs, 1 it does not.
+    """
+    with ProgressView() as view:
+        wanted, notes = wanted_study(target, overrides, view)
+    # Other machines do not see this one's temporary files.
+    around = studies_folder(Path(target)) if wanted.runs_elsewhere else None
+    if around is not None:
+        around.mkdir(parents=True, exist_ok=True)
+    # Kept if the trial fails, for its logs.
+    folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))
+    with ProgressView() as view, terminable():
+        view.doing(f"loading {shown(wanted.target)}")
+        with executor_for(wanted, folder, view.waits) as executor:
+            found = plan(wanted, executor, folder)
+            found.notes[:0] = notes
+            view.doing("running two steps of the baseline")
+            request = TrialRequest(
+                target=str(wanted.target), candidate=found.baseline.values(), ds_config=found.ds_config(found.baseline),
+                world_size=found.world_size, nodes=wanted.nodes_for(found.world_size), seed=wanted.seed,
+                max_steps=2, budget_s=0.0, deadline_s=wanted.trial_deadline_s,
+                device_memory_bytes=wanted.device_memory_bytes, script=found.script(found.baseline),
+            )  # fmt: skip
+            with executor.turn(view.waiting):
+                result = base.run(executor, folder / "trials" / "check", request, view.tick)
+    if result.outcome is Outcome.COMPLETE:
+        shutil.rmtree(folder, ignore_errors=True)
+    data = check_data(found, result, TrialDir(folder / "trials" / "check").log(result.failed_rank or 0))
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        print_check(data, Console(highlight=False, soft_wrap=True, markup=False))
+    return 0 if result.outcome is Outcome.COMPLETE else 1
+
+
+def print_check(data: Mapping[str, Any], console: Console) -> None:
+    """Prints the findings of `check`."""
+    workload = data["workload"]
+    trainable = (
+        "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
+    )
+    console.print(f"model      {workload['n_parameters']:,} parameters{trainable}")
+    if workload["script"]:
+        _print_start(data["invocation"], console)
+        _print_script(workload["script"], console)
+    samples = f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "no fixed size"
+    console.print(f"data       {samples}")
+    if workload["n_blocks"]:
+        blocks = f"{workload['n_blocks']} x {workload['block_class']}, {workload['block_share']:.0%} of the parameters"
+        console.print(f"blocks     {blocks}: their activations can be recomputed")
+    environment = workload["environment"]
+    console.print(f"machine    {environment['accelerator']}: {environment['device_name']}; {data['ranks']} rank(s)")
+    console.print(f"baseline   {data['baseline']['description']}: {data['baseline']['outcome']}", end="")
+    if data["baseline"]["peak_memory_bytes"]:
+        console.print(f", {data['baseline']['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak of two steps", end="")
+    console.print(f"; {data['baseline']['reason']}" if data["baseline"]["reason"] else "")
+    if data["baseline"]["log"]:
+        console.print(f"           see {data['baseline']['log']}")
+    about = "" if data["exact"] else "about "
+    console.print(
+        f"\n{about}{data['n_legal']:,} candidates can run here, of {data['n_candidates']:,} in the space. Tuned:\n"
+    )
+    knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1]
+    width = max(len(knob["name"]) for knob in knobs)
+    for knob in knobs:
+        console.print(f"  {knob['name']:<{width}}  {knob['values']}{_condition(knob['when'])}")
+    if data["not_proposed"]:
+        console.print("\nNot proposed here:")
+        values: dict[tuple[str, str], list[str]] = {}
+        for item in data["not_proposed"]:
+            values.setdefault((item["knob"], item["reason"]), []).append(str(item["value"]))
+        for (knob, reason), dead in values.items():
+            console.print(f"  {knob} {', '.join(dead)}: {reason.removeprefix(f'{knob}: ')}")
+    for note in data["notes"]:
+        console.print(f"\nNote: {note}")
+
+
+def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
+    """Prints the script, ranks and folder of a launch command."""
+    if not invocation["command"]:
+        return
+    what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
+    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}")
+    names = ", ".join(invocation["environment"])
+    ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
+    console.print(
+        f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else "")
+    )
+
+
+def _print_script(script: Mapping[str, Any], console: Console) -> None:
+    """Prints the findings of a probe of a training script."""
+    backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
+    batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
+    console.print(f"script     {script['family']}, {backward}; {batch}")
+    console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")
+    for change in script["moved_by"]:
+        console.print(f"           {change}")
+
+
+def _condition(when: Mapping[str, Sequence[Any]]) -> str:
+    """The condition of a knob in words."""
+    terms = [
+        f"{name} is {' or '.join('default' if value is None else str(value) for value in values)}"
+        for name, values in when.items()
+    ]
+    return f"   when {', '.join(terms)}" if terms else ""
+
+
+def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
+    """What `check` found, for programs."""
+    n_legal, exact = feasibility.count_legal(found.space, found.baseline, found.setting)
+    dead = feasibility.dead_values(found.full_space, found.baseline, found.setting)
+    return {
+        "target": str(shown(found.spec.target)),
+        "ranks": found.world_size,
+        "workload": asdict(found.workload),
+        "invocation": asdict(found.spec.how().shown) if found.workload.script else None,
+        "baseline": {
+            "candidate": found.baseline.values(),
+            "description": found.baseline.describe(),
+            "ds_config": found.ds_config(found.baseline),
+            "outcome": str(result.outcome),
+            "reason": result.reason,
+            "log": None if result.outcome is Outcome.COMPLETE else str(log),
+            "peak_memory_bytes": result.peak_memory_bytes,
+            "memory_by_phase_bytes": result.memory_by_phase_bytes,
+        },
+        "n_candidates": found.full_space.size(found.baseline),
+        "n_legal": n_legal,
+        "exact": exact,
+        "knobs": [
+            {
+                "name": p.name,
+                "values": p.describe(),
+                "n_values": len(p.all_values()),
+                "when": {k: list(v) for k, v in p.when.items()},
+            }
+            for p in found.space.parameters
+        ],
+        "not_proposed": [
+            {"knob": knob, "value": "default" if value is None else value, "reason": reason}
+            for (knob, value), reason in dead.items()
+        ],
+        "notes": found.notes,
+    }

@@ -1,0 +1,39 @@
+"""`autotune dashboard`: serve the studies in a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from autotune.errors import UserError
+from autotune.session import STUDIES
+from autotune.study.storage import records
+from autotune.system.signals import terminable
+
+TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
+
+
+def dashboard(storage: str | None, host: str, port: int) -> None:
+    """`autotune dashboard`: serves until Ctrl-C."""
+    from autotune.report.dashboard import server
+
+    token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
+    if token is not None and not server.is_strong(token):
+        raise UserError(
+            f"{TOKEN_VARIABLE}: at least {server.LEAST_TOKEN} letters, digits, '-', '_', '.' or '~' are needed;"
+            " python -c"
+            " 'import secrets; print(secrets.token_urlsafe(24))' makes one"
+        )
+    with server.make_server(storage or records.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
+        print(f"dashboard at {server.address(served, host, token)}", flush=True)
+        print("Ctrl-C ends it.", file=sys.stderr)
+        if not server.is_loopback(host):
+            print(f"Anyone with this address can read every study. {TOKEN_VARIABLE} sets the token.", file=sys.stderr)
+            print(
+                "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use"
+                " ssh -L.",
+                file=sys.stderr,
+            )
+        with terminable(), contextlib.suppress(KeyboardInterrupt):
+            served.run()

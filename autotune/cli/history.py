@@ -1,0 +1,85 @@
+"""`autotune history` and `autotune delete`: print what the database holds of studies, and remove a study."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+from autotune.errors import UserError
+from autotune.retune import schedule
+from autotune.session import STUDIES, open_history, open_study
+from autotune.study.lock import study_lock
+from autotune.study.storage import records
+from autotune.study.storage.history import History, Row
+from autotune.system.files import shown
+
+
+def history(study: str | None, storage: str | None, what: str, limit: int, *, as_json: bool) -> None:
+    """Print measurements, recommendations or decisions, of one study or all (`autotune history`)."""
+    known = open_history(storage or records.default_url(STUDIES))
+    known.drop_orphans()
+    rows: Sequence[Row]
+    match what:
+        case "measurements":
+            rows = known.measurements(study, limit)
+        case "recommendations":
+            rows = known.recommendations(study)[:limit]
+        case "decisions":
+            rows = known.decisions(study)[:limit]
+        case _:
+            raise UserError(f"history: unknown {what!r}. Known: measurements, recommendations, decisions")
+    if as_json:
+        print(json.dumps(list(rows), indent=1))
+        return
+    for line in _history_lines(what, rows):
+        print(line)
+    if not rows:
+        print(f"no {what} yet", file=sys.stderr)
+
+
+def delete(study: str, storage: str | None, *, yes: bool) -> None:
+    """Remove a study, its re-tunings, schedules and history; its small files stay (`autotune delete`)."""
+    opened = open_study(study, storage)
+    folder, storage_ = opened.folder, opened.storage
+    if study not in records.study_names(storage_):
+        records.load_study(storage_, study)  # raises, and lists the studies
+    with contextlib.nullcontext() if not folder.is_dir() else study_lock(folder):
+        if not yes:
+            raise UserError(
+                f"delete: {study!r} and everything measured for it would be gone; say so with --yes:"
+                f" {shlex.join(['autotune', 'delete', study, '--yes'])}"
+            )
+        records.delete_study(storage_, study)
+        History(storage_.engine).forget(study, schedules=True)
+        for name in ("trials", "retunes", "scaling"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "report.html").unlink(missing_ok=True)
+    print(f"study {study} is deleted" + (f"; {shown(folder)} keeps its small files" if folder.is_dir() else ""))
+
+
+def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        at = schedule.moment(row["began_at"] if what == "decisions" else row["at"])
+        name = row["study"] + (f" (re-tuning {row['generation']})" if row["generation"] else "")
+        if what == "measurements":
+            step = f", {row['metrics']['step_time_s'] * 1e3:.4g} ms/step" if "step_time_s" in row["metrics"] else ""
+            device = row["environment"].get("device_name", "")
+            where = f"{row['world_size']} ranks, {device}"
+            yield f"{at}  {name} trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
+        elif what == "recommendations":
+            low, high = row["speedup_low"], row["speedup_high"]
+            speedup = (
+                f", {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput"
+                if row["speedup"] and low
+                else ""
+            )
+            yield f"{at}  {name} trial {row['trial']}{speedup}"
+        else:
+            verdict = row["verdict"] or "under way, or interrupted"
+            yield f"{at}  {name} {row['cause']}: {verdict}" + (
+                f": {row['evidence']['reason']}" if row["evidence"].get("reason") else ""
+            )

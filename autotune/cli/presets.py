@@ -1,0 +1,82 @@
+"""`autotune init`, `ls` and `cp`: templates, presets and lists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from autotune.errors import UserError, nearest
+from autotune.report import load
+from autotune.search import SAMPLERS
+from autotune.session import STUDIES
+from autotune.study.spec import presets
+from autotune.study.storage import records
+from autotune.system import files
+
+
+def init(folder: Path) -> None:
+    """`autotune init`: writes the two files of a first study.
+
+    Raises:
+        UserError: One of them is there already.
+    """
+    templates = Path(__file__).parent / "_templates"
+    names = ("model.py", "study.yaml")
+    for name in names:
+        if (folder / name).exists():
+            raise UserError(f"{folder / name} exists; name another folder: autotune init FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        files.write_text(folder / name, (templates / name).read_text())
+        print(f"wrote {folder / name}")
+    print(f"Next: autotune check {folder / 'study.yaml'}, then autotune run {folder / 'study.yaml'}")
+
+
+def ls(what: str, storage: str | None, *, as_json: bool) -> None:
+    """`autotune ls`: lists what there is of a kind.
+
+    Raises:
+        UserError: There is no such kind.
+    """
+    rows: list[tuple[str, ...]]
+    match what:
+        case "spaces" | "objectives":
+            kind: presets.Kind = "search_spaces" if what == "spaces" else "objectives"
+            rows = [(name, presets.preset_summary(path)) for name, path in presets.presets(kind).items()]
+        case "samplers":
+            rows = list(SAMPLERS.items())
+        case "metrics":
+            rows = [(name, f"{label}, {unit}, {direction}") for name, unit, direction, label in load.metric_rows()]
+        case "studies":
+            url = storage or records.default_url(STUDIES)
+            rows = [(name,) for name in records.study_names(records.open_storage(url, create=False))]
+        case _:
+            known = ("spaces", "objectives", "samplers", "metrics", "studies")
+            raise UserError(f"ls: unknown {what!r}.{nearest(what, known)} Known: {', '.join(known)}")
+    if as_json:
+        print(json.dumps([dict(zip(("name", "description"), row, strict=False)) for row in rows], indent=1))
+        return
+    width = max((len(row[0]) for row in rows), default=0)
+    for row in rows:
+        print(f"{row[0]:<{width}}  {row[1]}" if len(row) > 1 else row[0])
+
+
+def cp(preset: str, file: Path) -> None:
+    """`autotune cp`: copies a preset to a file of the user's.
+
+    Raises:
+        UserError: There is no such preset, or the file exists.
+    """
+    every = {**presets.presets("search_spaces"), **presets.presets("objectives")}
+    if preset not in every:
+        raise UserError(f"cp: unknown preset {preset!r}.{nearest(preset, every)} Known: {', '.join(every)}")
+    if file.is_dir():
+        file = file / f"{preset}.yaml"
+    if file.exists():
+        raise UserError(f"cp: {file} exists")
+    try:
+        files.write_text(file, every[preset].read_text())
+    except OSError as error:
+        raise UserError(f"cp: {files.words(error)}") from None
+    flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
+    print(f"wrote {file}; use it with {flag} {file}")

@@ -1,0 +1,139 @@
+"""`autotune probe`: the rates that this machine reaches with a number of ranks, measured once and kept."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.report.progress import ProgressView
+from autotune.study.setup import profile_cache
+from autotune.system.machine import has_cuda_device, most_ranks
+from autotune.system.units import format_bytes, format_seconds
+from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.links import Link, LoaderRate, Probe
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+from autotune.trial.target import inspect_target
+
+DEADLINE_S = 240.0
+DEFAULT_RANKS = 2
+# Message sizes that the table shows; JSON has all of them.
+SHOWN_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
+
+
+def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool) -> int:
+    """Measures this machine, or says what was measured before.
+
+    Args:
+        target: A `model.py` whose data is drawn too.
+        ranks: Ranks that share the machine; by default one for each GPU, else two.
+        again: Measure even where an earlier probe is kept.
+        as_json: Print JSON.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        UserError: It could not be measured, and why.
+    """
+    world_size = ranks if ranks is not None else _usual_ranks()
+    if world_size < 1:
+        raise UserError(f"probe: --ranks takes a number of ranks from 1 on; it was {world_size}")
+    if world_size > (most := most_ranks()):
+        raise UserError(
+            f"probe: --ranks: {world_size} ranks are more than this machine can hold at once ({most}); give fewer"
+        )
+    if target is not None and inspect_target(target).kind != "model":
+        raise UserError(f"probe: {target}: only the data of a model.py can be drawn without its training")
+    key = profile_cache.machine_key(world_size)
+    found = profile_cache.load(Probe, key) if target is None and not again else None
+    kept = found is not None
+    if found is None:
+        found = measure(target, world_size)
+        profile_cache.save(found, key)
+        profile_cache.save(found.machine, key)  # forecasts and searches on this machine start from it
+    if as_json:
+        print(json.dumps({**asdict(found), "ranks": world_size, "kept": kept}, indent=1))
+    else:
+        print("\n".join(lines(found, kept=kept)))
+    return 0
+
+
+def _usual_ranks() -> int:
+    """One for each GPU, as far as that is to be seen without their libraries; two on a CPU."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return max(1, len(devices)) if has_cuda_device() else DEFAULT_RANKS
+
+
+def measure(target: Path | None, world_size: int) -> Probe:
+    """Probes the machine in that many ranks.
+
+    Raises:
+        UserError: The ranks failed, and why.
+    """
+    with tempfile.TemporaryDirectory(prefix="autotune-probe-") as name, ProgressView() as view:
+        folder = Path(name)
+        view.doing("importing torch and DeepSpeed once")
+        executor = LocalExecutor(inspect_target(target).imports if target else [], folder / "server.log")
+        try:
+            executor.start()
+            request = TrialRequest(
+                target=str(target or ""), mode="machine", world_size=world_size, deadline_s=DEADLINE_S
+            )
+            with executor.turn(view.waiting):  # beside a trial it would read slow
+                view.doing(f"probing the machine with {world_size} rank(s); takes about half a minute")
+                result = base.run(executor, folder / "probe", request, view.tick)
+        finally:
+            executor.close()
+        if result.outcome is not Outcome.COMPLETE:
+            raise UserError(f"the machine could not be probed: {result.outcome}: {result.reason}")
+        return read_record(TrialDir(folder / "probe").probe, Probe)
+
+
+def lines(found: Probe, *, kept: bool) -> Iterator[str]:
+    """A probe for a terminal."""
+    machine = found.machine
+    threads = f", {found.threads} thread(s) each" if found.threads else ""
+    yield f"{found.device_name}: {machine.world_size} rank(s) at once{threads}; every figure is one rank's"
+    yield ""
+    yield "matrix products"
+    for name, rate in found.flops.items():
+        yield f"  {name:<6} {rate / 1e9:>12,.1f} GFLOP/s   at {found.sizes[name]} x {found.sizes[name]}"
+    yield ""
+    yield f"memory         {machine.memory_bytes_per_s / 1e9:>8,.1f} GB/s, read and written by a copy"
+    if machine.accelerator != "cpu":
+        yield f"from the host  {machine.host_bytes_per_s / 1e9:>8,.1f} GB/s, from pinned memory"
+    yield f"optimizer      {(machine.optimizer_bytes_per_s or 0.0) / 1e9:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
+    yield f"one operation  {machine.op_s / 2 * 1e6:>8,.1f} us, however small"
+    yield ""
+    yield from _links(found.links) if found.links else ["messages       none between the ranks: there is one"]
+    yield ""
+    yield "data loader    samples/s of a rank (a sample: 3 x 64 x 64 numbers, 48 KiB)"
+    for each in found.loader:
+        yield f"  {_workers(each)} {each.samples_per_s:>12,.0f}   {each.bytes_per_s / 1e9:.2f} GB/s"
+    if found.data is not None:
+        yield f"  your data, drawn by the rank itself: {found.data.samples_per_s:,.0f} samples/s"
+    yield from (f"note: {caveat}" for caveat in found.caveats)
+    if kept:
+        yield "note: measured earlier and kept; --again measures anew"
+
+
+def _workers(rate: LoaderRate) -> str:
+    return f"{rate.n_workers} worker{'s' if rate.n_workers != 1 else ' '}"
+
+
+def _links(links: tuple[Link, ...]) -> Iterator[str]:
+    sizes = [size for size, _ in links[0].times_s if size in SHOWN_BYTES]
+    yield f"{'messages':<15}{'alpha':>10}{'beta':>14}{'off by':>8}" + "".join(
+        f"{format_bytes(size):>10}" for size in sizes
+    )
+    for link in links:
+        times = dict(link.times_s)
+        cells = "".join(f"{format_seconds(times[size]):>10}" for size in sizes)
+        yield f"{link.collective:<15}{format_seconds(link.alpha_s):>10}{link.bytes_per_s / 1e9:>9,.2f} GB/s{link.error:>8.0%}{cells}"

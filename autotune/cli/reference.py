@@ -1,0 +1,89 @@
+"""Writes `docs/reference.md`: every command with its options, and every key of `study.yaml`.
+
+`python -m autotune.cli.reference >docs/reference.md`, or `make reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+
+from autotune.cli.app import app
+from autotune.study.spec.presets import DEFAULT_OBJECTIVES, DEFAULT_SPACES
+from autotune.study.spec.settings import SETTINGS, flag
+from autotune.study.spec.spec import StudySpec
+
+HEAD = """# Reference
+
+Made by `make reference` from the program itself.
+
+- [Commands](#commands)
+- [Settings of a study](#settings-of-a-study)
+"""
+# Defaults that the specification works out.
+DEFAULTS = {
+    "name": "from the target", "target": "", "space": ", ".join(DEFAULT_SPACES), "objectives": ", ".join(DEFAULT_OBJECTIVES),
+    "global_batch": "keep or free",
+}  # fmt: skip
+
+
+def lines() -> Iterator[str]:
+    """The page, line by line."""
+    yield HEAD
+    yield "## Commands"
+    yield from _command(typer.main.get_command(app), ["autotune"])
+    yield ""
+    yield "## Settings of a study"
+    yield ""
+    yield "Keys of `study.yaml`, and arguments of `autotune.run` in Python. An option goes before the file."
+    yield ""
+    yield "| key | option of `autotune run` | default | what it is |"
+    yield "| --- | --- | --- | --- |"
+    for key, each in SETTINGS.items():
+        field = StudySpec.model_fields[key]
+        default = DEFAULTS.get(key, "" if field.default_factory else _shown(field.default))
+        option = " ".join(filter(None, (flag(key), each.metavar))) if each.option else ""
+        option = " ".join(f"`{part}`" for part in (option, each.off) if part)
+        yield f"| `{key}` | {_cell(option)} | {default} | {_cell(f'{each.help} {each.more}')} |"
+
+
+def _command(command: Any, path: list[str]) -> Iterator[str]:
+    """A command and those below it."""
+    if hasattr(command, "commands"):
+        for name, each in command.commands.items():
+            yield from _command(each, [*path, name])
+        return
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    named = [each.metavar if each.required else f"[{(each.metavar or '').strip('[]')}]" for each in arguments]
+    yield ""
+    yield f"### `{' '.join([*path, *named])}`"
+    yield ""
+    yield " ".join((command.help or "").split())
+    rows = [each for each in command.params if each.name != "help"]
+    if rows:
+        yield ""
+        yield "| option | what it does |"
+        yield "| --- | --- |"
+    for each in rows:
+        names = [each.metavar] if each in arguments else [*each.opts, *each.secondary_opts]
+        value = f" {each.metavar}" if each not in arguments and not each.is_flag else ""
+        default = (
+            f" (default: {each.default})" if isinstance(each.default, str | int) and each.default and value else ""
+        )
+        yield f"| {_cell(', '.join(f'`{name}{value}`' for name in names))} | {_cell((each.help or '') + default)} |"
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, float) else str(default or ("" if default != 0 else 0))
+
+
+def _cell(text: str) -> str:
+    return text.strip().replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

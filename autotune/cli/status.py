@@ -1,0 +1,144 @@
+"""`autotune status`: the state of a study, followed live while another terminal runs it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.cli.answer import _print_answer
+from autotune.errors import UserError
+from autotune.report import load
+from autotune.report.progress import ProgressView
+from autotune.retune import fingerprint
+from autotune.session import STUDIES, open_study
+from autotune.study.events import EventSink, JournalReader
+from autotune.study.lock import run_under_way
+from autotune.study.storage import leases, records
+from autotune.system.files import shown
+from autotune.system.signals import status_of, terminable
+from autotune.system.units import format_duration
+
+LOOK_S = 0.2
+SCALING = "scaling"  # folder in a study's folder, for `autotune scale`
+
+
+def running_studies(studies: Path) -> dict[str, int]:
+    """The studies that a process runs or scales now, with the PID."""
+    found = {path.parent.name: run_under_way(path.parent) for path in sorted(studies.glob("*/.lock"))}
+    scaled = {
+        path.parent.parent.name: run_under_way(path.parent) for path in sorted(studies.glob(f"*/{SCALING}/.lock"))
+    }
+    return {name: pid for name, pid in sorted([*scaled.items(), *found.items()]) if pid is not None}
+
+
+def only_running(studies: Path) -> str:
+    """The name of the one study that runs.
+
+    Raises:
+        UserError: None does, or several do.
+    """
+    running = running_studies(studies)
+    if len(running) == 1:
+        return next(iter(running))
+    if running:
+        names, example = ", ".join(running), next(iter(running))
+        raise UserError(f"status: {len(running)} studies run now: {names}. Name one: autotune status {example}")
+    there = sorted(path.parent.name for path in studies.glob("*/study.yaml"))
+    if not there:
+        raise UserError(
+            f"status: no study lies in {studies}; `autotune run TARGET` begins one, --storage names another database"
+        )
+    raise UserError(f"status: no study runs now; name one to see what it has found: {', '.join(there)}")
+
+
+def follow(folder: Path, pid: int, sink: EventSink) -> None:
+    """Replays the events of a run, from its beginning, until it ends.
+
+    Args:
+        folder: The study's folder.
+        pid: The process that runs it.
+        sink: Receives the events.
+    """
+    reader = JournalReader(folder, pid)
+    try:
+        while True:
+            # The check comes before the reading, so that no event is missed between the two.
+            runs = run_under_way(folder) == pid
+            for event in reader.events():
+                sink.emit(event)
+            sink.tick()
+            if not runs:
+                return
+            time.sleep(LOOK_S)
+    finally:
+        reader.close()
+
+
+def lines(data: Mapping[str, Any]) -> str:
+    """The state of a study in one line."""
+    outcomes = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in data["outcomes"].items())
+    process = f"; process {data['process']} runs it now" if data["process"] else ""
+    left = ""
+    if data["running"] and not data["process"]:
+        left = f"; {data['running']} begun and not told (lost, or run elsewhere)"
+    return f"study {data['name']}: {data['n_trials']} trials in {format_duration(data['wall_s'])} ({outcomes}){process}{left}"
+
+
+def status(study: str | None, storage: str | None, *, once: bool, as_json: bool) -> int:
+    """`autotune status`: the state and the findings of a study; follows its run, or its `autotune scale`, live.
+
+    Returns:
+        Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM).
+    """
+    opened = open_study(study or only_running(STUDIES), storage)
+    name, folder, live = opened.name, opened.folder, not (once or as_json)
+    pid = run_under_way(folder)
+    if live and pid is None and (scaling_pid := run_under_way(folder / SCALING)):
+        stop = _watch("scaling", name, folder / SCALING, scaling_pid)
+        if stop is not None:
+            return status_of(stop)
+        print(f"what it found: {shown(folder / 'scaling.html')}")
+        return 0
+    if live and pid:
+        stop = _watch("study", name, folder, pid)
+        if stop is not None:
+            return status_of(stop)
+        pid = None
+    try:
+        report = opened.report
+    except records.StoreError:
+        if pid is None:
+            raise
+        data = {"name": name, "n_trials": 0, "outcomes": {}, "running": 0, "process": pid}
+        plain = f"study {name}: process {pid} runs it now; no trial has ended yet"
+        print(json.dumps(data, indent=1) if as_json else plain)
+        return 0
+    held = {lease.name: lease.owner.shown for lease in leases.leases(opened.storage, name)}
+    changed = fingerprint.lines(fingerprint.quick_changes(opened.record, opened.target))
+    data = {**load.status_data(report, len(records.running(opened.study))), "process": pid}
+    data |= {"held": held, "changed": changed}
+    if as_json:
+        print(json.dumps(data, indent=1))
+        return 0
+    print(lines(data))
+    print("".join(f"{what}: {who}\n" for what, who in held.items()))
+    _print_answer(report, [], as_json=False)
+    if changed:
+        print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
+        print(f"is the answer still right? autotune retune {name}")
+    return 0
+
+
+def _watch(what: str, name: str, folder: Path, pid: int) -> KeyboardInterrupt | None:
+    """Shows a process live until it ends; returns the interrupt of a user who stopped watching before."""
+    with ProgressView() as view, terminable():
+        view.say(f"{what} {name}, run by process {pid}; Ctrl-C ends the watching, not the {what}")
+        try:
+            follow(folder, pid, view)
+        except KeyboardInterrupt as stop:
+            view.say(f"the {what} goes on")
+            return stop
+    return None

@@ -1,0 +1,147 @@
+"""`autotune worker`: run trials, on another machine, of a study that `autotune run` leads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune import session
+from autotune.errors import UserError
+from autotune.executors.base import Executor
+from autotune.report.progress import ProgressView
+from autotune.study import parallel
+from autotune.study.runner import NEWS_S
+from autotune.study.setup.capture import wanted_study
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.plan import Plan, plan
+from autotune.study.storage import leases, records
+from autotune.study.storage.database import Storage
+from autotune.study.storage.records import StudyRecord
+from autotune.system import signals
+from autotune.system.files import shown
+from autotune.system.signals import status_of
+
+# Part of Optuna's message for a study that was deleted.
+GONE = "Record does not exist"
+
+
+def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) -> int:
+    """Run trials of a study until none is left to start.
+
+    Returns:
+        Exit status: 0 none is left, 130 the user stopped it, 143 SIGTERM did.
+
+    Raises:
+        UserError: This machine cannot run the study's trials.
+    """
+    found_study = session.open_study(study, storage_url)
+    folder, url, storage = found_study.folder, found_study.url, found_study.storage
+    if storage.is_sqlite:
+        raise UserError(
+            f"worker: {storage.shown} is a file, which one run at a time writes to. Several machines need"
+            " a database server: start the study with `autotune run ... --storage postgresql://USER@HOST/DATABASE`"
+        )
+    storage.patience_s = records.PATIENCE_S
+    ledger = leases.StudyLeases(storage, study)
+    scratch = folder / "trials" / f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-{os.getpid()}"
+    with ProgressView() as view, signals.terminable(), records.failing_in_words(url):
+        try:
+            kept, settings = _joined(storage, ledger, view)
+            found = _planned(folder, kept, {**settings, **overrides, "storage": url}, scratch, view)
+            with found as (there, executor), parallel.executors_for(there, executor, scratch, view.say) as at_once:
+                runner = session.recorded_runner(
+                    there, executor, folder, ledger, view, at_once, learn=False, leads=False
+                )
+                view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")
+                view.say(f"nothing left to start: {runner.help()}")
+        except KeyError as error:
+            if GONE not in str(error):
+                raise
+            raise UserError(
+                f"study {study!r} was deleted, or begun anew, meanwhile; to help the new one, start the worker again"
+            ) from None
+        except KeyboardInterrupt as stop:
+            print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
+            return status_of(stop)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if ledger.leader() is None:
+        print(
+            f"autotune: nobody leads {study} now; `autotune run` measures the finalists again and writes the answer",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) -> tuple[StudyRecord, dict[str, Any]]:
+    """Wait until the study's baseline was measured; return its record and settings.
+
+    Raises:
+        UserError: There is no such study, and no process leads it.
+    """
+    name, said = ledger.study_name, False
+    with ledger.beating():
+        while True:
+            if name in records.study_names(storage):
+                study = records.load_study(storage, name)
+                kept = records.record(study)
+                if kept is not None and records.told_trials(study) and (settings := records.settings(study)):
+                    return kept, settings
+            elif ledger.leader() is None:
+                records.load_study(storage, name)  # raises, and lists the studies
+            if not said:
+                said = True
+                view.doing(f"waiting for the baseline of {name}, which `autotune run` measures")
+            view.tick()
+            time.sleep(NEWS_S)
+
+
+@contextlib.contextmanager
+def _planned(
+    folder: Path, kept: StudyRecord, overrides: dict[str, Any], scratch: Path, view: ProgressView
+) -> Iterator[tuple[Plan, Executor]]:
+    """The study's plan on this machine, and its engine.
+
+    Raises:
+        UserError: The study cannot be measured here.
+    """
+    file = folder / "study.yaml"
+    if not file.exists():
+        raise UserError(
+            f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials"
+            " where `autotune run` does: start it in the same folder of a file system that both machines share"
+        )
+    wanted, notes = wanted_study(str(file), overrides)
+    view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
+    with executor_for(wanted, scratch, view.waits) as executor:
+        found = plan(wanted, executor, scratch)
+        _check_machine(found, kept)
+        for note in (*notes, *found.notes):
+            view.say(note)
+        # The leader's profile and rates, so that all coordinators predict the same for a candidate.
+        yield replace(found, workload=kept.workload), executor
+
+
+def _check_machine(found: Plan, kept: StudyRecord) -> None:
+    """Refuse a machine whose step times cannot be compared with the leader's."""
+    here, there = found.workload.environment, kept.workload.environment
+    for what in ("accelerator", "device_name"):
+        if getattr(here, what) != getattr(there, what):
+            raise UserError(
+                f"worker: this machine has {getattr(here, what)}, and the study is measured on {getattr(there, what)}:"
+                " their times cannot be compared. Start another study here"
+            )
+    for name, version in there.versions.items():
+        if here.versions.get(name) != version:
+            raise UserError(
+                f"worker: {name} {here.versions.get(name)} is installed here,"
+                f" and {version} where the study is led; install that"
+            )

@@ -1,0 +1,35 @@
+"""Errors whose message is meant for the user."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+MAX_CHARACTERS, HEAD_CHARACTERS, TAIL_CHARACTERS = 2000, 1500, 400
+
+
+class UserError(Exception):
+    """Something that the user gave cannot be used; the message says where, what, what is known, and what to do."""
+
+    def __str__(self) -> str:
+        """Returns the message, made printable."""
+        return printable(super().__str__())
+
+
+class SpecError(UserError):
+    """A study, preset or target that cannot be used."""
+
+
+def printable(text: str) -> str:
+    """Returns a text as one line of bounded length, with control characters escaped: a terminal would obey them."""
+    line = " ".join(filter(None, (line.strip() for line in text.splitlines())))
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= MAX_CHARACTERS else f"{line[:HEAD_CHARACTERS]} ... {line[-TAIL_CHARACTERS:]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns ` Did you mean ...?` with the closest of the known names, or an empty text."""
+    # Comparing two long names takes long.
+    close = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

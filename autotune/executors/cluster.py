@@ -1,0 +1,410 @@
+"""Runs trials on the machines of a cluster: an engine starts an agent on each; orders and results are shared files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.base import Status
+from autotune.executors.node_agent import Settings, Spool
+from autotune.system import processes
+from autotune.trial.folder import TrialDir, ends, read_record, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Exit, Outcome
+
+# Intervals at which a trial's folder is read, the engine is asked, and the agents are told that a coordinator lives.
+LOOK_S, ASK_S, ALIVE_S = 0.05, 1.0, 5.0
+CANCEL_TIMEOUT_S = 15.0
+# Shorter waits are not reported.
+PATIENCE_S = 2.0
+BUILD_DEADLINE_S = 1800.0
+# Exit statuses of ranks that an engine ended: such a rank may have lost its machine instead of failing.
+TAKEN_AWAY = (-15, -9, 143, 137)
+# Time that an engine gets to report that it took a machine away.
+SETTLE_S = 5.0
+# If the coordinator on another machine has been silent for this time, its allocation may be taken over.
+SILENT_S = 120.0
+# Prefixes of the user's variables that are passed on to other machines.
+EXPORTED = (
+    "PYTHON", "AUTOTUNE_", "DS_", "TORCH", "NCCL_", "GLOO_", "UCX_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_",
+    "TOKENIZERS_", "OMP_", "MKL_", "CUDA_HOME", "LD_LIBRARY_PATH", "TRITON_", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+class Refused(Exception):
+    """The engine does not accept a job; the message is the engine's."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of an engine's job.
+
+    Attributes:
+        status: `queued`, `running`, `exited` (ended for any reason), `lost` (the engine took it away) or `refused` (it
+            can never start).
+        reason: Why, in the engine's words.
+    """
+
+    status: Status
+    reason: str = ""
+
+
+class Engine(Protocol):
+    """Interface of an engine: starts an agent on each of several machines, and tells what became of them.
+
+    Attributes:
+        name: Name in `--executor`.
+        options: The user's options.
+        hold: Keep the machines between trials.
+    """
+
+    name: str
+    options: dict[str, str]
+    hold: bool
+
+    def check(self, nodes: int) -> None:
+        """Checks that the engine can be used.
+
+        Raises:
+            UserError: It cannot; says why.
+        """
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        """Starts an agent for the spool on each of `nodes` machines; returns the engine's name of the job.
+
+        Raises:
+            Refused: The engine does not accept the job.
+        """
+
+    def standing(self, job: str) -> JobState:
+        """Returns the state of a job."""
+
+    def end(self, job: str) -> None:
+        """Ends a job with all its processes."""
+
+    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
+        """Copies files between a trial's folder and its machines, if they share no file system."""
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Waits for a turn to measure; see `Executor.turn`."""
+
+
+class Allocation:
+    """Machines that an engine has granted or will grant."""
+
+    def __init__(self, engine: Engine, spool: Spool, job: str, nodes: int) -> None:
+        self.engine, self.spool, self.job, self.nodes = engine, spool, job, nodes
+        self.at_work: ClusterJob | None = None
+        self._asked, self._standing = 0.0, JobState(Status.QUEUED)
+        self._touched = 0.0
+
+    def standing(self, *, now: bool = False) -> JobState:
+        """Returns the state of the engine's job, at most `ASK_S` old; with `now` the engine is asked again."""
+        final = self._standing.status not in (Status.QUEUED, Status.RUNNING)
+        if not final and (now or time.monotonic() - self._asked > ASK_S):
+            self._standing, self._asked = self.engine.standing(self.job), time.monotonic()
+        return self._standing
+
+    def is_busy(self) -> bool:
+        """Returns whether a trial of this process runs on it."""
+        return self.at_work is not None and self.at_work.poll() in (Status.QUEUED, Status.RUNNING)
+
+    def is_usable(self, nodes: int) -> bool:
+        """Returns whether it has at least `nodes` machines and has not ended."""
+        return nodes <= self.nodes and self.standing(now=True).status in (Status.QUEUED, Status.RUNNING)
+
+    def touch(self) -> None:
+        """Tells the agents that a coordinator lives."""
+        if time.monotonic() - self._touched > ALIVE_S:
+            self._touched = time.monotonic()
+            with contextlib.suppress(OSError):
+                self.spool.alive.touch()
+
+    def why_lost(self) -> str:
+        """Returns why the machines are gone: the failure of an agent, else the engine's reason."""
+        failed = next((said["failed"] for n in range(self.nodes) if (said := self.spool.said(n)).get("failed")), None)
+        return failed or self.standing().reason or f"{self.engine.name} ended the job"
+
+
+class ClusterExecutor:
+    """Executor that runs trials through agents, which an engine starts.
+
+    Args:
+        engine: The engine.
+        root: Folder for the spools, shared with the machines.
+        settings: Settings of the agents.
+        nodes: Machines of a trial.
+        on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
+    """
+
+    mark = ""
+
+    def __init__(
+        self,
+        engine: Engine,
+        root: Path,
+        settings: Settings,
+        nodes: int,
+        on_queue: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
+        self._said = ""
+        self._held: list[Allocation] = []
+        self._own: list[Allocation] = []
+        self._lock = threading.Lock()
+
+    @property
+    def cold_reason(self) -> str:
+        """Returns why the warm server of the first machine cannot fork ranks; empty if it can."""
+        return str(self._held[0].spool.said(0).get("cold_reason", "")) if self._held else ""
+
+    def start(self) -> None:
+        """Checks the engine, and takes over the machines that a dead run of this study holds."""
+        self.engine.check(self.nodes)
+        for path in sorted(self.root.glob("*/allocation.json")):
+            self._take_over(path)
+
+    def submit(self, folder: TrialDir) -> base.Job:
+        """Orders the trial on held machines, or on new ones from the engine."""
+        request = read_record(folder.request, TrialRequest)
+        key = uuid.uuid4().hex
+        with self._lock:  # several threads may submit
+            try:
+                allocation = self._allocation(request.nodes)
+            except Refused as refusal:
+                return RefusedJob(f"{self.engine.name}: {refusal}")
+            job = ClusterJob(allocation, folder, request.nodes, self.waits, held=self.engine.hold)
+            allocation.at_work = job
+        said = {"engine": self.engine.name, "id": allocation.job, "spool": str(allocation.spool.path), "key": key}
+        write_record(folder.job, said)
+        allocation.spool.order({"run": str(folder.path.resolve()), "nodes": request.nodes, "key": key})
+        if not self.engine.hold:
+            allocation.spool.order({"end": True})
+        return job
+
+    def find(self, folder: TrialDir) -> ClusterJob | None:
+        """Returns the job that the folder names, if this engine has it and its spool still exists."""
+        try:
+            said = json.loads(folder.job.read_text())
+            request = read_record(folder.request, TrialRequest)
+        except (FileNotFoundError, ValueError):
+            return None
+        spool = Spool(Path(said["spool"]))
+        if said["engine"] != self.engine.name or not spool.settings.exists():
+            return None
+        held = next((each for each in self._held if each.job == said["id"]), None)
+        allocation = held or Allocation(self.engine, spool, said["id"], request.nodes)
+        if held is None:
+            self._own.append(allocation)
+        allocation.at_work = ClusterJob(allocation, folder, request.nodes, self.waits, held=held is not None)
+        return allocation.at_work
+
+    def waits(self, why: str) -> None:
+        """Tells why a trial waits, whenever the reason changes."""
+        why = base.shown(why)
+        if why != self._said:
+            self._said = why
+            self._on_queue(why)
+
+    def build_ops(self, names: Sequence[str]) -> str | None:
+        """Compiles DeepSpeed ops on every machine; each machine locks its cache meanwhile."""
+        request = TrialRequest(
+            target="", mode="build", ops=tuple(names), world_size=self.nodes, nodes=self.nodes,
+            deadline_s=BUILD_DEADLINE_S,
+        )  # fmt: skip
+        result = base.run(self, self.root / "build", request)
+        return None if result.outcome is Outcome.COMPLETE else result.reason
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Waits for a turn, as the engine arranges it."""
+        return self.engine.turn(on_wait)
+
+    def close(self) -> None:
+        """Gives the machines back."""
+        for allocation in (*self._own, *self._held):
+            if allocation.standing(now=True).status in (Status.QUEUED, Status.RUNNING):
+                self.engine.end(allocation.job)
+        self._own, self._held = [], []
+
+    def _allocation(self, nodes: int) -> Allocation:
+        for held in [each for each in self._held if not each.is_busy()]:
+            if held.is_usable(nodes):
+                return held
+            self.engine.end(held.job)
+            self._held.remove(held)
+        wanted = self.nodes if self.engine.hold else nodes
+        spool = Spool(self.root / uuid.uuid4().hex[:12])
+        # Private: the variables may hold tokens that ranks on other machines need.
+        write_record(spool.settings, self.settings, private=True)
+        spool.orders.touch()
+        spool.alive.touch()
+        job = self.engine.launch(spool, wanted)
+        write_record(spool.path / "allocation.json", self._owner() | {"id": job, "nodes": wanted})
+        allocation = Allocation(self.engine, spool, job, wanted)
+        (self._held if self.engine.hold else self._own).append(allocation)
+        return allocation
+
+    def _owner(self) -> dict[str, object]:
+        return {
+            "engine": self.engine.name,
+            "options": self.engine.options,
+            "host": socket.gethostname(),
+            "process": processes.identity(),
+        }
+
+    def _take_over(self, path: Path) -> None:
+        """Takes over an allocation whose coordinator is dead, if its machines are still there."""
+        try:
+            said = json.loads(path.read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        spool = Spool(path.parent)
+        at_work = (
+            processes.is_alive(said.get("process", ""))
+            if said.get("host") == socket.gethostname()
+            else spool.quiet_s() < SILENT_S
+        )
+        if said.get("engine") != self.engine.name or at_work:
+            return
+        allocation = Allocation(self.engine, spool, said["id"], said["nodes"])
+        if not allocation.is_usable(1):
+            return
+        same = said.get("options") == self.engine.options and read_record(spool.settings, Settings) == self.settings
+        if self.engine.hold and same and allocation.nodes >= self.nodes:
+            allocation.touch()
+            write_record(path, said | self._owner())
+            self._held.append(allocation)
+
+
+class ClusterJob:
+    """A trial in the hands of agents."""
+
+    def __init__(
+        self, allocation: Allocation, folder: TrialDir, nodes: int, on_queue: Callable[[str], None], *, held: bool
+    ) -> None:
+        self.reason = ""
+        self._allocation, self._folder, self._nodes = allocation, folder, nodes
+        self._held, self._on_queue = held, on_queue
+        self._looked, self._status, self._began = 0.0, Status.QUEUED, time.monotonic()
+        self._cancelled = False
+        self._suspected_at: float | None = None
+
+    def poll(self) -> Status:
+        """Returns `exited` once every machine has written its exit, `lost` if the engine took one away before."""
+        now = time.monotonic()
+        if self._status in (Status.QUEUED, Status.RUNNING) and now - self._looked > LOOK_S:
+            self._looked = now
+            self._allocation.touch()
+            self._allocation.engine.exchange(self._allocation.job, self._allocation.spool, self._folder)
+            self._status = self._look()
+        return self._status
+
+    def _look(self) -> Status:
+        if self._has_ended():
+            return self._end()
+        standing = self._allocation.standing()
+        if standing.status not in (Status.QUEUED, Status.RUNNING):
+            if self._has_ended():  # between the two checks
+                return self._end()
+            self.reason = self._allocation.why_lost()
+            return Status.REFUSED if standing.status is Status.REFUSED else Status.LOST
+        if self._folder.node(0).name in self._folder.names():
+            return Status.RUNNING
+        self.reason = standing.reason or f"{self._allocation.engine.name}: the machines are there, and get ready"
+        if time.monotonic() - self._began > PATIENCE_S:
+            self._on_queue(self.reason)
+        return Status.QUEUED
+
+    def _has_ended(self) -> bool:
+        names = self._folder.names()
+        return all(self._folder.node_exit(node, self._nodes).name in names for node in range(self._nodes))
+
+    def _end(self) -> Status:
+        """Returns how it ended; if ranks were killed from outside, waits for the engine to say that it did that."""
+        if self._cancelled or not any(map(_may_be_taken_away, ends(self._folder, self._nodes).values())):
+            return Status.EXITED
+        first = self._suspected_at is None
+        self._suspected_at = self._suspected_at or time.monotonic()
+        standing = self._allocation.standing(now=first)
+        if standing.status is Status.LOST:
+            self.reason = standing.reason
+            return Status.LOST
+        return Status.RUNNING if time.monotonic() - self._suspected_at < SETTLE_S else Status.EXITED
+
+    def cancel(self) -> None:
+        """Asks the agents to stop the ranks; gives the machines back if they do not."""
+        if self.poll() not in (Status.QUEUED, Status.RUNNING):
+            return
+        self._cancelled = True
+        if self._status is Status.QUEUED and not self._held:
+            self._allocation.engine.end(self._allocation.job)
+        self._folder.cancel.touch()
+        if self._status is Status.QUEUED:
+            self._folder.job.unlink(missing_ok=True)  # no agent runs a trial without it
+            time.sleep(4 * LOOK_S)
+        until = time.monotonic() + CANCEL_TIMEOUT_S
+        while self.poll() is Status.RUNNING:
+            if time.monotonic() > until:
+                self._allocation.engine.end(self._allocation.job)
+                return
+            time.sleep(LOOK_S)
+
+
+class RefusedJob:
+    """A trial that the engine refused."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def poll(self) -> Status:
+        """Returns `refused`."""
+        return Status.REFUSED
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+def _may_be_taken_away(end: Exit) -> bool:
+    """Returns whether ranks ended in a way that may mean that the engine took their machine away."""
+    own = {-9} if end.killed else set()
+    return end.killed in ("cancel", "lost") or (
+        not end.kernel_oom and bool(set(end.codes.values()) & set(TAKEN_AWAY) - own)
+    )
+
+
+def settings_for(modules: Sequence[str], environment: dict[str, str], idle_s: float) -> Settings:
+    """Returns the settings of a study's agents, with this process's working directory and variables."""
+    exported = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
+    where = str(Path.cwd())
+    return Settings(
+        modules=[*modules], environment={**environment}, exported=exported, working_dir=where, idle_s=idle_s
+    )
+
+
+@contextlib.contextmanager
+def no_turn(_: Callable[[], None]) -> Iterator[None]:
+    """Does not wait: the engine gives a machine to one job at a time."""
+    yield
+
+
+def seconds(options: dict[str, str], name: str, usual: float) -> float:
+    """Returns an option that is a number of seconds.
+
+    Raises:
+        UserError: It is not a number.
+    """
+    try:
+        return float(options.get(name, usual))
+    except ValueError:
+        raise UserError(f"--executor-option {name}={options[name]}: a number of seconds is needed") from None

@@ -1,0 +1,188 @@
+"""Merges the reports of a trial's ranks into one result and names the failure that came first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autotune.scoring import step_times
+from autotune.space.candidate import AUTOCAST
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import OOM_EXIT_CODE, PHASES, Exit, Outcome, RankReport, TrialResult
+
+
+def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
+    """Returns one exit from those of all machines; `lost` if one of them is missing.
+
+    Args:
+        found: The exits by machine.
+        nodes: Number of machines.
+        note: Message of the engine.
+    """
+    missing = [node for node in range(nodes) if node not in found]
+    # The first failure on any machine is the cause; the others only lost a peer.
+    first = min(
+        (end for end in found.values() if end.failed_at is not None), key=lambda end: end.failed_at or 0.0, default=None
+    )
+    whys = {end.killed for end in found.values()} | ({"lost"} if missing else set())
+    silent = f"machine {missing[0]} of {nodes} left no word" if missing else ""
+    return Exit(
+        codes={rank: code for end in found.values() for rank, code in end.codes.items()},
+        first_failed=first.first_failed if first else None,
+        failed_at=first.failed_at if first else None,
+        killed=next((why for why in ("lost", "cancel", "processes", "deadline", "peer") if why in whys), None),
+        note=note or next((end.note for end in found.values() if end.note), silent),
+        kernel_oom=any(end.kernel_oom for end in found.values()),
+        wall_s=max((end.wall_s for end in found.values()), default=0.0),
+        swept=sorted({line for end in found.values() for line in end.swept}),
+    )
+
+
+# Messages of gloo, NCCL and torch's store in a rank whose peer died.
+ECHOES = (
+    "closed by peer", "reset by peer", "connection refused", "broken pipe", "remote process exited",
+    "nccl communicator was aborted", "socket timeout", "failed to recv", "diststoreerror", "distnetworkerror",
+    "distbackenderror",
+)  # fmt: skip
+# Messages of torch if 16-bit weights meet tensors of another type, or an operation has no 16-bit version.
+DTYPE_MISMATCHES = (
+    "expected scalar type", "expected both tensors to have", "same dtype", "same data type", "and bias type",
+    "and weight type", "not implemented for 'bfloat16'", "not implemented for 'half'",
+    "low precision dtypes not supported",
+)  # fmt: skip
+
+
+def is_dtype_mismatch(result: TrialResult) -> bool:
+    """Returns whether a trial with 16-bit weights crashed because a tensor of the model has another type."""
+    mixed = any(words in result.reason.lower() for words in DTYPE_MISMATCHES)
+    return mixed and result.outcome is Outcome.CRASHED and result.candidate.get("precision") in AUTOCAST
+
+
+def merge(
+    request: TrialRequest, found: Mapping[int, RankReport], end: Exit, entered: Mapping[int, str] | None = None
+) -> TrialResult:
+    """Returns the result of a trial from the reports of its ranks and the exit of their processes.
+
+    Args:
+        request: The trial.
+        found: The reports by rank.
+        end: The exit.
+        entered: Last phase of each rank, for ranks without a report.
+    """
+    outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
+    by_phase = _highest(report.peak_memory_bytes for report in found.values())
+    peaks = [
+        *by_phase.values(),
+        *(report.reserved_memory_bytes for report in found.values() if report.reserved_memory_bytes),
+    ]
+    result = TrialResult(
+        outcome=outcome,
+        reason=reason,
+        phase=phase,
+        failed_rank=rank,
+        candidate=request.candidate,
+        world_size=request.world_size,
+        wall_s=end.wall_s,
+        startup_s=_highest(report.startup_s for report in found.values()),
+        peak_memory_bytes=max(peaks) if peaks else None,
+        memory_by_phase_bytes=by_phase,
+        caveats=sorted({caveat for report in found.values() for caveat in report.caveats}),
+        side_changes=sorted({change for report in found.values() for change in report.side_changes}),
+        unreproducible=sorted({change for report in found.values() for change in report.unreproducible}),
+        flags={name: names for report in found.values() for name, names in report.flags.items()},
+    )
+    lead = found.get(0)
+    if lead is None or lead.observed is None:
+        return result
+    steps = step_times.summarise(lead.step_times_s)
+    timed = steps if steps.n_steps > 0 else None
+    retries = [report.alloc_retries for report in found.values() if report.alloc_retries is not None]
+    return replace(
+        result,
+        steps=timed,
+        step_times_s=lead.step_times_s,
+        cpu_s_per_step=sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in found.values())
+        if timed
+        else None,
+        losses=lead.losses,
+        samples_per_step=lead.observed.samples_per_step,
+        tokens_per_step=lead.observed.tokens_per_step,
+        phase_times_s=_highest(report.phase_times_s for report in found.values()),
+        micro_step_s=_highest(report.micro_step_s for report in found.values()),
+        alloc_retries=sum(retries) if retries else None,
+        other_cores=lead.other_cores,
+        observed=lead.observed,
+        noise=lead.noise,
+        gradient=lead.gradient,
+    )
+
+
+def _verdict(
+    request: TrialRequest, found: Mapping[int, RankReport], end: Exit, phase: str
+) -> tuple[Outcome, str, str, int | None]:
+    if end.killed == "cancel":
+        return Outcome.LOST, end.note or "stopped before it ended", phase, None
+    if end.killed == "processes":
+        return Outcome.CRASHED, end.note, phase, None
+    failed = [report for report in found.values() if report.outcome not in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)]
+    if not failed and len(found) == request.world_size:
+        last = found[0]  # the ranks decide together; how the processes ended after their reports does not matter
+        return last.outcome, last.reason, "done" if last.outcome is Outcome.COMPLETE else "measure", None
+    if end.killed == "lost":
+        return Outcome.LOST, end.note or "the process that watched the ranks died", phase, None
+    # The cause is the earliest failure that is not the echo of a dead peer.
+    failed.sort(key=lambda report: (_is_echo(report), report.failed_at or 0.0))
+    if end.killed == "deadline" and end.first_failed is None and all(map(_is_echo, failed)):
+        # Nothing had failed before the deadline; ranks that failed later lost the peers that were killed, maybe on
+        # another machine.
+        return Outcome.TIMEOUT, f"no end within {request.deadline_s:g} s", phase, None
+    # Ranks that ended by themselves without a report; those that the agent killed could not write one.
+    silent = [rank for rank in sorted(end.codes) if rank not in found and not _was_killed(rank, end)]
+    if failed and not (_is_echo(failed[0]) and silent):
+        return failed[0].outcome, failed[0].reason, failed[0].phase, failed[0].rank
+    if silent:
+        rank = end.first_failed if end.first_failed in silent else silent[0]
+        return _silent_end(rank, end, phase)
+    missing = next(rank for rank in range(request.world_size) if rank not in found)
+    return Outcome.CRASHED, f"rank {missing} left no result", phase, missing
+
+
+def _was_killed(rank: int, end: Exit) -> bool:
+    return end.killed is not None and end.codes[rank] == -9 and rank != end.first_failed
+
+
+def _silent_end(rank: int, end: Exit, phase: str) -> tuple[Outcome, str, str, int | None]:
+    code = end.codes[rank]
+    if code == 0:
+        return Outcome.CRASHED, f"rank {rank} exited with status 0 but wrote no result", phase, rank
+    if code == OOM_EXIT_CODE:
+        return Outcome.OOM, "over the memory limit", phase, rank
+    if code == -9 and end.kernel_oom:
+        return Outcome.OOM, f"rank {rank} was killed by the kernel: out of memory", phase, rank
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+    return Outcome.CRASHED, f"rank {rank} {how}", phase, rank
+
+
+def _is_echo(report: RankReport) -> bool:
+    return report.outcome is Outcome.CRASHED and any(echo in report.reason.lower() for echo in ECHOES)
+
+
+def _first_phase(found: Mapping[int, RankReport], entered: Mapping[int, str], end: Exit) -> str:
+    """Returns the phase of the rank that failed first; if none did, the earliest phase of all ranks."""
+    last = {**entered, **{rank: report.phase for rank, report in found.items()}}
+    if end.first_failed in last:
+        return last[end.first_failed]
+    return min(last.values(), key=lambda phase: PHASES.index(phase) if phase in PHASES else 0, default="")
+
+
+def _highest(tables: Any) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            merged[key] = max(value, merged.get(key, value))
+    return merged
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

@@ -1,0 +1,145 @@
+"""The engine for the machines of a hostfile, reached over ssh: `--executor local --hostfile FILE`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autotune.errors import SpecError, UserError
+from autotune.executors.base import Status
+from autotune.executors.cluster import JobState
+from autotune.executors.local import machine_turn
+from autotune.executors.node_agent import Settings, Spool
+from autotune.system import files
+from autotune.system.files import read_text
+from autotune.trial.folder import TrialDir, read_record
+
+OPTIONS = {
+    "ssh": "the command that reaches a host, with its options (default: ssh -o BatchMode=yes)",
+    "python": "the interpreter on the hosts (default: this one)",
+    "address": "where the others reach the first host (default: its name in the hostfile)",
+    "idle": "seconds after which agents whose coordinator is gone end (default: 600)",
+}
+SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+END_TIMEOUT_S = 15.0
+
+
+class Hosts:
+    """Engine that starts agents over ssh; each ends with its connection, so that nothing outlives this process.
+
+    Args:
+        options: The user's options, by the names in `OPTIONS`.
+        hosts: The machines, in order; they share this file system, and autotune is installed at the same path.
+    """
+
+    name = "ssh"
+    hold = True
+
+    def __init__(self, options: dict[str, str], hosts: Sequence[str]) -> None:
+        self.options, self.hosts = options, list(hosts)
+        self._running: dict[str, tuple[Spool, list[subprocess.Popen[bytes]]]] = {}
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Waits for a turn among the studies of this machine; nothing else manages the hosts."""
+        return machine_turn(on_wait)
+
+    def check(self, nodes: int) -> None:
+        """Checks that there are enough hosts.
+
+        Raises:
+            UserError: There are too few.
+        """
+        if nodes > len(self.hosts):
+            raise UserError(f"--nodes: {nodes} machines are asked for, and the hostfile names {len(self.hosts)}")
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        """Starts an agent on each of the first hosts."""
+        job = uuid.uuid4().hex[:12]
+        ssh = shlex.split(self.options.get("ssh", SSH))
+        address = shlex.quote(self.options.get("address", self.hosts[0].rpartition("@")[2]))
+        exported = read_record(spool.settings, Settings).exported
+        processes = []
+        for node, host in enumerate(self.hosts[:nodes]):
+            # A file, because the remote shell would interpret quotation marks in an argument in its own way.
+            script = spool.path / f"start-{node}.sh"
+            python = shlex.quote(self.options.get("python", sys.executable))
+            agent = f"{python} -m autotune.executors.node_agent {shlex.quote(str(spool.path))}"
+            agent += f" --node {node} --address {address} --lifeline"
+            variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
+            files.write_text(script, f"{variables}exec {agent}\n", private=True)  # variables may hold tokens
+            command = [*ssh, host, "sh", shlex.quote(str(script))]
+            with open(_log(spool, node), "ab") as log:
+                processes.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+                )
+        self._running[job] = spool, processes
+        return job
+
+    def standing(self, job: str) -> JobState:
+        """Returns `running`, or `lost` once a connection has ended."""
+        if job not in self._running:
+            return JobState(Status.LOST, "ssh: the run that held the connections is over")
+        spool, processes = self._running[job]
+        for node, process in enumerate(processes):
+            if (code := process.poll()) is not None:
+                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {_last_line(spool, node)}"
+                return JobState(Status.LOST, words)
+        return JobState(Status.RUNNING)
+
+    def end(self, job: str) -> None:
+        """Closes the connections, with which the agents end."""
+        _, processes = self._running.pop(job, (None, []))
+        for process in processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in processes:
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
+        """Does nothing: the hosts share this file system."""
+
+
+def _log(spool: Spool, node: int) -> str:
+    return str(spool.path / f"ssh-{node}.log")
+
+
+def _last_line(spool: Spool, node: int) -> str:
+    with contextlib.suppress(OSError), open(_log(spool, node), errors="replace") as file:
+        lines = [line.strip() for line in file if line.strip()]
+        return lines[-1][:300] if lines else "it said nothing"
+    return "it said nothing"
+
+
+# `HOST` or `USER@HOST`.
+HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_\[:][\w.:\]%-]*")
+
+
+def read_hostfile(path: Path) -> dict[str, int | None]:
+    """Returns the machines of a DeepSpeed hostfile and their slots: `HOST slots=N` per line, `#` begins a comment.
+
+    Raises:
+        SpecError: It cannot be read; names the line.
+    """
+    hosts: dict[str, int | None] = {}
+    for number, line in enumerate(read_text(path, "--hostfile").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        found = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d{0,4}))?", text)
+        if text and (found is None or not HOST.fullmatch(found[1])):  # ssh takes -oProxyCommand=... as an option
+            raise SpecError(f"{path}:{number}: `HOST slots=N` is needed, not {text!r}")
+        if found and found[1] in hosts:
+            raise SpecError(f"{path}:{number}: {found[1]} is there twice")
+        if found:
+            hosts[found[1]] = int(found[2]) if found[2] else None
+    if not hosts:
+        raise SpecError(f"{path}: it names no host")
+    return hosts

@@ -1,0 +1,135 @@
+"""The DeepSpeed settings of a candidate that memory and step time depend on, defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DTYPES
+from autotune.trial.profile import WIRE_BYTES, Floats
+
+# DeepSpeed's defaults (deepspeed/runtime/zero/config.py), in elements.
+DEFAULT_BUCKET = 500_000_000
+DEFAULT_PREFETCH = 50_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+MAX_REUSE_DISTANCE = 1_000_000_000
+PERSISTENCE = 100_000
+SUB_GROUP = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What the formulas look at, of many candidates at once: one entry per candidate in each column.
+
+    Attributes:
+        micro: Micro-batch per rank.
+        accumulation: Micro-batches per optimizer step.
+        stage: ZeRO stage.
+        precision: Names, as in `Candidate.precision`.
+        weight_bytes: Bytes of a weight in the model.
+        gradient_bytes: Bytes of a gradient where it is summed up.
+        wire_bytes: Bytes of a gradient between ranks.
+        recomputed: `checkpoint_every`.
+        offload_optimizer: Optimizer states live off the device.
+        offload_param: Parameters live off the device.
+        reduce_bucket: Elements.
+        prefetch: Elements.
+        persistence: Elements up to which stage 3 does not split a parameter.
+        max_live: Elements that stage 3 may have whole at once.
+        reuse_distance: Elements within which it keeps what will be used again.
+        overlap: Communication overlaps with backward.
+        contiguous: Gradients are copied to a contiguous buffer.
+        master_16: Master weights and gradients are bfloat16.
+        states_16: Optimizer states are bfloat16.
+        quantized_weights: ZeRO++ int8 gathers.
+        hpz: Ranks that share a secondary copy of the weights; 1 without.
+    """
+
+    micro: Floats
+    accumulation: Floats
+    stage: Floats
+    precision: NDArray[np.str_]
+    weight_bytes: Floats
+    gradient_bytes: Floats
+    wire_bytes: Floats
+    recomputed: Floats
+    offload_optimizer: Floats
+    offload_param: Floats
+    reduce_bucket: Floats
+    prefetch: Floats
+    persistence: Floats
+    max_live: Floats
+    reuse_distance: Floats
+    overlap: Floats
+    contiguous: Floats
+    master_16: Floats
+    states_16: Floats
+    quantized_weights: Floats
+    hpz: Floats
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], base: Mapping[str, Any] | None = None) -> Knobs:
+        """The columns of candidates.
+
+        Args:
+            candidates: The rows.
+            base: Settings by dotted path that hold where a candidate says nothing.
+        """
+        base = dict(base or {})
+        found = {name for c in candidates for name, _ in c.config}
+        settings: dict[str, list[Any]] = {}
+        if found:
+            tables = [dict(c.config) for c in candidates]
+            settings = {name: [table.get(name) for table in tables] for name in found}
+
+        def column(path: str, default: float) -> Floats:
+            other = default if base.get(path) is None else float(base[path])
+            if path not in settings:
+                return np.full(len(candidates), other)
+            return np.array([other if value is None else float(value) for value in settings[path]], dtype=float)
+
+        def names(path: str) -> list[str]:
+            other = base.get(path)
+            return [str(value or other or "") for value in settings.get(path, [None] * len(candidates))]
+
+        zero = "zero_optimization."
+        stage = np.array([c.zero_stage for c in candidates], dtype=float)
+        weight = np.array([2.0 if c.precision in DTYPES else 4.0 for c in candidates])
+        summed = np.array([WIRE_BYTES.get(name, 0.0) for name in names("data_types.grad_accum_dtype")])
+        wire = np.array([WIRE_BYTES.get(name, 0.0) for name in names("communication_data_type")])
+        overlap = column(zero + "overlap_comm", -1.0)
+        return cls(
+            micro=np.array([c.micro_batch_size for c in candidates], dtype=float),
+            accumulation=np.array([c.gradient_accumulation_steps for c in candidates], dtype=float),
+            stage=stage,
+            precision=np.array([c.precision for c in candidates]),
+            weight_bytes=weight,
+            gradient_bytes=np.where(summed > 0, summed, weight),
+            wire_bytes=np.where(wire > 0, wire, weight),
+            recomputed=np.array([c.checkpoint_every for c in candidates], dtype=float),
+            offload_optimizer=np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
+            offload_param=np.array([c.offload_param != "none" for c in candidates], dtype=float),
+            reduce_bucket=column(zero + "reduce_bucket_size", DEFAULT_BUCKET),
+            prefetch=column(zero + "stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
+            persistence=column(zero + "stage3_param_persistence_threshold", PERSISTENCE),
+            max_live=column(zero + "stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
+            reuse_distance=column(zero + "stage3_max_reuse_distance", MAX_REUSE_DISTANCE),
+            # DeepSpeed overlaps by default at stage 3 only.
+            overlap=np.where(overlap < 0, (stage == 3).astype(float), overlap),
+            contiguous=column(zero + "contiguous_gradients", 1.0),
+            master_16=column("bf16.bf16_master_weights_and_grads", 0.0),
+            states_16=column("bf16.bf16_optimizer_states", 0.0),
+            quantized_weights=column(zero + "zero_quantized_weights", 0.0),
+            hpz=column(zero + "zero_hpz_partition_size", 1.0),
+        )
+
+    def recomputed_share(self, n_blocks: int) -> Floats:
+        """Share of the blocks that is recomputed: every k-th block from the first."""
+        blocks = max(n_blocks, 1)
+        every = np.maximum(self.recomputed, 1.0)
+        return np.where(self.recomputed > 0, np.ceil(blocks / every) / blocks, 0.0)

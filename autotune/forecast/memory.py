@@ -1,0 +1,267 @@
+"""Memory of a rank, as DeepSpeed allocates it: model states, buckets, gathered parameters, activations, temporaries.
+
+A step is three instants that can each be the highest: inside backward, when gradients are reduced, and in the
+optimizer's step. Each is a sum of terms; the peak is the instant with the largest sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.forecast.knobs import SUB_GROUP, Knobs
+from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
+
+Mask = NDArray[np.bool_]
+Terms = dict[str, Floats]
+
+# Standard deviation of the logarithm of each term: states follow from counting, activations and what the runtime adds
+# do not.
+SPREADS = {
+    "weights": 0.02,
+    "gradients": 0.1,
+    "master": 0.02,
+    "states": 0.02,
+    "buckets": 0.15,
+    "gathered": 0.2,
+    "activations": 0.06,
+    "step": 0.15,
+    "data": 0.1,
+    "workspace": 0.4,
+    "kernels": 0.8,
+    "allocator": 0.5,
+}
+GUESSED_ACTIVATIONS = 0.8
+# What a process needs once it has trained a step: Python objects, thread pools, libraries' own buffers.
+WORKSPACE_BYTES = {"cuda": 1e8, "cpu": 4.5e7}
+# 16-bit arithmetic on a CPU compiles kernels of its own and keeps reordered weights.
+KERNEL_BYTES = {"cuda": 0.0, "cpu": 8e6}
+# What a caching allocator holds beyond what is in use: rounding and pieces that fit nothing.
+FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}
+# The flat copy of a stage-0 all-reduce (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE), in elements.
+ALLREDUCE_ELEMENTS = 5e8
+
+
+def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """Bytes of a rank at its peak, one column a term; the terms add up to the peak.
+
+    P parameters, Pt trainable, N ranks, w and g bytes of a weight and of a summed gradient (ZeRO, SC20; allocations as
+    in DeepSpeed's engine.py, stage_1_and_2.py, stage3.py, unfused_optimizer.py, bf16_optimizer.py):
+
+    * weights w P, at stage 3 w P / N; frozen ones are never sharded below stage 3;
+    * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
+    * states (8 bytes for Adam) Pt, from stage 1 on over N.
+    """
+    phases = memory_phases(knobs, profile, machine)
+    totals = np.stack([np.sum(list(terms.values()), axis=0) for terms in phases.values()])
+    if profile.guessed:
+        # Activations may be several times what was guessed, so they stay in sight where another instant is thought to
+        # be higher.
+        return phases["backward"] | {"step": totals.max(axis=0) - totals[0]}
+    highest = totals.argmax(axis=0)
+    tables = list(phases.values())
+    return {name: np.choose(highest, [terms[name] for terms in tables]) for name in SPREADS}
+
+
+def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Terms]:
+    """The terms inside backward, while gradients are reduced, and in the optimizer's step."""
+    n = len(knobs.micro)
+    fixed = _fixed(knobs, profile, machine)
+    phases = {}
+    for name, moving in (
+        ("backward", _in_backward(knobs, profile, machine)),
+        ("reduce", _in_reduction(knobs, profile, machine)),
+        ("step", _in_step(knobs, profile, machine)),
+    ):
+        terms = {key: np.zeros(n) for key in SPREADS} | fixed
+        for key, value in moving.items():
+            terms[key] = terms[key] + value
+        in_use = np.sum(list(terms.values()), axis=0)
+        terms["allocator"] = in_use * FRAGMENTATION.get(machine.accelerator, 0.0)
+        phases[name] = terms
+    return phases
+
+
+def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """What is there all the time."""
+    P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
+    w, stage = knobs.weight_bytes, knobs.stage
+    over_1 = np.where(stage >= 1, N, 1.0)
+    on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
+    weights = w * np.where(stage == 3, P / N * param_on_device, P)
+    weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
+    clones = np.where((stage == 1) | (stage == 2), 4.0, 0.0)  # stage 3 shares fp32 weights with its optimizer
+    master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
+    states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * on_device
+    # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
+    gradients = (
+        np.where(stage == 3, knobs.gradient_bytes * Pt / N, np.where(_both(knobs), knobs.gradient_bytes * Pt, 0.0))
+        * on_device
+    )
+    sixteen = np.array([ARITHMETIC.get(str(name), "fp32") != "fp32" for name in knobs.precision])
+    return {
+        "weights": weights,
+        "master": master,
+        "states": states,
+        "gradients": gradients,
+        "data": np.full(len(w), profile.data_bytes if machine.accelerator == "cpu" else 0.0),
+        "workspace": np.full(len(w), machine.workspace_bytes or WORKSPACE_BYTES.get(machine.accelerator, 1e8)),
+        "kernels": np.where(sixteen, machine.kernel_bytes or KERNEL_BYTES.get(machine.accelerator, 0.0), 0.0),
+    }
+
+
+def _both(knobs: Knobs) -> Mask:
+    """BF16_Optimizer: 16-bit gradients of a backward beside fp32 sums."""
+    return np.asarray((knobs.stage == 1) & (knobs.weight_bytes == 2.0) & (knobs.gradient_bytes > 2.0), dtype=bool)
+
+
+def _where(*cases: tuple[Mask, Floats | float], otherwise: Floats | float) -> Floats:
+    """For each row the value of the first case that holds."""
+    found: Floats | float = otherwise
+    for holds, value in reversed(cases):
+        found = np.where(holds, value, found)
+    return np.asarray(found, dtype=float)
+
+
+def _bucket(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
+    """Elements of a bucket that count: it is allocated whole even for a smaller model, but on a CPU only pages that are touched do."""
+    size = np.minimum(knobs.reduce_bucket, float(profile.n_trainable))
+    return np.asarray(size if machine.accelerator == "cpu" else knobs.reduce_bucket, dtype=float)
+
+
+def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """Activations and temporaries at their highest, with the gradients that are complete by then."""
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
+    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
+    on_device = 1.0 - knobs.offload_optimizer
+    several, keeps_all = knobs.accumulation > 1, stage < 2
+    bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
+    waits = filled >= Pt
+    # On a CPU a bucket that nothing overflows is touched as gradients come into it, not before.
+    on_cpu = np.full(len(w), machine.accelerator == "cpu")
+    grows = waits & on_cpu
+    # Bytes that an element of a complete gradient keeps: at stages 0 and 1 all of them, until the step; from the second
+    # micro-step on all gradients are there from the start. At stage 2 what waits in the bucket and the own part of what
+    # was reduced. Stage 3 has its part from the start.
+    waiting = (stage == 2) & (grows | (waits & (knobs.contiguous == 0)))
+    early = _where(
+        (keeps_all & several, 0.0),
+        (keeps_all, w),
+        (waiting, w),
+        ((stage == 2) & ~waits, g / N * on_device),
+        otherwise=0.0,
+    )
+    settled = _where((keeps_all & several, w * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
+    # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
+    flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
+    in_bucket = _where(
+        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket * _stage_3_bytes(knobs)), (flat, bucket * w * (1.0 + knobs.overlap)),
+        ((stage == 2) & ~waits, filled * w), otherwise=0.0,
+    )  # fmt: skip
+    activations, complete = _activations(knobs, profile, early)
+    return {
+        "activations": activations,
+        "gradients": complete + settled,
+        "buckets": in_bucket,
+        "gathered": _gathered(knobs, profile, machine),
+    }
+
+
+def _activations(knobs: Knobs, profile: Profile, gradient_bytes: Floats) -> tuple[Floats, Floats]:
+    """Bytes of activations at the highest instant of backward, and of the gradients complete by then.
+
+    From the passes that were followed, linear in the micro-batch; accumulation, stage and offload do not change them.
+    Recomputation of every k-th block where only all and none were followed lies between the two.
+    """
+    live, complete = np.zeros(len(knobs.micro)), np.zeros(len(knobs.micro))
+    arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
+    share = knobs.recomputed_share(profile.n_blocks)
+    for name in dict.fromkeys(arithmetic.tolist()):
+        for every in dict.fromkeys(knobs.recomputed.tolist()):
+            rows = np.flatnonzero((arithmetic == name) & (knobs.recomputed == every))
+            if not len(rows):
+                continue
+            micro, width = knobs.micro[rows], gradient_bytes[rows]
+            found = profile.highest(name, int(every), float(share[rows[0]]), micro, width)
+            live[rows], complete[rows] = found
+    return live, complete
+
+
+def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
+    """Stage 3: weights that are whole at the same time.
+
+    What is used again within the reuse distance is kept, which at the default keeps all of a model of less than half of
+    it: its forward and backward use of a weight are at most 2 P apart.
+    """
+    P, N = float(profile.n_parameters), float(machine.world_size)
+    per_block = profile.block_share * P / max(profile.n_blocks, 1)
+    flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
+    # Small parameters stay whole once they are gathered.
+    reused = np.maximum(np.minimum(P, knobs.reuse_distance / 2), _small_elements(knobs, profile))
+    live = np.minimum(
+        np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying))
+    )
+    return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
+
+
+def _small_elements(knobs: Knobs, profile: Profile) -> Floats:
+    """Elements in parameters that stage 3 does not release."""
+    return np.array([float(profile.small_elements(threshold)) for threshold in knobs.persistence])
+
+
+def _stage_3_bytes(knobs: Knobs) -> Floats:
+    """Bytes of a gradient in stage 3's bucket: the type that travels, which is 16 bits wide under autocast."""
+    autocast = np.array([ARITHMETIC.get(str(name), "fp32") == "autocast" for name in knobs.precision])
+    return np.where(autocast, 2.0, knobs.weight_bytes)
+
+
+def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """The end of backward: complete gradients, the last bucket, and its flat copy in the type that travels."""
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
+    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
+    both, on_device = _both(knobs), 1.0 - knobs.offload_optimizer
+    bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
+    reduced = np.where(both, g, w)
+    # Stages 1 and 2 move gradients into the bucket and their own part out of it; at stage 1 the rest stays.
+    own = np.where(stage == 2, np.maximum(g, w), w) * Pt / N * on_device
+    gradients = _where(
+        ((stage == 0) | both, w * Pt),
+        (stage == 1, np.where(filled < Pt, w * (Pt - filled), 0.0) + own),
+        (stage == 2, own),
+        otherwise=0.0,
+    )
+    flat = np.where((stage == 0) | both, min(Pt, ALLREDUCE_ELEMENTS), filled)
+    copies = reduced * flat + np.where(knobs.wire_bytes != reduced, knobs.wire_bytes * flat, 0.0)
+    # Stage 3 flattens once more for the scatter, receives its part, and casts that to the type of the sums.
+    e = _stage_3_bytes(knobs)
+    copies = np.where(stage == 3, flat * (e * (2.0 + 1.0 / N) + np.where(g != e, g / N, 0.0)), copies)
+    # Without a contiguous buffer the gradients themselves wait.
+    kept = np.where(knobs.contiguous > 0, bucket * (1.0 + knobs.overlap), filled)
+    held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket * e), otherwise=kept * w)
+    whole = np.maximum(_small_elements(knobs, profile), float(profile.largest_module))
+    return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * whole, 0.0)}
+
+
+def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
+    """The optimizer's step: gradients in the master's type, and what the optimizer needs besides."""
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
+    w, stage = knobs.weight_bytes, knobs.stage
+    on_device = 1.0 - knobs.offload_optimizer
+    shard = Pt / np.where(stage >= 1, N, 1.0)
+    tile = np.where(stage == 3, np.minimum(float(SUB_GROUP), shard), shard)
+    master = np.where(knobs.master_16 > 0, 2.0, 4.0)
+    # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy.
+    # Stage 0 and BF16_Optimizer drop the gradients of backward only afterwards.
+    left = np.where((stage == 0) | _both(knobs), w * Pt, 0.0)
+    copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
+    single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
+    scratch = profile.optimizer_scratch * master / 4.0 * single
+    bucket = np.where(stage == 3, _bucket(knobs, profile, machine) * _stage_3_bytes(knobs), 0.0)
+    return {"gradients": left, "step": (copy + scratch) * on_device, "buckets": bucket}
+
+
+def spreads(profile: Profile) -> Mapping[str, float]:
+    """How sure each term is, as the standard deviation of its logarithm."""
+    return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed else SPREADS

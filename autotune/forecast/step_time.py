@@ -1,0 +1,145 @@
+"""Time of an optimizer step: compute, traffic, recomputation, communication by volume and messages, optimizer, offload, launches, input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.forecast.communication import collective_s, within_node_s
+from autotune.forecast.knobs import Knobs
+from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
+
+# Standard deviation of the logarithm of each term, before anything was measured.
+SPREADS = {
+    "compute": 0.25,
+    "traffic": 0.5,
+    "recompute": 0.3,
+    "communication": 0.5,
+    "messages": 0.7,
+    "optimizer": 0.4,
+    "offload": 0.6,
+    "launches": 0.7,
+    "bookkeeping": 0.5,
+    "input": 0.3,
+}
+# An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the
+# 16-bit copy.
+STEP_BYTES, COPY_BYTES = 12.0, 2.0
+# What a collective cannot hide behind backward, however much there is to hide it behind.
+EXPOSED_AT_LEAST = 0.1
+# Within a step a collective is so much slower than by itself: NCCL by a third (vTrain), gloo since it runs on the
+# ranks' own cores.
+WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
+# The same for links between nodes, which no core of a rank drives.
+BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
+# What ZeRO does in Python for each parameter, in operations: at stages 1 and 2 wherever gradients are reduced (copies
+# into buckets and out of them), at stage 3 in every micro-step (fetched, released, split again) and once more in the
+# step. Counted on a small transformer.
+REDUCE_OPS, PARTITION_OPS = 40.0, 180.0
+# Of a block whose operations were not counted.
+TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
+
+
+def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Floats]:
+    """Seconds of an optimizer step, one column a term; the terms add up to the step.
+
+    * compute: K micro-steps of FLOPs / rate; where the operations were not counted, x (b + b_half) / b: a small batch
+      does not fill the device;
+    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step;
+    * recompute: what a forward of the recomputed blocks adds to both;
+    * communication, elements per rank and step: stage 0 all-reduces 2 P at the boundary; stages 1 and 2 all-reduce too,
+      where the ZeRO paper scatters (stage_1_and_2.py, allreduce_and_scatter), and gather the weights: 3 P at the
+      boundary, (2 K + 1) P; stage 3 gathers twice and scatters at each micro-step, 3 K P, over gloo, whose scatter is
+      an all-reduce, 4 K P; over the links as `collective_s` says, on one node (N - 1) / N of it; with overlap what
+      backward does not hide;
+    * messages: the latency of each bucket of each collective, on one node 2 (N - 1) hops for an all-reduce, half for
+      its halves;
+    * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate, from stage 1 on over N ranks;
+    * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each parameter in
+      Python; on a GPU what the device's own work does not hide;
+    * input: what drawing the samples takes.
+    """
+    P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
+    b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
+    compute, traffic, recompute, launches = _micro_step(knobs, profile, machine)
+
+    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
+    gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
+    reductions = np.where(stage >= 2, K, 1.0)
+    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
+    scatters = (stage == 3) & (machine.accelerator != "cpu")
+    links = _within_a_step(machine)
+    reduce_s, reduce_latency_s = collective_s(
+        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
+    )
+    gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
+    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
+    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(b)))
+    wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
+    if machine.ranks_per_node:
+        # The second copy of the weights (hpZ) is gathered from its own node.
+        wire_s = wire_s + np.where(
+            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
+        )
+    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
+    communication = wire_s - hidden
+
+    shard = Pt / np.where(stage >= 1, N, 1.0)
+    moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
+    rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
+    optimizer = moved * shard / np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, rate)
+    # Gradients to the host and weights back, once a step; parameters in for forward and backward of each micro-step.
+    offload = (
+        knobs.offload_optimizer * 2.0 * knobs.weight_bytes * shard / machine.host_bytes_per_s
+        + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
+    )
+    tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
+    visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, np.where(stage == 2, K, stage) * REDUCE_OPS)
+    op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
+    bookkeeping = np.where(N > 1, visits, 0.0) * tensors * op_s
+    if machine.accelerator == "cuda":  # the host runs ahead of the device
+        device = K * (compute + traffic + recompute)
+        host = K * launches + bookkeeping
+        seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
+        launches, bookkeeping = launches * seen, bookkeeping * seen
+    return {
+        "compute": K * compute,
+        "traffic": K * traffic,
+        "recompute": K * recompute,
+        "communication": communication,
+        "messages": messages,
+        "optimizer": optimizer,
+        "offload": offload,
+        "launches": K * launches,
+        "bookkeeping": bookkeeping,
+        "input": K * b * profile.input_s_per_sample,
+    }
+
+
+def _within_a_step(machine: Machine) -> Machine:
+    """The links as collectives find them while everything else goes on."""
+    own, between = WITHIN_A_STEP[machine.accelerator], BETWEEN_NODES[machine.accelerator]
+    return replace(
+        machine, link_bytes_per_s=machine.link_bytes_per_s / own, node_bytes_per_s=machine.node_bytes_per_s / between
+    )
+
+
+def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:
+    """Compute, traffic, recomputation and launches of one micro-step."""
+    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.precision])
+    share = knobs.recomputed_share(profile.n_blocks)
+    if not profile.passes:
+        compute = profile.flops_per_sample * (knobs.micro + machine.half_samples) / rates
+        launches = np.full(len(rates), machine.launch_s * max(profile.n_blocks, 1))
+        return compute, np.zeros(len(rates)), compute * share * profile.block_share / 3.0, launches
+    plain, more = np.zeros((3, len(rates))), np.zeros((3, len(rates)))
+    arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
+    for name in dict.fromkeys(arithmetic.tolist()):
+        rows = np.flatnonzero(arithmetic == name)
+        first, second = (np.array(profile.work(name, every, knobs.micro[rows])) for every in (0, 1))
+        plain[:, rows], more[:, rows] = first, (second - first) * share[rows]
+    weights = 3.0 * knobs.weight_bytes * profile.n_parameters
+    bandwidth = machine.memory_bytes_per_s
+    compute, traffic, launches = plain[0] / rates, (plain[1] + weights) / bandwidth, plain[2] * machine.op_s
+    return compute, traffic, more[0] / rates + more[1] / bandwidth + more[2] * machine.op_s, launches

@@ -1,0 +1,1 @@
+"""The studies in optuna-dashboard, with notes, figures and downloads of ours."""

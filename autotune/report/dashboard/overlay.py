@@ -1,0 +1,283 @@
+"""The overlay of one study: notes, figures, files and marks that the dashboard adds to the database."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import statistics
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+
+from autotune.report import fronts, readme
+from autotune.report.data import Data, StudyReport, measured, metric_scale, speedup, words
+from autotune.report.export import deepspeed_config
+from autotune.scoring.metrics import METRICS
+from autotune.study.lock import run_under_way
+from autotune.study.storage import records
+from autotune.system import redaction
+from autotune.system.units import BYTE_UNITS, format_duration
+from autotune.trial.result import Outcome
+
+# Where optuna-dashboard looks for the files of a study or a trial (optuna.artifacts).
+ARTIFACT_PREFIX = "artifacts:"
+# The attributes that a reader may change: notes, which are system attributes of the study.
+EDITABLE = "dashboard:"
+FIGURE_HEIGHT_PX = 460
+# Every two objectives make a figure.
+MOST_OBJECTIVES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A file to download.
+
+    Attributes:
+        name: File name.
+        mimetype: Content type.
+        read: Returns the content, or None if the file is gone.
+    """
+
+    name: str
+    mimetype: str
+    read: Callable[[], bytes | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOverlay:
+    """What the dashboard shows of one study beside the database.
+
+    Attributes:
+        report: The study.
+        note: Its note, under the keys of optuna-dashboard.
+        system_attrs: Its figures and files, under the keys of optuna-dashboard.
+        trial_attrs: By trial number: the attributes shown beside the trial.
+        trial_notes: By trial number: Markdown.
+        files: All files by id.
+        trial_files: By trial number: the ids of its files.
+    """
+
+    report: StudyReport
+    note: Mapping[str, Any]
+    system_attrs: Mapping[str, Any]
+    trial_attrs: Mapping[int, Mapping[str, Any]]
+    trial_notes: Mapping[int, str]
+    files: Mapping[str, File] = field(default_factory=dict)
+    trial_files: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+
+def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID, left: str = "") -> StudyOverlay:
+    """The overlay of a study.
+
+    Args:
+        report: The study.
+        study_id: Its number in the database.
+        folder: Its folder.
+        namespace: The ids of files are derived from it.
+        left: The rest of its budget in words, while it is under way.
+    """
+    files: dict[str, File] = {}
+    trial_files: dict[int, list[str]] = {}
+
+    def add(owner: str, file: File) -> str:
+        artifact = str(uuid.uuid5(namespace, f"{study_id}/{owner}/{file.name}"))
+        files[artifact] = file
+        return artifact
+
+    picks = [add("picks", pick_file(report, name, pick)) for name, pick in report.picks.items()]
+    for row in report.trials:
+        number = row["trial"]
+        path = records.trial_path(folder, number)
+        found = [File(name="ds_config.json", mimetype="application/json", read=partial(config_json, report, row))]
+        logs, traces = (
+            [each for each in sorted(path.glob(pattern)) if is_inside(each, folder)]
+            for pattern in ("rank-*.log", "profile/trace-rank-*.json.gz")
+        )
+        found += [_log(log, folder) for log in logs]
+        found += [_file(trace, folder, "application/gzip") for trace in traces]
+        trial_files[number] = [add(str(number), file) for file in found]
+    points = report.points()
+    return StudyOverlay(
+        report=report,
+        note=_note(report, study_id, left),
+        system_attrs={**_figures(report), **artifact_attrs({artifact: files[artifact] for artifact in picks})},
+        trial_attrs={row["trial"]: _trial_attrs(report, row, points.get(row["trial"], row)) for row in report.trials},
+        trial_notes={
+            row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials
+        },
+        files=files,
+        trial_files=trial_files,
+    )
+
+
+def pick_file(report: StudyReport, name: str, pick: Data) -> File:
+    """The DeepSpeed configuration of a pick as a file."""
+    return File(name=f"{report.name}-{name}.json", mimetype="application/json", read=partial(config_json, report, pick))
+
+
+def config_json(report: StudyReport, point: Data) -> bytes:
+    """The complete DeepSpeed configuration of a pick or a trial as JSON."""
+    config = deepspeed_config(point, report.study.get("base_config") or {})
+    return (json.dumps(config, indent=2, allow_nan=False) + "\n").encode()
+
+
+def artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:
+    """Files, by id, as optuna-dashboard lists them."""
+    return {
+        ARTIFACT_PREFIX + artifact: json.dumps(
+            {"artifact_id": artifact, "filename": file.name, "mimetype": file.mimetype, "encoding": None}
+        )
+        for artifact, file in files.items()
+    }
+
+
+def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
+    """The rest of the budget in words; empty if nobody runs the study."""
+    stated = study.user_attrs.get(records.SETTINGS_ATTR, {})
+    n_trials = stated.get("trials")
+    if n_trials is None or run_under_way(folder) is None:
+        return ""
+    walls_s = [row["wall_s"] for row in report.trials if row["outcome"] != Outcome.PREDICTED_OOM]
+    # Trials that were predicted not to fit cost nothing, until they are as many as the whole budget (`study.runner`).
+    n_spent = len(report.trials) - min(len(report.trials) - len(walls_s), n_trials)
+    if n_spent >= n_trials or report.study["ended"]:
+        return "**Under way**: the search is over, and its answer is being checked."
+    left_s = (n_trials - n_spent) * statistics.median(walls_s) if walls_s else math.inf
+    if stated.get("time_budget_s") is not None:
+        left_s = min(left_s, max(0.0, stated["time_budget_s"] - report.study["wall_s"]))
+    about = f", about {format_duration(left_s)} left" if math.isfinite(left_s) else ""
+    return f"**Under way**: {n_spent} of {n_trials} trials{about}."
+
+
+def pick_link(study_id: int, name: str) -> str:
+    """The address of a pick's JSON on our server."""
+    return f"/autotune/{study_id}/picks/{name}.json"
+
+
+def trial_link(study_id: int, number: int) -> str:
+    """The address of a trial's JSON on our server."""
+    return f"/autotune/{study_id}/trials/{number}.json"
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Returns whether a path is a regular file that really lies inside a folder: no link out of it, no pipe."""
+    try:
+        real = path.resolve(strict=True)
+        return real.is_relative_to(folder.resolve(strict=True)) and stat.S_ISREG(real.stat().st_mode)
+    except (OSError, RuntimeError):  # the latter for links in a circle
+        return False
+
+
+def read_inside(path: Path, folder: Path) -> bytes | None:
+    """The content of a file if it `is_inside` the folder, else None."""
+    if not is_inside(path, folder):
+        return None
+    try:
+        # The flags guard against an exchange of the file since the check: a link is refused, a pipe is not waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path.resolve(strict=True), flags), "rb") as file:
+            return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _file(path: Path, folder: Path, mimetype: str) -> File:
+    return File(name=path.name, mimetype=mimetype, read=partial(read_inside, path, folder))
+
+
+def _log(path: Path, folder: Path) -> File:
+    """A rank's log without secrets; the file keeps them."""
+    whole = _file(path, folder, "text/plain; charset=utf-8")
+
+    def read() -> bytes | None:
+        content = whole.read()
+        return None if content is None else redaction.redact(content.decode(errors="replace")).encode()
+
+    return replace(whole, read=read)
+
+
+class _Written:
+    """A storage that keeps what optuna-dashboard writes, so that its own functions choose the keys."""
+
+    def __init__(self) -> None:
+        self.attrs: dict[str, Any] = {}
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
+        return self.attrs
+
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+        self.attrs[key] = value
+
+
+def _scratch() -> tuple[optuna.Study, _Written]:
+    """An empty study whose storage only keeps attributes."""
+    study, written = optuna.create_study(storage=optuna.storages.InMemoryStorage()), _Written()
+    study._storage = written  # type: ignore[assignment]
+    return study, written
+
+
+def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
+    from optuna_dashboard import save_note
+
+    scratch, written = _scratch()
+    answer = readme.study_note(report, lambda name: pick_link(study_id, name))
+    save_note(scratch, f"{left}\n\n{answer}" if left else answer)
+    return {key: value for key, value in written.attrs.items() if key.startswith(EDITABLE)}
+
+
+def _figures(report: StudyReport) -> dict[str, Any]:
+    """The front over every two objectives, each with a title, as optuna-dashboard keeps figures."""
+    from optuna_dashboard import save_plotly_graph_object
+
+    names = report.metric_names(all_metrics=False)
+    if len(names) < 2:
+        names = report.metric_names()[:2]
+    found: dict[str, Any] = {}
+    drawn = fronts.fronts(report, names[:MOST_OBJECTIVES])
+    for n, (pair, figure) in enumerate(drawn.items(), start=1):
+        heading = f"Front: {' against '.join(METRICS[name].label for name in pair.split('|'))}"
+        # Below the buttons that plotly puts at the top, and clear of the legend where a narrow screen breaks that.
+        title = {"text": heading, "font": {"size": 13}, "x": 0.02, "y": 1 - 34 / FIGURE_HEIGHT_PX, "yanchor": "top"}
+        figure["layout"] |= {
+            "title": title,
+            "height": FIGURE_HEIGHT_PX,
+            "margin": {"l": 76, "r": 20, "t": 64, "b": 120},
+        }
+        scratch, written = _scratch()
+        text = partial(json.dumps, figure)
+        save_plotly_graph_object(scratch, SimpleNamespace(to_json=text), graph_object_id=f"autotune-front-{n}")
+        found |= written.attrs
+    return found
+
+
+def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
+    """The attributes shown beside a trial's parameters; numbers are rounded, since the dashboard prints all digits."""
+    found: dict[str, Any] = {"configuration": words(row["candidate"])}
+    marks = report.marks().get(row["trial"])
+    if marks:
+        found["mark"] = ", ".join(marks)
+    if row["outcome"] != "complete":
+        phase = f" in {row['phase']}" if row.get("phase") not in (None, "", "done") else ""
+        reason = f": {row['reason']}" if row.get("reason") else ""
+        found["failure"] = f"{str(row['outcome']).replace('_', ' ')}{phase}{reason}"
+    elif row.get("feasible") is False:
+        found["failure"] = "breaks a constraint"
+    for name, value in measured(point).items():
+        metric = METRICS[name]
+        # One unit in every study, so that trials of two studies can be compared.
+        factor, unit = (
+            BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
+        )
+        found[f"{metric.label} ({unit})"] = round(value / factor, max(2, metric_scale(name, [value]).decimals))
+    factor_over_baseline = speedup(report, point) if measured(point) else None
+    if factor_over_baseline:
+        found["speed-up"] = round(factor_over_baseline, 3)
+    return found

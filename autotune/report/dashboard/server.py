@@ -1,0 +1,401 @@
+"""The dashboard's web server: access control, our downloads, and optuna-dashboard's application for all other pages."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import io
+import ipaddress
+import json
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from hashlib import sha256
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from autotune.errors import UserError
+from autotune.report.dashboard.overlay import File, StudyOverlay, config_json, pick_file
+from autotune.report.dashboard.storage import DashboardStorage
+from autotune.study.storage import records
+
+Environ: TypeAlias = dict[str, Any]
+StartResponse: TypeAlias = Callable[..., Any]
+
+COOKIE = "autotune_token"
+LEAST_TOKEN = 16
+N_THREADS = 8
+LARGEST_NOTE_BYTES = 1 << 20
+DOWNLOAD = re.compile(r"/autotune/(?P<study>[0-9]{1,9})/(?P<what>picks|trials)/(?P<name>[a-z_]{1,40}|[0-9]{1,9})\.json")
+NO_NOTE = (
+    f"a note is a JSON object with `version`, a number, and `body`, a text, of {LARGEST_NOTE_BYTES >> 20} MiB at most"
+)
+STUDY = re.compile(r"/api/studies/(?P<study>[0-9]{1,9})")
+NOTE = re.compile(r"/api/studies/[0-9]+(?:/[0-9]+)?/note")
+# Added to every answer of Optuna's application: foreign pages may not read or frame it, nor guess content types.
+HEADERS = [
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("X-Frame-Options", "SAMEORIGIN"),
+    ("Referrer-Policy", "same-origin"),
+]
+DROPPED = {"access-control-allow-origin"}
+# Optuna's pages grow with their widest element. With this they fit a phone: text breaks, wide tables scroll in their
+# cards, and columns become rows.
+STYLE = b"""<style>
+main { min-width: 0; }
+main p, main li { overflow-wrap: anywhere; }
+@media (max-width: 700px) { main [class*="MuiGrid-grid-xs-"] { flex-basis: 100%; max-width: 100%; } }
+</style>
+"""
+
+
+class DashboardError(UserError):
+    """The dashboard cannot be served with these settings."""
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach a server at that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_installed() -> None:
+    """Checks that the packages of the extra `dashboard` are installed.
+
+    Raises:
+        DashboardError: One is missing; the message says how to install it.
+    """
+    for module, package in (("optuna_dashboard", "optuna-dashboard"), ("waitress", "waitress")):
+        if find_spec(module) is None:
+            raise DashboardError(f"the dashboard needs the package {package}: pip install 'autotune[dashboard]'")
+
+
+class Application:
+    """The WSGI application.
+
+    Args:
+        overlay: The storage to show.
+        host: The address that it is served at.
+        token: The secret that every request must present; None, at a loopback address only, lets everybody in.
+    """
+
+    def __init__(self, overlay: DashboardStorage, host: str, token: str | None) -> None:
+        from optuna_dashboard import wsgi
+
+        if token is None and not is_loopback(host):
+            raise DashboardError(f"a dashboard at {host} needs a token")
+        self.overlay, self.token, self._local = overlay, token, is_loopback(host)
+        self._optuna = wsgi(overlay, artifact_store=overlay)
+        self._names = {"localhost", host.lower(), *(() if self._local else _own_names())}
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """Answers one request."""
+
+        def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            return start_response(
+                status, [*(each for each in headers if each[0].lower() not in DROPPED), *HEADERS], *rest
+            )
+
+        environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
+        try:
+            return self._refusal(environ, start) or self._download(environ, start) or self._answer(environ, start)
+        finally:
+            self.overlay.remove_session()
+
+    def _refusal(self, environ: Environ, start: StartResponse) -> Iterable[bytes] | None:
+        """The refusal of a request that is not allowed; None if it is."""
+        if not self._knows(environ.get("HTTP_HOST", "")):
+            # Against DNS rebinding: a foreign name that resolves to this machine would let a foreign page read studies.
+            return _say(
+                start,
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "this dashboard is not served under that name; use the address it printed",
+            )
+        if self.token is not None:
+            entered = self._enter(environ, start)
+            if entered is not None:
+                return entered
+        method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
+        if method in ("GET", "HEAD"):
+            return None
+        if method != "PUT" or not NOTE.fullmatch(path):
+            return _say(
+                start,
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                "this dashboard shows what autotune measured and changes nothing but notes",
+            )
+        if not _same_origin(environ):
+            return _say(start, HTTPStatus.FORBIDDEN, "another page may not change notes here")
+        return None if _holds_note(environ) else _say(start, HTTPStatus.BAD_REQUEST, NO_NOTE)
+
+    def _knows(self, host: str) -> bool:
+        """Returns whether a Host header is one of our names or an address, which cannot be rebound."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "") if host else ""
+            if name in self._names:
+                return True
+            address = ipaddress.ip_address(name)
+        except ValueError:  # no address, or not even a host, as in `[`
+            return False
+        return address.is_loopback or not self._local
+
+    def _enter(self, environ: Environ, start: StartResponse) -> Iterable[bytes] | None:
+        """The refusal of a request without the token, which stands in its query, a cookie or a header."""
+        query = parse_qsl(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        for value in [value for name, value in query if name == "token"]:
+            if self._is_token(value):
+                left = urlencode([(name, value) for name, value in query if name != "token"])
+                path = quote(environ.get("PATH_INFO") or "/")
+                # Two slashes at the start would lead to another machine.
+                headers = [("Location", "/" + path.lstrip("/") + (f"?{left}" if left else ""))]
+                headers.append(("Set-Cookie", f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"))
+                start("303 See Other", [*headers, ("Content-Length", "0")])
+                return [b""]
+        scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if (scheme.lower() == "bearer" and self._is_token(given.strip())) or self._is_token(_cookie(environ)):
+            return None
+        return _say(
+            start,
+            HTTPStatus.UNAUTHORIZED,
+            "this dashboard asks for its token: open the whole address that `autotune dashboard` printed",
+        )
+
+    def _is_token(self, given: str) -> bool:
+        """Compares in constant time for every length."""
+        assert self.token is not None
+        return hmac.compare_digest(sha256(given.encode()).digest(), sha256(self.token.encode()).digest())
+
+    def _download(self, environ: Environ, start: StartResponse) -> Iterable[bytes] | None:
+        """The JSON of a pick or a trial; None for other paths."""
+        path = environ.get("PATH_INFO", "")
+        if not path.startswith("/autotune/"):
+            return None
+        found = DOWNLOAD.fullmatch(path)
+        file = self._file(found.groupdict()) if found else None
+        content = file.read() if file else None
+        if file is None or content is None:
+            return _say(start, HTTPStatus.NOT_FOUND, "there is no such file here")
+        headers = [
+            ("Content-Type", file.mimetype),
+            ("Content-Length", str(len(content))),
+            ("Content-Disposition", f"attachment; filename*=UTF-8''{quote(file.name, safe='')}"),
+        ]
+        start("200 OK", headers)
+        return [content]
+
+    def _answer(self, environ: Environ, start: StartResponse) -> Iterable[bytes]:
+        """Optuna's answer, with our style in pages and our trial notes in studies.
+
+        The notes are added here and not by the storage: Optuna looks through all notes for each trial, which took over
+        a second for 1,000 trials.
+        """
+        path = environ.get("PATH_INFO", "") if environ["REQUEST_METHOD"] == "GET" else ""
+        found = STUDY.fullmatch(path)
+        shown = self._shown(int(found["study"])) if found else None
+        if shown is None and not path.startswith("/dashboard"):
+            plain: Iterable[bytes] = self._optuna(environ, start)
+            return plain
+        kept: list[Any] = []
+        answer = self._optuna(environ, lambda *given: kept.extend(given))
+        content = b"".join(answer)
+        if hasattr(answer, "close"):
+            answer.close()
+        status, headers = kept[0], kept[1]
+        if status.startswith("200"):
+            content = (
+                content.replace(b"</head>", STYLE + b"</head>", 1) if shown is None else _with_notes(content, shown)
+            )
+            headers = [
+                (name, str(len(content)) if name.lower() == "content-length" else value) for name, value in headers
+            ]
+        start(status, headers)
+        return [content]
+
+    def _shown(self, study_id: int) -> StudyOverlay | None:
+        try:
+            return self.overlay.shown(study_id)
+        except KeyError:
+            return None
+
+    def _file(self, asked: Mapping[str, str]) -> File | None:
+        shown = self._shown(int(asked["study"]))
+        if shown is None:
+            return None
+        name, report = asked["name"], shown.report
+        if asked["what"] == "picks":
+            return pick_file(report, name, report.picks[name]) if name in report.picks else None
+        row = next((row for row in report.trials if str(row["trial"]) == name), None)
+        if row is None:
+            return None
+        return File(
+            name=f"{report.name}-trial-{name}.json", mimetype="application/json", read=lambda: config_json(report, row)
+        )
+
+
+def _with_notes(content: bytes, shown: StudyOverlay) -> bytes:
+    told = json.loads(content)
+    for trial in (*told["trials"], *told["best_trials"]):
+        if not trial["note"]["version"]:
+            trial["note"]["body"] = shown.trial_notes.get(trial["number"], "")
+    told["plotly_graph_objects"].sort(key=lambda graph: graph["id"])  # Optuna's are in no order
+    return json.dumps(told).encode()
+
+
+def _say(start: StartResponse, status: HTTPStatus, text: str) -> Iterable[bytes]:
+    """A refusal: JSON, which Optuna's page shows as it does its own errors."""
+    body = json.dumps({"reason": text}).encode()
+    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+    if status is HTTPStatus.UNAUTHORIZED:
+        headers.append(("WWW-Authenticate", "Bearer"))
+    start(f"{status.value} {status.phrase}", headers)
+    return [body]
+
+
+def _cookie(environ: Environ) -> str:
+    try:
+        morsel = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return morsel.value if morsel else ""
+
+
+def _holds_note(environ: Environ) -> bool:
+    """Returns whether the body of a request is a note as optuna-dashboard expects it."""
+    try:
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(length) if 0 < length <= LARGEST_NOTE_BYTES else b""
+        note = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    environ["wsgi.input"] = io.BytesIO(body)
+    return isinstance(note, dict) and type(note.get("version")) is int and isinstance(note.get("body"), str)
+
+
+def _same_origin(environ: Environ) -> bool:
+    """Returns whether a request comes from our own page, or from a program, which sends no origin."""
+    if environ.get("HTTP_SEC_FETCH_SITE", "same-origin") not in ("same-origin", "none"):
+        return False
+    origin = environ.get("HTTP_ORIGIN")
+    try:
+        return origin is None or urlsplit(origin).netloc.lower() == environ.get("HTTP_HOST", "").lower()
+    except ValueError:
+        return False
+
+
+def _own_names() -> set[str]:
+    return {name.lower() for name in (socket.gethostname(), socket.getfqdn()) if name}
+
+
+class Server:
+    """waitress with our application at a bound socket; a context manager that closes it.
+
+    Attributes:
+        port: The port that it listens at.
+    """
+
+    def __init__(self, application: Application, listening: socket.socket) -> None:
+        from waitress import create_server
+
+        # It would warn on standard error whenever a page asks for more files at once than there are threads.
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+        self.port = int(listening.getsockname()[1])
+        self._waitress = create_server(
+            application,
+            sockets=[listening],
+            threads=N_THREADS,
+            ident=None,
+            max_request_body_size=2 * LARGEST_NOTE_BYTES,
+        )
+
+    def run(self) -> None:
+        """Serves until Ctrl-C or `stop`."""
+        self._waitress.run()
+
+    def stop(self) -> None:
+        """Ends `run`, which another thread is in."""
+        from waitress import wasyncore
+
+        self._waitress.trigger.pull_trigger(lambda: wasyncore.close_all(self._waitress._map))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waitress.task_dispatcher.shutdown()
+        self._waitress.close()
+
+
+def make_server(url: str, studies: Path, host: str, port: int, token: str | None) -> Server:
+    """A server that is bound and does not run yet.
+
+    Args:
+        url: The database.
+        studies: The folder of the studies' folders.
+        host: The address to listen at.
+        port: The port; 0 takes a free one.
+        token: See `Application`.
+
+    Raises:
+        UserError: It cannot listen there; the message says what to do.
+    """
+    check_installed()
+    storage = records.open_storage(url, create=False)
+    application = Application(
+        DashboardStorage(storage, partial(records.study_folder, studies=studies, url=url)), host, token
+    )
+    try:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OverflowError:
+        raise DashboardError(f"port {port} is not one of 0 to 65535") from None
+    except (socket.gaierror, UnicodeError, TypeError):  # the last two for names that no name server takes
+        raise DashboardError(
+            f"{host!r} is no address of this machine; leave --host out to serve this machine only"
+        ) from None
+    except OSError as error:
+        raise DashboardError(_why_not(error, host, port)) from None
+    return Server(application, listening)
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} is taken, perhaps by another dashboard; name another one with --port, or --port 0 for any"
+            " that is free"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this machine; leave --host out to serve this machine only"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be opened by this user; name one above 1023 with --port"
+    return f"cannot listen at {host}, port {port}: {error.strerror}"
+
+
+def new_token() -> str:
+    """A token that cannot be guessed."""
+    return secrets.token_urlsafe(24)
+
+
+def is_strong(token: str) -> bool:
+    """Returns whether a token is long enough and needs no escaping in an address or a cookie."""
+    return len(token) >= LEAST_TOKEN and re.fullmatch(r"[A-Za-z0-9._~-]+", token) is not None
+
+
+def address(server: Server, host: str, token: str | None) -> str:
+    """The address to open in a browser."""
+    if host in ("0.0.0.0", "::"):  # every address of this machine: its name serves as one
+        host = socket.gethostname()
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{server.port}/" + (f"?token={token}" if token else "")

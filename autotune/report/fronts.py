@@ -1,0 +1,328 @@
+"""The figures that compare trials: the front over two metrics, and parallel axes of knobs and objectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import combinations
+from typing import Any
+
+from autotune.report import series
+from autotune.report.data import Data, StudyReport, interval, measured, metric_scale, words
+from autotune.report.figures import (
+    BLUE,
+    CYCLE,
+    GREY,
+    ORANGE,
+    RED,
+    Figure,
+    Trace,
+    axis,
+    error_bars,
+    layout,
+    metric_label,
+    spans_decade,
+    trial_text,
+)
+from autotune.report.series import level_text, rounded
+from autotune.scoring.metrics import METRICS
+
+# Colours of the parallel lines, from the worst value of the metric to the best; lines of one colour are one trace.
+WORST, BEST, N_SHADES = (201, 112, 58), (59, 118, 232), 8
+AXIS_WIDTH_PX = 92
+# Positions of a name beside its point, each with the shift of the name's centre in widths and heights of the name.
+NAME_PLACES = {"top right": (0.6, 1), "bottom right": (0.6, -1), "top left": (-0.6, 1), "bottom left": (-0.6, -1)}
+# A figure as it is mostly seen, for the names' sizes.
+PLOT_WIDTH_PX, PLOT_HEIGHT_PX, LETTER_PX, LINE_PX = 1000, 380, 7, 16
+
+
+def fronts(report: StudyReport, metrics: Sequence[str] | None = None) -> dict[str, Figure]:
+    """The front over every two of some metrics (by default all, objectives first), by `metric|metric`."""
+    columns = _Columns(report)
+    names = [name for name in columns.scales if metrics is None or name in metrics]
+    return {f"{x}|{y}": _front(report, columns, x, y) for x, y in combinations(names, 2)}
+
+
+def front(report: StudyReport, x: str, y: str) -> Figure:
+    """The trials over two metrics: those on the front, the picks and the baseline are marked."""
+    return _front(report, _Columns(report), x, y)
+
+
+class _Columns:
+    """Values, intervals, hover texts and scales of all points, worked out once for all figures of the front."""
+
+    def __init__(self, report: StudyReport) -> None:
+        points, marks = report.points(), report.marks()
+        self.points = list(points.values())
+        self.values = {number: measured(point) for number, point in points.items()}
+        self.scales = {
+            name: metric_scale(name, [found[name] for found in self.values.values() if name in found])
+            for name in report.metric_names()
+            if any(name in found for found in self.values.values())
+        }
+        self.names = {number: ", ".join(found) for number, found in marks.items()}
+        self.base = {number for number, found in marks.items() if "baseline" in found}
+        self.picked = marks.keys() - self.base
+        self.texts = {number: self._text(point) for number, point in points.items()}
+
+    def _text(self, point: Data) -> str:
+        lines = [trial_text(point["trial"], self.names.get(point["trial"], ""), words(point["candidate"]))]
+        for name, value in self.values[point["trial"]].items():
+            if name in self.scales:
+                low, high = (self.scales[name].number(end) for end in interval(point, name, value))
+                span = f" ({low}–{high})" if low != high else ""
+                lines.append(f"{METRICS[name].label}: {self.scales[name].quantity(value)}{span}")
+        return "<br>".join(lines)
+
+    def axis(self, points: Sequence[Data], name: str) -> list[float]:
+        """The values of a metric in the unit of its axis."""
+        return [rounded(self.values[point["trial"]][name] / self.scales[name].factor) for point in points]
+
+    def bars(self, points: Sequence[Data], name: str) -> dict[str, Any]:
+        """The 95 % intervals of a metric in the unit of its axis."""
+        factor, found = self.scales[name].factor, []
+        for point in points:
+            value = self.values[point["trial"]][name]
+            low, high = interval(point, name, value)
+            found.append((rounded((value - low) / factor), rounded((high - value) / factor)))
+        return error_bars([above for _, above in found], [below for below, _ in found])
+
+
+def _front(report: StudyReport, columns: _Columns, x: str, y: str) -> Figure:
+    points = [p for p in columns.points if x in columns.values[p["trial"]] and y in columns.values[p["trial"]]]
+    on_front = {point["trial"] for point in report.front}
+    groups: dict[str, tuple[list[Data], Data]] = {
+        "tried": ([], {"size": 7, "color": GREY}),
+        "front": ([], {"size": 9, "color": BLUE}),
+        "pick": ([], {"size": 13, "color": ORANGE}),
+        "baseline": ([], {"size": 13, "color": RED, "symbol": "diamond"}),
+    }
+    for point in points:
+        number = point["trial"]
+        is_pick = "pick" if number in columns.picked else "front" if number in on_front else "tried"
+        groups["baseline" if number in columns.base else is_pick][0].append(point)
+    logs = tuple(spans_decade(columns.axis(points, name)) for name in (x, y))
+    named = groups["pick"][0] + groups["baseline"][0]
+    places = _name_places(
+        [(columns.names[point["trial"]], *_at(columns, point, x, y, logs)) for point in named],
+        [_at(columns, point, x, y, logs) for point in points],
+    )
+    traces = [_stairs(report, columns, points, x, y)]
+    for name, (members, marker) in groups.items():
+        if not members:
+            continue
+        trace: Trace = {
+            "type": "scatter",
+            "name": name,
+            "mode": "markers",
+            "marker": marker,
+            "x": columns.axis(members, x),
+            "y": columns.axis(members, y),
+            "hovertext": [columns.texts[point["trial"]] for point in members],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+        }
+        if name != "tried":  # thousands of bars would hide the points
+            trace |= {"error_x": columns.bars(members, x), "error_y": columns.bars(members, y)}
+        if name in ("pick", "baseline"):
+            names = [columns.names[point["trial"]] for point in members]
+            own = [places.pop(0) for _ in members]
+            trace |= {"mode": "markers+text", "text": names, "textposition": own, "cliponaxis": False}
+        traces.append(trace)
+    return {
+        "data": [trace for trace in traces if trace["x"]],
+        "layout": {
+            **layout(),
+            "xaxis": axis(metric_label(x, columns.scales[x]), columns.axis(points, x), log=logs[0]),
+            "yaxis": axis(metric_label(y, columns.scales[y]), columns.axis(points, y), log=logs[1]),
+        },
+    }
+
+
+def _at(columns: _Columns, point: Data, x: str, y: str, logs: tuple[bool, ...]) -> tuple[float, float]:
+    """Where a point lies on the axes, as linear coordinates."""
+    values = (columns.axis([point], name)[0] for name in (x, y))
+    across, up = (math.log10(value) if log else value for value, log in zip(values, logs, strict=True))
+    return across, up
+
+
+def _stairs(report: StudyReport, columns: _Columns, points: Sequence[Data], x: str, y: str) -> Trace:
+    """The front of these two metrics alone; the line turns at corners that are known to be reachable."""
+    infeasible = {one["trial"] for one in report.trials if one.get("feasible") is False}
+    signs = [1 if METRICS[name].direction == "minimize" else -1 for name in (x, y)]
+
+    def key(point: Data) -> tuple[float, float]:
+        values = columns.values[point["trial"]]
+        return signs[0] * values[x], signs[1] * values[y]
+
+    kept: list[Data] = []
+    for point in sorted((p for p in points if p["trial"] not in infeasible), key=key):
+        if not kept or key(point)[1] < key(kept[-1])[1]:
+            kept.append(point)
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "front of these two",
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "x": columns.axis(kept, x),
+        "y": columns.axis(kept, y),
+        "opacity": 0.7,
+        "line": {"color": BLUE, "width": 1.5, "shape": "hv", "dash": "dot"},
+    }
+
+
+def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tuple[float, float]]) -> list[str]:
+    """On which side of its point each name hides the fewest points and other names."""
+    spans = [max((max(axis) - min(axis)), 1e-12) for axis in zip(*points, strict=True)] if points else [1.0, 1.0]
+    pixels = (PLOT_WIDTH_PX / spans[0], PLOT_HEIGHT_PX / spans[1])
+    taken: list[tuple[float, float, float]] = [(x * pixels[0], y * pixels[1], 0.0) for x, y in points]
+    places = []
+    for text, x, y in named:
+        width = LETTER_PX * len(text)
+
+        def at(place: str, x: float = x, y: float = y, width: float = width) -> tuple[float, float, float]:
+            right, up = NAME_PLACES[place]
+            return x * pixels[0] + right * (width + 8), y * pixels[1] + up * LINE_PX, width / 2
+
+        def hidden(place: str, at: Callable[[str], tuple[float, float, float]] = at) -> int:
+            own = at(place)
+            return sum(
+                abs(other[0] - own[0]) < own[2] + other[2] + 6 and abs(other[1] - own[1]) < LINE_PX for other in taken
+            )
+
+        places.append(min(NAME_PLACES, key=hidden))
+        taken.append(at(places[-1]))
+    return places
+
+
+def parallel(report: StudyReport, metric: str) -> Figure:
+    """A line for each trial through its knobs and objectives, coloured by a metric."""
+    levels, objectives = series.knobs(report), report.metric_names(all_metrics=False)
+    metrics = [*objectives, *([metric] if metric not in objectives else [])]
+    values = {number: measured(point) for number, point in report.points().items()}
+    points = [point for number, point in report.points().items() if metric in values[number]]
+    rulers = {
+        name: _ruler([values[p["trial"]][name] for p in points if name in values[p["trial"]]]) for name in metrics
+    }
+    places = {name: {repr(level): i for i, level in enumerate(found)} for name, found in levels.items()}
+    n_axes, marks = len(levels) + len(metrics), report.marks()
+
+    def line(n: int, point: Data) -> list[float | None]:
+        # Lines through one value are spread a little: they would cover each other otherwise.
+        spread = 0.018 * (((n * 0.618) % 1) * 2 - 1)
+        knobs = [
+            round(place[repr(point["candidate"].get(name))] / (len(place) - 1) + spread, 3)
+            for name, place in places.items()
+        ]
+        own = values[point["trial"]]
+        return [*knobs, *(round(rulers[name](own[name]), 3) if name in own else None for name in metrics), None]
+
+    shades: dict[int, list[tuple[int, Data]]] = {}
+    for n, point in enumerate(points):
+        place = rulers[metric](values[point["trial"]][metric])
+        good = 1 - place if METRICS[metric].direction == "minimize" else place
+        shades.setdefault(min(N_SHADES - 1, int(good * N_SHADES)), []).append((n, point))
+    opacity = max(0.15, min(0.7, 60 / (len(points) + 1)))
+    label, traces = METRICS[metric].label, []
+    for shade, members in sorted(shades.items()):
+        name = {0: f"worst {label}", N_SHADES - 1: f"best {label}"}.get(shade, "")
+        color = _mixed(shade / (N_SHADES - 1))
+        traces.append(_parallel_trace(line, members, n_axes, name, {"color": color, "width": 1.3}, opacity))
+    picks = [(n, p) for n, p in enumerate(points) if p["trial"] in marks]
+    for i, (n, point) in enumerate(picks):
+        names = marks[point["trial"]]
+        color = RED if "baseline" in names else CYCLE[1 + i % 3]
+        style = {"color": color, "width": 2.5, "dash": "dash" if "baseline" in names else "solid"}
+        traces.append(_parallel_trace(line, [(n, point)], n_axes, ", ".join(names), style, 1.0))
+    titles = [_broken(name.rsplit(".", 1)[-1]) for name in levels] + [_broken(METRICS[name].label) for name in metrics]
+    titles_axis = {
+        "tickmode": "array",
+        "tickvals": list(range(n_axes)),
+        "ticktext": titles,
+        "side": "top",
+        "fixedrange": True,
+        "range": [-0.5, n_axes - 0.5],
+        "zeroline": False,
+        "tickangle": 0,
+    }
+    hidden = {"visible": False, "range": [-0.06, 1.06], "fixedrange": True}
+    notes = _level_notes(levels) + _range_notes(report, metrics, len(levels))
+    placed = {**layout(), "xaxis": titles_axis, "yaxis": hidden, "annotations": notes}
+    placed["margin"] = {"l": 20, "r": 20, "t": 84, "b": 20}
+    return {"data": traces, "layout": {**placed, "meta": {"width": AXIS_WIDTH_PX * n_axes}}}
+
+
+def _parallel_trace(
+    line: Callable[[int, Data], list[float | None]],
+    members: Sequence[tuple[int, Data]],
+    n_axes: int,
+    name: str,
+    style: Data,
+    opacity: float,
+) -> Trace:
+    """One trace for several trials; `meta` says which, each with one value for every axis and a gap."""
+    trials = [point["trial"] for _, point in members]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "showlegend": bool(name),
+        "line": style,
+        "opacity": opacity,
+        "x": [*range(n_axes), None] * len(members),
+        "y": [value for n, point in members for value in line(n, point)],
+        "customdata": [trial for trial in trials for _ in range(n_axes + 1)],
+        "meta": trials,
+        "hovertemplate": "trial"
+        " %{{customdata}}{', ' + escape(name) if len(trials) == 1 and name else ''}<extra></extra>",
+    }
+
+
+def _level_notes(levels: Mapping[str, Sequence[Any]]) -> list[Data]:
+    """The values on the axes of knobs; `name` is `axis|level`, for the page, where they are chosen."""
+    return [
+        _note(position, level / (len(found) - 1), level_text(value), name=f"{position}|{level}", captureevents=True)
+        for position, found in enumerate(levels.values())
+        for level, value in enumerate(found)
+    ]
+
+
+def _range_notes(report: StudyReport, metrics: Sequence[str], first_axis: int) -> list[Data]:
+    """The least and the most on the axes of metrics."""
+    notes = []
+    for position, name in enumerate(metrics, start=first_axis):
+        values = [measured(point)[name] for point in report.points().values() if name in measured(point)]
+        for place, value in ((0, min(values, default=0.0)), (1, max(values, default=0.0))):
+            notes.append(_note(position, place, metric_scale(name, values).quantity(value)))
+    return notes
+
+
+def _note(x: float, y: float, text: str, **more: Any) -> Data:
+    ground = "rgba(255,255,255,0.85)"
+    shown = escape(text if len(text) <= 18 else text[:17] + "…")
+    return {"x": x, "y": y, "text": shown, "showarrow": False, "bgcolor": ground, "font": {"size": 12}, **more}
+
+
+def _ruler(values: Sequence[float]) -> Callable[[float], float]:
+    """The place of a value between the least and the most, by ratios where they span more than a decade."""
+    low, high = min(values), max(values)
+    along = math.log if spans_decade(values) else float
+    return (lambda _: 0.5) if high == low else (lambda value: (along(value) - along(low)) / (along(high) - along(low)))
+
+
+def _mixed(share: float) -> str:
+    parts = (round(worst + share * (best - worst)) for worst, best in zip(WORST, BEST, strict=True))
+    return f"rgb({','.join(map(str, parts))})"
+
+
+def _broken(name: str) -> str:
+    """A name in lines of about twelve letters, broken at its joints."""
+    lines = [""]
+    for part in name.replace("_", "_ ").split(" "):
+        joint = "" if lines[-1].endswith("_") or not lines[-1] else " "
+        if lines[-1] and len(lines[-1] + part) > 12:
+            lines.append(part)
+        else:
+            lines[-1] += joint + part
+    return "<br>".join(escape(line) for line in lines[:4])

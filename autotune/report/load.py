@@ -1,0 +1,229 @@
+"""What a study found, read from its database and folder, and the files that it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from optuna.study import Study
+
+from autotune.report.data import StudyReport
+from autotune.report.export import (
+    RATE_FLAG,
+    deepspeed_config,
+    training_rate,
+)
+from autotune.report.script_changes import learning_rate_changes, script_side_changes
+from autotune.scoring import recommend
+from autotune.scoring.convergence.learning_rate import RATE_KEYS
+from autotune.scoring.measured import Measured
+from autotune.scoring.metrics import METRICS
+from autotune.scoring.recommend import Recommendation
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig
+from autotune.study.storage import records
+from autotune.study.storage.database import Storage
+from autotune.study.storage.records import StoreError, StudyRecord
+from autotune.trial import workload
+from autotune.trial.folder import result_in
+from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.workload import TRAINER
+
+
+def load(name: str, storage_url: str, folder: Path) -> StudyReport:
+    """Reads a study and works out what it found so far.
+
+    Args:
+        name: The study.
+        storage_url: Its database.
+        folder: Its folder.
+
+    Raises:
+        StoreError: There is no such database or study, or autotune did not make it.
+    """
+    return from_storage(records.open_storage(storage_url, create=False), name, folder)
+
+
+def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
+    """Works out what a study in an open database found so far.
+
+    Args:
+        storage: The database.
+        name: The study.
+        folder: Its folder.
+
+    Raises:
+        StoreError: There is no such study, or autotune did not make it.
+    """
+    study = records.load_study(storage, name)
+    later = records.current(study)
+    if later == name:
+        return read(study, folder)
+    generation = records.generation_of(later)[1]
+    found = read(records.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
+    return replace(found, study={**found.study, "name": name})
+
+
+def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
+    """Works out what a study found so far.
+
+    Args:
+        study: The study.
+        folder: Its folder.
+        series: Read the losses and the times of single steps too, which takes opening a file for each trial.
+
+    Raises:
+        StoreError: autotune did not make it.
+    """
+    name, kept = study.study_name, records.record(study)
+    if kept is None:
+        raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
+    measured = [_with_changes(m, kept) for m in records.measured(study, folder, kept)]
+    baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+    found = recommend.recommend(measured, baseline, kept.objectives, kept.data_parallel)
+    trials = _trials(study, measured, folder if series else None)
+    return StudyReport(
+        study={
+            "name": name,
+            "stored_as": name,
+            "folder": str(folder),
+            "target": kept.target,
+            "ranks": kept.world_size,
+            "data_parallel": kept.data_parallel,
+            "objectives": [o.metric for o in kept.objectives],
+            "weights": {o.metric: o.weight for o in kept.objectives},
+            "n_trials": len(trials),
+            "wall_s": sum(t["wall_s"] for t in trials),
+            "base_config": kept.base_config,
+            "threads_per_rank": _threads(kept),
+            "baseline": Candidate.from_key(kept.baseline).values(),
+            "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
+        },
+        environment=asdict(kept.workload.environment),
+        workload=asdict(kept.workload),
+        invocation=kept.invocation,
+        recommended=_recommended(found),
+        front=[recommend.point(m) for m in found.front],
+        trials=trials,
+    )
+
+
+def _threads(kept: StudyRecord) -> int | None:
+    """Threads of a rank on a CPU, where another number of them is another speed."""
+    environment = kept.workload.environment
+    if environment.accelerator != "cpu":
+        return None
+    return workload.threads_per_rank(environment.n_cores, kept.world_size, environment.omp_num_threads)
+
+
+def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
+    baseline = Candidate.from_key(kept.baseline)
+    point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
+    script = kept.workload.script
+    return replace(
+        measured,
+        ds_config=deepspeed_config(point, kept.base_config),
+        script_side_changes=[
+            *measured.script_side_changes,
+            *script_side_changes(
+                _as_seen_outside(measured.candidate, kept),
+                baseline,
+                kept.workload.block_class,
+                is_script=script is not None,
+                family=script.family if script else "",
+            ),
+            *_rate_changes(measured, baseline, kept),
+        ],
+    )
+
+
+def _rate_changes(measured: Measured, baseline: Candidate, kept: StudyRecord) -> list[str]:
+    if any(text.startswith("Learning rate:") for text in measured.script_side_changes):
+        return []  # the script moves it too, and its trial has seen how far
+    by_trainer = kept.workload.script is not None and kept.workload.script.family == TRAINER
+    rate = training_rate(measured.ds_config) if by_trainer else None
+    flag = f"{RATE_FLAG} {rate}" if rate is not None else ""
+    return learning_rate_changes(
+        measured.candidate, baseline, kept.learning_rate, in_json=_states_rate(measured.ds_config), flag=flag
+    )
+
+
+def _states_rate(config: DsConfig) -> bool:
+    """Whether a DeepSpeed configuration says what the learning rate is."""
+    params = [(config.get(section) or {}).get("params") or {} for section in ("optimizer", "scheduler")]
+    return any(isinstance(found.get(key), int | float) and found[key] for found in params for key in RATE_KEYS)
+
+
+def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
+    """The candidate without what the JSON alone does: a pipeline recomputes as its own section says."""
+    pipeline = kept.workload.script is not None and kept.workload.script.pipeline_stages > 0
+    own = Candidate.from_key(kept.baseline).checkpoint_every
+    return replace(candidate, checkpoint_every=own) if pipeline else candidate
+
+
+def _recommended(found: Recommendation) -> dict[str, Any]:
+    return {
+        "picks": {name: pick.to_data() for name, pick in found.picks.items()},
+        "baseline": found.baseline.to_data() if found.baseline else None,
+    }
+
+
+def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list[dict[str, Any]]:
+    rows = []
+    for told, seen in zip(records.told_trials(study), measured, strict=True):
+        data = records.told_data(told)
+        result = result_in(records.trial_path(folder, told.number)) if folder else None
+        rows.append(
+            {
+                "trial": told.number,
+                "role": told.user_attrs.get(records.ROLE_ATTR, "search"),
+                "outcome": str(seen.outcome),
+                "reason": seen.verdict.reason
+                if seen.verdict is not None and seen.verdict.passed is False
+                else data["reason"],
+                "phase": data["phase"],
+                "candidate": seen.candidate.values(),
+                "metrics": data["metrics"],
+                "ci95": data["ci95"],
+                "censored": data["censored"],
+                "feasible": data["feasible"],
+                "wall_s": data["wall_s"],
+                "caveats": data["caveats"],
+                "phase_times_s": data.get("phase_times_s", {}),
+                "forecast": data.get("forecast", {}),
+                "gate": asdict(seen.verdict) if seen.verdict is not None and folder else None,
+                "losses": _curve(result, seen, folder),
+                "step_times_s": result.step_times_s if result else [],
+                "n_warmup": result.steps.n_warmup if result and result.steps else None,
+            }
+        )
+    return rows
+
+
+def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> list[float | None]:
+    """A trial's losses; those of its second run where the quality gate needed a longer one."""
+    longer = result_in(records.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
+    shown = longer or result
+    return shown.losses if shown is not None else []
+
+
+def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
+    """How far a study is, for programs."""
+    outcomes: dict[str, int] = {}
+    for row in report.trials:
+        outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
+    picks = report.recommended["picks"]
+    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline", "folder")}
+    return {
+        **study,
+        "outcomes": outcomes,
+        "running": n_running,
+        "recommended": picks.get("recommended"),
+        "drop_in": picks.get("drop_in"),
+    }
+
+
+def metric_rows() -> list[tuple[str, str, str, str]]:
+    """Name, unit, direction and label of every metric."""
+    return [(name, metric.unit, metric.direction, metric.label) for name, metric in METRICS.items()]

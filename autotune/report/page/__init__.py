@@ -1,0 +1,1 @@
+"""The HTML report: one page that works offline."""

@@ -1,0 +1,188 @@
+"""The report of a study as one HTML page that needs no network and makes no request."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from autotune._version import __version__
+from autotune.report import figures, fronts, series
+from autotune.report.data import StudyReport, words
+from autotune.report.page import content
+from autotune.scoring.metrics import METRICS
+from autotune.system import files
+
+# plotly.js with scatter and bar only, a quarter of the whole; `make plotly` refreshes it.
+PLOTLY = "assets/plotly-basic.min.js"
+# Code up to this length is kept on one line; words longer than that break at their joints.
+SHORT_CODE, LONG_WORD = 34, 12
+# Lists from this length on that occur several times in the figures are written into the page once.
+SHARED_FROM = 8
+
+
+def write(report: StudyReport, path: Path) -> None:
+    """Writes the page, whole or not at all."""
+    files.write_text(path, render(report), sync=False)
+
+
+def render(report: StudyReport) -> str:
+    """The page as text."""
+    drawn = {name: found for name, found in _figures(report).items() if found}
+    return fill(
+        "report.html", title=f"{report.name}: autotune report", data=_data(report, drawn), **content.page(report, drawn)
+    )
+
+
+def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:
+    """A template with the page's style, script and figures.
+
+    Args:
+        template: Its name in `templates/`.
+        title: The title of the window.
+        data: What the page's script reads: `figures` by plot and choice.
+        **values: What the template shows.
+    """
+    scripts = [_asset(PLOTLY), _asset("page.js")]
+    # Only our two scripts run, and nothing is fetched: text that slipped through the escaping could still do nothing.
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none';"
+        " form-action 'none'"
+    )
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            policy=policy,
+            style=Markup(_asset("page.css")),
+            scripts=[Markup(script) for script in scripts],
+            data=Markup(_json(_shared(data))),
+            version=__version__,
+            **values,
+        )
+    )
+
+
+def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
+    """The figures of the page by plot, each plot with one figure for every choice of its reader."""
+    objectives = report.metric_names(all_metrics=False)
+    measures = [*(["gain"] if report.baseline is not None else []), *objectives]
+    curves = series.losses(report)
+    across = [name for name in ("samples", "seconds", "steps") if any(curve.across[name] for curve in curves)]
+    points = series.progress(report)
+    return {
+        "front-plot": fronts.fronts(report),
+        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.points()) > 1 else {},
+        "progress-plot": {
+            f"{metric}|{axis}": figures.progress(report, metric, axis, points)
+            for metric in measures
+            for axis in ("time", "trial")
+        }
+        if len(report.trials) > 1
+        else {},
+        "loss-plot": {name: figures.losses(report, name) for name in across},
+        "forecast-plot": {name: figures.forecasts(report, name) for name in series.forecasts(report)},
+    }
+
+
+def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page's script reads."""
+    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
+    knobs = series.knobs(report)
+    return {
+        "figures": drawn,
+        "steps": {
+            "layout": figures.step_layout(),
+            "colors": figures.CYCLE,
+            "curves": [
+                {
+                    "trial": curve.trial,
+                    "named": bool(curve.marks),
+                    "traces": figures.step_traces(curve, text[curve.trial], figures.BLUE),
+                }
+                for curve in series.steps(report)
+            ],
+        },
+        "levels": {
+            number: [levels.index(point["candidate"].get(name)) for name, levels in knobs.items()]
+            for number, point in report.points().items()
+        },
+        "labels": {name: METRICS[name].label for name in report.metric_names()},
+    }
+
+
+def _shared(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with each long list kept once in `lists`; where it is used stands `{"$": position}`."""
+    positions: dict[str, int] = {}
+    lists: list[Any] = []
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: replaced(each) for name, each in value.items()}
+        if not isinstance(value, list) or len(value) < SHARED_FROM or isinstance(value[0], dict):
+            return [replaced(each) for each in value] if isinstance(value, list) else value
+        key = json.dumps(value)
+        if key not in positions:
+            positions[key] = len(lists)
+            lists.append(value)
+        return {"$": positions[key]}
+
+    return {**replaced(dict(data)), "lists": lists}
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (resources.files("autotune.report.page") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("autotune.report.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"with_code": _with_code, "breakable": _breakable, "level": series.level_text}
+    return environment
+
+
+def _with_code(text: str) -> Markup:
+    """Escaped text; parts in backticks become code, which is kept on one line if it is short."""
+    parts = re.split(r"`([^`]+)`", str(text))
+    return Markup("").join(
+        part
+        if i % 2 == 0
+        else Markup("<code{}>{}</code>").format(Markup(' class="short"') if len(part) <= SHORT_CODE else "", part)
+        for i, part in enumerate(parts)
+    )
+
+
+def _breakable(text: str) -> Markup:
+    """Words that stay whole; a long one (`bf16_master_weights_and_grads=True`) may break at its joints."""
+    return Markup(" ").join(
+        Markup("<span>{}</span>").format(Markup(re.sub(r"([_=])", r"\1<wbr>", str(escape(word)))))
+        if len(word) > LONG_WORD
+        else escape(word)
+        for word in text.split()
+    )

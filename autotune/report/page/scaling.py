@@ -1,0 +1,256 @@
+"""The result of `autotune scale`: a table for the terminal, an HTML page and a PNG with the same panels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.report import pictures
+from autotune.report.data import metric_scale
+from autotune.report.figures import BLUE, GREY, Figure, axis, error_bars
+from autotune.report.page.render import fill
+from autotune.scoring.scaling import Interval, Mode, Scale
+from autotune.system import files
+from autotune.system.units import format_duration
+
+NOTES = {
+    "strong": "Strong scaling: the same global batch on every number of ranks.",
+    "weak": "Weak scaling: the same work for every rank, so the global batch grows with the ranks.",
+}
+IDEAL_POINTS = 24
+# Two rounds that differ give an interval of almost any length: the axis ends at this multiple of a value.
+LONGEST_BAR = 1.6
+PICTURE_COLUMNS, PICTURE_HEIGHT_PX = 3, 760
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One quantity over ranks.
+
+    Attributes:
+        title: Its name.
+        unit: The unit that it is shown in.
+        factor: Divisor of `values` to that unit.
+        values: For each number of ranks the value and its 95 % interval, None if unknown.
+        ideal: The value without losses on `x` times the fewest ranks; None if there is no such value.
+    """
+
+    title: str
+    unit: str
+    factor: float
+    values: Sequence[tuple[int, float, Interval | None]]
+    ideal: Callable[[float], float] | None
+
+    @property
+    def label(self) -> str:
+        """The panel in words, for those who cannot see it."""
+        return f"{self.title} over ranks; " + ", ".join(self.written(n) for n, _, _ in self.values)
+
+    def written(self, world_size: int) -> str:
+        """The value on a number of ranks with its interval, in words."""
+        value, ends = next((value, ends) for n, value, ends in self.values if n == world_size)
+        span = f" ({self._number(ends[0])} to {self._number(ends[1])})" if ends else ""
+        return f"{world_size} ranks: {self._number(value)}{span} {self.unit}"
+
+    def _number(self, value: float) -> str:
+        return f"{value / self.factor:,.3g}" if value < 1000 * self.factor else f"{value / self.factor:,.0f}"
+
+
+def panels(found: Sequence[Scale], mode: Mode) -> list[Panel]:
+    """The panels: times, throughput, what follows from them, and the share of collectives."""
+    first = found[0]
+    times = metric_scale("step_time_s", [scale.step_s for scale in found])
+    epochs = metric_scale("step_time_s", [scale.epoch_s for scale in found if scale.epoch_s])
+    drawn = [
+        Panel(
+            title="Training time: one epoch",
+            unit=epochs.unit,
+            factor=epochs.factor,
+            values=[
+                (scale.world_size, scale.epoch_s, scale.epoch_ci95) for scale in found if scale.epoch_s is not None
+            ],
+            ideal=lambda times_more: (first.epoch_s or 0.0) / times_more,
+        ),
+        Panel(
+            title="Time of an optimizer step",
+            unit=times.unit,
+            factor=times.factor,
+            values=[(scale.world_size, scale.step_s, scale.step_ci95) for scale in found],
+            ideal=lambda times_more: first.step_s / (times_more if mode == "strong" else 1.0),
+        ),
+        Panel(
+            title="Throughput",
+            unit="samples/s",
+            factor=1.0,
+            values=[(scale.world_size, scale.samples_per_s, scale.samples_per_s_ci95) for scale in found],
+            ideal=lambda times_more: first.samples_per_s * times_more,
+        ),
+        Panel(
+            title="Speed-up",
+            unit="times",
+            factor=1.0,
+            values=[(scale.world_size, scale.speedup, scale.speedup_ci95) for scale in found],
+            ideal=lambda times_more: times_more,
+        ),
+        Panel(
+            title="Parallel efficiency",
+            unit="%",
+            factor=0.01,
+            values=[(scale.world_size, scale.efficiency, scale.efficiency_ci95) for scale in found],
+            ideal=lambda _: 1.0,
+        ),
+        Panel(
+            title="Communication",
+            unit="% of a step",
+            factor=0.01,
+            values=[
+                (s.world_size, s.communication, s.communication_ci95) for s in found if s.communication is not None
+            ],
+            ideal=None,
+        ),
+    ]
+    return [panel for panel in drawn if panel.values]
+
+
+def rows(found: Sequence[Scale]) -> Iterator[list[str]]:
+    """The table, its header first."""
+    times = metric_scale("step_time_s", [scale.step_s for scale in found])
+    epochs = [scale.epoch_s for scale in found if scale.epoch_s]
+    epoch = metric_scale("step_time_s", epochs).quantity if max(epochs, default=0.0) < 60 else format_duration
+    yield [
+        "ranks",
+        "global batch",
+        f"step time ({times.unit})",
+        "samples/s",
+        "speed-up",
+        "95 % interval",
+        "efficiency",
+        "serial share",
+        "communication",
+        "one epoch",
+    ]
+    for scale in found:
+        ends = scale.speedup_ci95
+        yield [
+            str(scale.world_size),
+            str(scale.samples_per_step),
+            times.number(scale.step_s),
+            f"{scale.samples_per_s:,.1f}",
+            f"{scale.speedup:.2f}x",
+            f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else "-",
+            f"{scale.efficiency:.0%}",
+            "-" if scale.serial_share is None else f"{scale.serial_share:.0%}",
+            "-" if scale.communication is None else f"{scale.communication:.0%}",
+            epoch(scale.epoch_s) if scale.epoch_s else "-",
+        ]
+
+
+def lines(found: Sequence[Scale], mode: Mode) -> Iterator[str]:
+    """The table for a terminal."""
+    table = list(rows(found))
+    wide = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    yield NOTES[mode]
+    yield from ("  ".join(cell.rjust(size) for cell, size in zip(row, wide, strict=True)) for row in table)
+
+
+def write(found: Sequence[Scale], mode: Mode, title: str, notes: Sequence[str], path: Path) -> None:
+    """Writes the page."""
+    header, *body = rows(found)
+    drawn = panels(found, mode)
+    intervals = (
+        f"bars are 95 % intervals, from {found[-1].n_rounds} rounds"
+        if found[-1].n_rounds > 1
+        else "one round, so no intervals"
+    )
+    page = fill(
+        "scaling.html",
+        title=f"{title}: scaling",
+        heading=title,
+        lead=NOTES[mode],
+        intervals=intervals,
+        notes=notes,
+        panels=[{"title": panel.title, "unit": panel.unit, "label": panel.label} for panel in drawn],
+        header=header,
+        rows=body,
+        data={"figures": {f"panel-{i}": {"": figure(panel)} for i, panel in enumerate(drawn)}},
+    )
+    files.write_text(path, page, sync=False)
+
+
+def draw(found: Sequence[Scale], mode: Mode, picture: Path) -> None:
+    """Writes the panels as one PNG.
+
+    Raises:
+        PictureError: No browser draws it here.
+    """
+    pictures.write({picture: grid(panels(found, mode))}, height_px=PICTURE_HEIGHT_PX)
+
+
+def figure(panel: Panel) -> Figure:
+    """A panel as a plotly figure, from zero up: the measurements with their intervals, and the ideal."""
+    ranks = [n for n, _, _ in panel.values]
+    fewest, most = ranks[0], ranks[-1]
+    between = [fewest + (most - fewest) * i / IDEAL_POINTS for i in range(IDEAL_POINTS + 1)]
+    ideal = [panel.ideal(n / fewest) / panel.factor for n in between] if panel.ideal else []
+    values = [value / panel.factor for _, value, _ in panel.values]
+    ends = [tuple(end / panel.factor for end in (found or (value, value))) for _, value, found in panel.values]
+    highest = max([*ideal, *(min(high, LONGEST_BAR * value) for (_, high), value in zip(ends, values, strict=True))])
+    bars = error_bars(
+        [high - value for (_, high), value in zip(ends, values, strict=True)],
+        [value - low for (low, _), value in zip(ends, values, strict=True)],
+    )
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "ideal",
+            "x": between,
+            "y": ideal,
+            "hoverinfo": "skip",
+            "line": {"color": GREY, "width": 1.5, "dash": "dash"},
+        },
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": "measured",
+            "x": ranks,
+            "y": values,
+            "error_y": bars,
+            "line": {"color": BLUE, "width": 2},
+            "marker": {"size": 9},
+            "hovertext": [panel.written(n) for n in ranks],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+        },
+    ]
+    across = axis("ranks") | {"tickmode": "array", "tickvals": ranks, "range": [fewest - 0.06 * most, 1.06 * most]}
+    up = axis("") | {"range": [0, 1.05 * (highest or 1.0)]}
+    layout = {"hovermode": "closest", "margin": {"l": 52, "r": 12, "t": 12, "b": 46}, "xaxis": across, "yaxis": up}
+    return {"data": [trace for trace in traces if trace["y"]], "layout": layout}
+
+
+def grid(drawn: Sequence[Panel]) -> Figure:
+    """All panels in one figure, in rows of three."""
+    n_rows, traces, layout = -(-len(drawn) // PICTURE_COLUMNS), list[dict[str, Any]](), dict[str, Any]()
+    titles = []
+    for i, panel in enumerate(drawn):
+        own, number = figure(panel), i + 1
+        row, column = divmod(i, PICTURE_COLUMNS)
+        top = 1 - row / n_rows
+        across = [column / PICTURE_COLUMNS + 0.03, (column + 1) / PICTURE_COLUMNS - 0.01]
+        layout[f"xaxis{number}"] = own["layout"]["xaxis"] | {"domain": across, "anchor": f"y{number}"}
+        layout[f"yaxis{number}"] = own["layout"]["yaxis"] | {
+            "domain": [top - 0.76 / n_rows, top - 0.06],
+            "anchor": f"x{number}",
+        }
+        traces += [
+            trace | {"xaxis": f"x{number}", "yaxis": f"y{number}", "showlegend": i == 0} for trace in own["data"]
+        ]
+        title = {"text": f"{panel.title} ({panel.unit})", "x": across[0], "y": top, "xanchor": "left", "yanchor": "top"}
+        titles.append(title | {"xref": "paper", "yref": "paper", "showarrow": False})
+    legend = {"orientation": "h", "y": -0.06, "yanchor": "top"}
+    return {
+        "data": traces,
+        "layout": layout | {"annotations": titles, "legend": legend, "margin": {"l": 20, "r": 20, "t": 20, "b": 70}},
+    }

@@ -1,0 +1,311 @@
+"""What a study found and what a configuration will need, as typed values for Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from autotune.errors import UserError
+from autotune.system import files
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from autotune.report.data import StudyReport
+    from autotune.report.export import Exported
+    from autotune.study.setup.forecasts import Answer
+
+Scalar: TypeAlias = str | int | float | bool | None
+FilePath: TypeAlias = str | os.PathLike[str]
+RECOMMENDED = "recommended"
+
+
+class Interval(NamedTuple):
+    """A figure with its interval, in the unit that its name ends with.
+
+    Attributes:
+        value: The figure.
+        low: Lower end of the interval: 95 % of what was measured, 90 % of what is predicted.
+        high: Upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """A configuration that a study picked.
+
+    Attributes:
+        name: What it was picked for: `recommended`, `drop_in`, `lowest_latency` and so on, or `baseline`.
+        trial: Number of its trial.
+        candidate: Its knobs by name, as `micro_batch_size` and `zero_stage`.
+        ds_config: Its complete DeepSpeed configuration.
+        scores: What was measured, by metric (`autotune ls metrics`), with 95 % intervals.
+        speedup: Throughput over the baseline's, with its 95 % interval; None if the baseline did not complete.
+        reasons: Why it was picked, in sentences.
+        script_side_changes: What it takes besides the configuration, in sentences.
+    """
+
+    name: str
+    trial: int
+    candidate: Mapping[str, Scalar]
+    ds_config: Mapping[str, Any] = field(repr=False)
+    scores: Mapping[str, Interval] = field(repr=False)
+    speedup: Interval | None
+    reasons: Sequence[str]
+    script_side_changes: Sequence[str]
+
+
+class StudyResult:
+    """What a study has found: made by `autotune.run` and `autotune.load_study`, a snapshot that does not change afterwards."""
+
+    def __init__(self, report: StudyReport) -> None:
+        self._report = report
+
+    @property
+    def name(self) -> str:
+        """The study's name."""
+        return self._report.name
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie."""
+        return Path(self._report.study["folder"]).absolute()
+
+    @property
+    def objectives(self) -> list[str]:
+        """What was optimised: names of metrics, in order."""
+        return list(self._report.study["objectives"])
+
+    @property
+    def picks(self) -> dict[str, Pick]:
+        """The picks by name; empty where nothing can be recommended."""
+        return {name: _pick(name, data) for name, data in self._report.picks.items()}
+
+    @property
+    def recommended(self) -> Pick:
+        """The best compromise of the objectives.
+
+        Raises:
+            UserError: Nothing can be recommended, and why.
+        """
+        if RECOMMENDED not in self._report.picks:
+            raise UserError(f"study {self.name!r}: {self._report.why_nothing}, so there is nothing to recommend")
+        return _pick(RECOMMENDED, self._report.picks[RECOMMENDED])
+
+    @property
+    def baseline(self) -> Pick | None:
+        """The configuration that all others are compared with; None if it did not complete."""
+        return _pick("baseline", self._report.baseline) if self._report.baseline else None
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """Every trial, by number, with the columns of `trials.csv`.
+
+        Such are `outcome`, `reason`, `marks`, `speedup`, `wall_s`; each metric with both ends of its 95 % interval, as
+        `step_time_s`, `step_time_s_low`, `step_time_s_high`; each knob, as `candidate.zero_stage`.
+        """
+        import pandas as pd
+
+        from autotune.report.files import rows
+
+        columns, lines = rows(self._report)
+        return pd.DataFrame(lines, columns=columns).set_index("trial")
+
+    @property
+    def front(self) -> pd.DataFrame:
+        """The trials that no other one beats on every objective; columns as of `trials`."""
+        return self.trials.loc[[point["trial"] for point in self._report.front]]
+
+    @property
+    def caveats(self) -> list[str]:
+        """What to know before relying on the answer, in sentences."""
+        return self._report.caveats()
+
+    def ds_config(self, pick: str | None = None, *, trial: int | None = None) -> dict[str, Any]:
+        """The DeepSpeed configuration of a pick, complete: `deepspeed.initialize(..., config=study.ds_config())`.
+
+        Args:
+            pick: Name of the pick; `recommended` by default.
+            trial: A trial instead of a pick.
+
+        Raises:
+            UserError: There is no such pick or trial.
+        """
+        config: dict[str, Any] = json.loads(self.export(pick=pick, trial=trial).text)
+        return config
+
+    def export(
+        self,
+        path: FilePath | None = None,
+        *,
+        pick: str | None = None,
+        trial: int | None = None,
+        format: str = "deepspeed",  # noqa: A002
+    ) -> Exported:
+        """A pick in the form that another tool takes; arguments and errors as for `autotune.export`."""
+        from autotune.report.export import export_pick
+
+        if pick is not None and trial is not None:
+            raise UserError("export: give pick or trial, not both")
+        found = export_pick(self._report, pick, trial, format)
+        if path is not None:
+            with disk_errors_in_words():
+                found.write(Path(path))
+        return found
+
+    def report(self, path: FilePath | None = None) -> Path:
+        """Writes the study as one HTML page that works offline.
+
+        Args:
+            path: The page, as `out.html`, or a folder, into which `report.json` and `trials.csv` come too; by default
+                the study's own folder.
+
+        Returns:
+            The page.
+
+        Raises:
+            UserError: It cannot be written.
+        """
+        from autotune.report.files import write_report
+        from autotune.report.page import render
+
+        where = self.folder if path is None else Path(path)
+        with disk_errors_in_words():
+            if where.suffix.lower() not in (".html", ".htm"):
+                return write_report(self._report, where, single_file=False)[0]
+            render.write(self._report, where)
+        return where
+
+    def __repr__(self) -> str:
+        picked = self._report.picks.get(RECOMMENDED)
+        found = f"recommended trial {picked['trial']}" if picked else "nothing to recommend"
+        if picked and picked["speedup"]:
+            found += f", {picked['speedup']:.2f}x the baseline's throughput"
+        return f"<{type(self).__name__} {self.name!r}: {len(self._report.trials)} trials; {found}>"
+
+    def __str__(self) -> str:
+        """The answer as `autotune run` prints it."""
+        import io
+
+        from rich.console import Console
+
+        from autotune.report.answer import render_answer
+
+        text = io.StringIO()
+        plain = Console(
+            file=text, width=100, highlight=False, force_terminal=False, force_jupyter=False, color_system=None
+        )
+        plain.print(render_answer(self._report))
+        return text.getvalue().rstrip("\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a configuration will need, before it runs; intervals are 90 %. As text it is what `autotune predict` prints.
+
+    Attributes:
+        candidate: Its knobs by name.
+        ranks: Ranks.
+        peak_memory_bytes: Of one rank.
+        step_time_s: Of an optimizer step.
+        samples_per_s: Of all ranks together.
+        tokens_per_s: The same in tokens; None where samples are not token sequences.
+        memory_terms_bytes: What the memory is made of.
+        step_time_terms_s: What the step time is made of.
+        device_memory_bytes: What a rank may use.
+        fits_probability: That it fits.
+        largest_micro_batch_size: The largest that surely fits, all else the same; None if none does.
+        binds: What limits `memory` and `time`, in words.
+        measured: What the study measured of this very configuration, by metric; empty if it did not.
+        notes: What to know, in sentences.
+        text: All of it, for people.
+    """
+
+    candidate: Mapping[str, Scalar]
+    ranks: int
+    peak_memory_bytes: Interval
+    step_time_s: Interval
+    samples_per_s: Interval
+    tokens_per_s: Interval | None
+    memory_terms_bytes: Mapping[str, float] = field(repr=False)
+    step_time_terms_s: Mapping[str, float] = field(repr=False)
+    device_memory_bytes: float
+    fits_probability: float
+    largest_micro_batch_size: int | None
+    binds: Mapping[str, str]
+    measured: Mapping[str, float]
+    notes: Sequence[str]
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _pick(name: str, data: Mapping[str, Any]) -> Pick:
+    from autotune.report.data import interval, measured
+
+    speedup, around = data.get("speedup"), data.get("speedup_ci95")
+    return Pick(
+        name=name,
+        trial=data["trial"],
+        candidate=dict(data["candidate"]),
+        ds_config=json.loads(json.dumps(data["ds_config"])),  # a copy, which the caller may change
+        scores={metric: Interval(value, *interval(data, metric, value)) for metric, value in measured(data).items()},
+        speedup=Interval(speedup, *(around or (speedup, speedup))) if speedup is not None else None,
+        reasons=tuple(data.get("reasons") or ()),
+        script_side_changes=tuple(data.get("script_side_changes") or ()),
+    )
+
+
+def prediction_of(answer: Answer) -> Prediction:
+    """The answer of a forecast for Python."""
+    data = answer.to_data()
+
+    def estimate(said: Mapping[str, float]) -> Interval:
+        return Interval(said["value"], said["low"], said["high"])
+
+    def terms(name: str) -> dict[str, float]:
+        return {term["name"]: term["value"] for term in data[name]["terms"]}
+
+    return Prediction(
+        candidate=data["candidate"],
+        ranks=data["ranks"],
+        peak_memory_bytes=estimate(data["peak_memory_bytes"]),
+        step_time_s=estimate(data["step_time_s"]),
+        samples_per_s=estimate(data["samples_per_s"]),
+        tokens_per_s=estimate(data["tokens_per_s"]) if data["tokens_per_s"] else None,
+        memory_terms_bytes=terms("peak_memory_bytes"),
+        step_time_terms_s=terms("step_time_s"),
+        device_memory_bytes=data["device_memory_bytes"],
+        fits_probability=data["fits_probability"],
+        largest_micro_batch_size=data["largest_micro_batch_size"],
+        binds=data["binds"],
+        measured=data["measured"],
+        notes=tuple(data["notes"]),
+        text="\n".join(answer.lines()),
+    )
+
+
+@contextlib.contextmanager
+def disk_errors_in_words() -> Iterator[None]:
+    """Turn an OSError that says something about the disk into a UserError.
+
+    Raises:
+        UserError: The disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        said = files.words(error)
+        if said is None:
+            raise
+        raise UserError(said) from None

@@ -1,0 +1,133 @@
+"""The changes of a training script that a configuration needs besides its DeepSpeed JSON, in sentences."""
+
+from __future__ import annotations
+
+from autotune.scoring.convergence.learning_rate import LEARNING_RATE_RULES, LearningRate
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import ONE_BIT_OPTIMIZERS
+from autotune.trial.workload import ACCELERATE, TRAINER
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def script_side_changes(
+    candidate: Candidate, baseline: Candidate, block_class: str, *, is_script: bool = False, family: str = ""
+) -> list[str]:
+    """The changes of the script that a candidate needs besides its DeepSpeed JSON: sentences with code in backticks.
+
+    Args:
+        candidate: The new configuration.
+        baseline: The configuration of the user's script now.
+        block_class: Class of the model's repeated blocks, as the workload names it.
+        is_script: The trials ran a training script, and noted themselves what carried the batch and which inputs were
+            cast.
+        family: The framework of that script, which does some of it by itself.
+    """
+    found = _batch_changes(candidate, baseline, noted=is_script)
+    if candidate.checkpoint_every != baseline.checkpoint_every:
+        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
+    if candidate.precision != baseline.precision and family != TRAINER:
+        found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
+    if candidate.optimizer in ONE_BIT_OPTIMIZERS and candidate.optimizer != baseline.optimizer:
+        found.append(
+            f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to"
+            " `deepspeed.initialize`."
+        )
+    if (
+        candidate.zero_stage == 0 < baseline.zero_stage and not is_script
+    ):  # a script whose backward is refused there is not tried
+        found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
+    if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
+        found.append(
+            "Saving: the ranks hold parts of the weights, so every rank calls `engine.save_checkpoint(...)`;"
+            " `state_dict()` is empty."
+        )
+    return found
+
+
+def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) -> list[str]:
+    found = []
+    micro, steps = candidate.micro_batch_size, candidate.gradient_accumulation_steps
+    if micro != baseline.micro_batch_size and not noted:
+        found.append(
+            f"Micro-batch: the data loader of each rank yields {micro} samples instead of {baseline.micro_batch_size}:"
+            f" `DataLoader(..., batch_size={micro})` (transformers: `--per_device_train_batch_size {micro}`)."
+        )
+    if steps != baseline.gradient_accumulation_steps and not noted:
+        found.append(
+            f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of"
+            f" {baseline.gradient_accumulation_steps}; call"
+            " `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps"
+            f" {steps}`)."
+        )
+    return found
+
+
+def learning_rate_changes(
+    candidate: Candidate, baseline: Candidate, rate: LearningRate, *, in_json: bool, flag: str = ""
+) -> list[str]:
+    """The change of the learning rate that another global batch asks for, in a sentence.
+
+    Args:
+        candidate: The new configuration.
+        baseline: The configuration of the user's script now.
+        rate: How the trials followed the batch.
+        in_json: The DeepSpeed JSON makes the optimizer or its schedule, and so states the learning rate.
+        flag: The option that must repeat it, with its value.
+    """
+    ratio = candidate.global_batch_size(1) / baseline.global_batch_size(1)
+    if ratio == 1:
+        return []
+    more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"
+    if rate.rule == "none":
+        return [f"{more}, and the trials kept your learning rate and schedule."]
+    factor, rule = (
+        rate.factor(round(rate.baseline_batch * ratio)),
+        f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}",
+    )
+    if in_json:
+        also = f"transformers wants the same from `{flag}`" if flag else "a schedule of your own should follow"
+        return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); {also}."]
+    return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
+
+
+def _checkpointing(every: int, block_class: str, family: str) -> str:
+    if every == 0 and family == TRAINER:
+        return "Activation checkpointing: off, without `--gradient_checkpointing`."
+    if every == 0:
+        return (
+            f"Activation checkpointing: off; no longer recompute `{block_class}` (transformers: drop"
+            " `--gradient_checkpointing`)."
+        )
+    kwargs = f"--activation_checkpointing --activation_checkpointing_kwargs '{{\"every_n_layers\": {every}}}'"
+    hf = "--gradient_checkpointing" if every == 1 else kwargs
+    which = f"{every_nth(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
+    if family == TRAINER:
+        return f"Activation checkpointing: recompute {which}: `{hf}`."
+    return (
+        f"Activation checkpointing: recompute {which}: call `torch.utils.checkpoint.checkpoint(block, x,"
+        " use_reentrant=False)`"
+        f" instead of `block(x)` (transformers: `{hf}`)."
+    )
+
+
+def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]:
+    if precision in DTYPES and not noted:
+        dtype = DTYPES[precision]
+        return [
+            f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer"
+            " tokens stay."
+        ]
+    found = []
+    if before in DTYPES and precision not in DTYPES and not noted:
+        found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
+    if precision.startswith("torch_autocast"):
+        found.append(
+            "Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away."
+        )
+    return found
+
+
+def every_nth(k: int) -> str:
+    """`every`, `every second`, `every 4th`."""
+    return {1: "every", 2: "every second", 3: "every third"}.get(k, f"every {k}th")

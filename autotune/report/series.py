@@ -1,0 +1,238 @@
+"""The series of numbers that figures draw: loss curves, step times, search progress, forecasts, knob values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.report.data import Data, StudyReport, measured
+from autotune.scoring import step_times
+from autotune.scoring.metrics import METRICS
+
+MOST_LOSS_POINTS = 60
+MOST_LOSS_CURVES = 80
+# Each trial has its own curve of step times; with many trials they have fewer points, so that the page stays small.
+MOST_STEP_POINTS, LEAST_STEP_POINTS, STEP_POINTS_OF_STUDY = 120, 20, 80_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCurve:
+    """The loss of one trial, averaged over pieces of the run.
+
+    Attributes:
+        trial: Trial number.
+        marks: What the trial is: titles of picks, `baseline`.
+        loss: Mean loss of each piece; None where no loss was finite.
+        across: The middle of each piece in `samples`, `seconds` (empty if not timed) and `steps`.
+    """
+
+    trial: int
+    marks: list[str]
+    loss: list[float | None]
+    across: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCurve:
+    """The step times of one trial in pieces of equal length.
+
+    Attributes:
+        trial: Trial number.
+        marks: What the trial is: titles of picks, `baseline`.
+        n: Number of steps.
+        size: Steps in a piece.
+        median_ms: Median step time of each piece.
+        longest_ms: Longest step of each piece, so that an outlier is not averaged away.
+        n_warmup: Steps before timing began.
+    """
+
+    trial: int
+    marks: list[str]
+    n: int
+    size: int
+    median_ms: list[float]
+    longest_ms: list[float]
+    n_warmup: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressPoint:
+    """One trial in the course of the search.
+
+    Attributes:
+        trial: Trial number.
+        ended_s: Seconds that trials had taken when this one ended.
+        outcome: How it ended, in words.
+        gain: Weighted geometric mean of the gains over the baseline; None if it cannot be stated.
+        metrics: The objectives that it measured.
+    """
+
+    trial: int
+    ended_s: float
+    outcome: str
+    gain: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastPoint:
+    """What one trial was expected to measure and what it measured.
+
+    Attributes:
+        trial: Trial number.
+        value: The forecast.
+        low: Lower end of its 90 % interval.
+        high: Upper end of its 90 % interval.
+        measured: The measurement.
+    """
+
+    trial: int
+    value: float
+    low: float
+    high: float
+    measured: float
+
+
+def level_text(value: Any) -> str:
+    """A knob's value in words."""
+    if value is None:
+        return "default"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def knobs(report: StudyReport) -> dict[str, list[Any]]:
+    """The knobs that differ between the measured trials, each with its values in order."""
+    candidates = [point["candidate"] for point in report.points().values()]
+    found = {}
+    for name in dict.fromkeys(name for candidate in candidates for name in candidate):
+        levels = {repr(candidate.get(name)): candidate.get(name) for candidate in candidates}
+        if len(levels) > 1:
+            found[name] = sorted(levels.values(), key=_order)
+    return found
+
+
+def losses(report: StudyReport) -> list[LossCurve]:
+    """The loss curves, those of the picks and the baseline first."""
+    marks = report.marks()
+    trials = itertools.islice(_trials_with(report, "losses"), MOST_LOSS_CURVES)
+    return [_loss_curve(report, trial, marks.get(trial["trial"], [])) for trial in trials]
+
+
+def steps(report: StudyReport) -> list[StepCurve]:
+    """The step times of every timed trial, those of the picks and the baseline first."""
+    marks, found = report.marks(), []
+    n_points = max(LEAST_STEP_POINTS, min(MOST_STEP_POINTS, STEP_POINTS_OF_STUDY // max(1, len(report.trials))))
+    for trial in _trials_with(report, "step_times_s"):
+        times_s = [float(value) for value in trial["step_times_s"]]
+        pieces = [sorted(times_s[piece.start : piece.stop]) for piece in _pieces(len(times_s), n_points)]
+        n_warmup = trial.get("n_warmup")
+        curve = StepCurve(
+            trial=trial["trial"],
+            marks=marks.get(trial["trial"], []),
+            n=len(times_s),
+            size=len(pieces[0]),
+            median_ms=[rounded(1e3 * piece[len(piece) // 2]) for piece in pieces],
+            longest_ms=[rounded(1e3 * piece[-1]) for piece in pieces],
+            n_warmup=step_times.warmup_steps(times_s) if n_warmup is None else n_warmup,
+        )
+        found.append(curve)
+    return found
+
+
+def has_steps(report: StudyReport) -> bool:
+    """Returns whether any trial has step times."""
+    return any(True for _ in _trials_with(report, "step_times_s"))
+
+
+def progress(report: StudyReport) -> list[ProgressPoint]:
+    """Every trial in order, with its gain over the baseline as its own trial measured it."""
+    base = next(
+        (trial for trial in report.trials if report.baseline and trial["trial"] == report.baseline["trial"]), None
+    )
+    names, spent_s, found = report.metric_names(all_metrics=False), 0.0, []
+    for trial in report.trials:
+        spent_s += float(trial.get("wall_s") or 0.0)
+        complete = trial["outcome"] == "complete" and trial.get("feasible") is not False
+        point = ProgressPoint(
+            trial=trial["trial"],
+            ended_s=round(spent_s, 2),
+            outcome=str(trial["outcome"]).replace("_", " "),
+            gain=_gain(report, trial, base) if complete and base else None,
+            metrics={name: value for name, value in measured(trial).items() if name in names} if complete else {},
+        )
+        found.append(point)
+    return found
+
+
+def forecasts(report: StudyReport) -> dict[str, list[ForecastPoint]]:
+    """Forecast and measurement of each trial by metric; re-measurements, which had no forecast, are left out."""
+    found: dict[str, list[ForecastPoint]] = {}
+    for trial in report.trials:
+        for name, (value, low, high) in (trial.get("forecast") or {}).items():
+            own = measured(trial).get(name)
+            if name in METRICS and own and all(map(math.isfinite, (value, low, high))):
+                point = ForecastPoint(trial=trial["trial"], value=value, low=low, high=high, measured=own)
+                found.setdefault(name, []).append(point)
+    return found
+
+
+def rounded(value: float) -> float:
+    """The value in as many digits as a figure can show."""
+    return float(f"{value:.6g}")
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Sort key: defaults first, then numbers by size, then words."""
+    if value is None:
+        return 0, 0.0, ""
+    return (1, float(value), "") if isinstance(value, int | float) else (2, 0.0, str(value))
+
+
+def _trials_with(report: StudyReport, series: str) -> Iterable[Data]:
+    """The trials with at least two values of a series, picks and baseline first."""
+    marks, front = report.marks(), {point["trial"] for point in report.front}
+    order = sorted(report.trials, key=lambda one: (one["trial"] not in marks, one["trial"] not in front, one["trial"]))
+    return (one for one in order if sum(value is not None for value in one.get(series) or ()) > 1)
+
+
+def _pieces(n: int, most: int) -> list[range]:
+    size = max(1, -(-n // most))
+    return [range(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _loss_curve(report: StudyReport, trial: Data, marks: list[str]) -> LossCurve:
+    values, candidate, times_s = trial["losses"], trial["candidate"], trial.get("step_times_s") or []
+    batch = (
+        candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
+    )
+    pieces = _pieces(len(values), MOST_LOSS_POINTS)
+    finite = [[values[i] for i in piece if values[i] is not None] for piece in pieces]
+    middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]
+    elapsed_s = list(itertools.accumulate(times_s)) if len(times_s) == len(values) else []
+    return LossCurve(
+        trial=trial["trial"],
+        marks=marks,
+        loss=[round(sum(piece) / len(piece), 5) if piece else None for piece in finite],
+        across={
+            "samples": [step * batch for step in middle],
+            "seconds": [round(elapsed_s[piece[len(piece) // 2]], 4) for piece in pieces] if elapsed_s else [],
+            "steps": middle,
+        },
+    )
+
+
+def _gain(report: StudyReport, trial: Data, base: Data) -> float | None:
+    """Weighted geometric mean of the gains over the baseline."""
+    names = report.metric_names(all_metrics=False)
+    weights: Mapping[str, float] = report.study.get("weights") or {}
+    own, reference = measured(trial), measured(base)
+    if not all(own.get(name, 0) > 0 and reference.get(name, 0) > 0 for name in names):
+        return None
+    product, total = 1.0, sum(weights.get(name, 1.0) for name in names)
+    for name in names:
+        ratio = reference[name] / own[name] if METRICS[name].direction == "minimize" else own[name] / reference[name]
+        product *= ratio ** (weights.get(name, 1.0) / total)
+    return round(product, 5)

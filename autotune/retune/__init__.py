@@ -1,0 +1,1 @@
+"""Re-tuning: notice that a study's answer may no longer hold, measure again, decide, on a schedule."""

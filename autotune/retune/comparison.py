@@ -1,0 +1,366 @@
+"""Statistics of rounds in turns: has a configuration drifted against the baseline, and which of two is better?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scipy import special
+
+from autotune.scoring import step_times
+from autotune.scoring.measured import Measured, log_ratio, paired_log_ratios
+from autotune.scoring.metrics import METRICS
+from autotune.scoring.objective import Objective
+from autotune.scoring.reasons import DRIFT
+from autotune.scoring.recommend import ASSUMED_SPREAD
+from autotune.space.candidate import Candidate
+from autotune.trial.result import Outcome, TrialResult
+
+# A configuration is unmoved if its step time over the baseline's is shown to have changed by less than this share.
+MARGIN = 0.04
+# One-sided normal quantile of that test: 1 in 100 that moved by more is taken for unmoved.
+UNMOVED_Z = 2.33
+# Rounds: at least, at most, and the standard error of the log ratio that is small enough to stop.
+FEWEST, MOST, ENOUGH_SE = 3, 10, 0.007
+# Smallest standard deviation of a log ratio that is assumed, since few rounds may agree by chance.
+LEAST_SPREAD = 0.004
+MEMORY_MOVED = 0.1  # change of peak memory, as a share, that starts a search
+SURE = 0.995  # one-sided probability with which a replacement must be better
+Rounds = Callable[[int], Mapping[str, "Reading"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One measurement of one side.
+
+    Attributes:
+        outcome: How it ended.
+        reason: Why it did not complete.
+        metrics: Its metrics by name.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: TrialResult, metrics: Mapping[str, float]) -> Reading:
+        """The reading of a trial."""
+        return cls(outcome=result.outcome, reason=result.reason, metrics=metrics)
+
+    @property
+    def completed(self) -> bool:
+        """Whether it has a step time to compare."""
+        return self.outcome is Outcome.COMPLETE and "step_time_s" in self.metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRatio:
+    """Step time of the configuration in use over the baseline's, when it was found.
+
+    Attributes:
+        logs: Logarithms of the ratio, one per round.
+        across: Whether a single ratio of two trials, taken at different times, replaces rounds.
+        step_time_s: The baseline's step time.
+        peak_memory_bytes: Of the configuration in use.
+    """
+
+    logs: Sequence[float]
+    across: bool = False
+    step_time_s: float | None = None
+    peak_memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftCheck:
+    """Whether the ratio of the configuration in use to the baseline has changed.
+
+    Attributes:
+        moved: Whether it has, or the opposite could not be shown.
+        runs: Whether the configuration in use can run here.
+        reason: Why, in words.
+        shift: Growth of the logarithm of that ratio; None if unknown.
+        shift_ci95: Its 95 % interval.
+        n_rounds: Rounds that were measured.
+        machine: Growth of the logarithm of the baseline's own step time.
+    """
+
+    moved: bool
+    reason: str
+    runs: bool = True
+    shift: float | None = None
+    shift_ci95: tuple[float, float] | None = None
+    n_rounds: int = 0
+    machine: float | None = None
+
+    @classmethod
+    def cannot_run(cls, reason: str) -> DriftCheck:
+        """The configuration in use no longer runs."""
+        return cls(moved=True, runs=False, reason=reason)
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> DriftCheck:
+        """Read what `to_data` wrote."""
+        interval = data.get("shift_ci95")
+        return cls(**{**data, "shift_ci95": tuple(interval) if interval else None})
+
+    def to_data(self) -> dict[str, Any]:
+        """The check for programs."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The check for people."""
+        found = []
+        if self.shift is not None and self.shift_ci95 is not None:
+            low, high = (math.expm1(end) for end in self.shift_ci95)
+            interval = f"({low:+.1%} to {high:+.1%}), {self.n_rounds} rounds"
+            found.append(f"step time against the baseline's: {math.expm1(self.shift):+.1%} since then {interval}")
+        if self.machine is not None and abs(self.machine) > DRIFT:
+            word = "slower" if self.machine > 0 else "faster"
+            found.append(
+                f"the baseline itself is {math.expm1(abs(self.machine)):.0%} {word} than it was,"
+                " which no setting here explains"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Result of a challenger against the configuration in use.
+
+    Attributes:
+        gain: Geometric mean of the challenger's gains over the objectives, as a share; None if one did not run.
+        gain_ci95: Its 95 % interval.
+        sure: Whether the challenger is better with probability `SURE`.
+        speedup: Throughput over the other's.
+        speedup_ci95: Its 95 % interval.
+        n_rounds: Rounds in turns.
+        failed: Why the challenger, or the one in use, did not run to its end.
+        won: Whether the challenger wins because the other cannot run.
+    """
+
+    gain: float | None
+    gain_ci95: tuple[float, float] | None = None
+    sure: bool = False
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+    n_rounds: int = 0
+    failed: str = ""
+    won: bool = False
+
+    @classmethod
+    def walkover(cls, reason: str) -> Comparison:
+        """A win because the configuration in use cannot run."""
+        return cls(gain=None, won=True, failed=reason)
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Comparison:
+        """Read what `to_data` wrote."""
+        pairs = {name: tuple(data[name]) if data[name] else None for name in ("gain_ci95", "speedup_ci95")}
+        return cls(**{**data, **pairs})
+
+    def to_data(self) -> dict[str, Any]:
+        """The comparison for programs."""
+        return asdict(self)
+
+    def decides(self, min_gain: float) -> bool:
+        """Whether the challenger replaces the other."""
+        return self.won or (self.sure and self.gain is not None and self.gain >= min_gain)
+
+    @property
+    def words(self) -> str:
+        """The outcome in a few words."""
+        if self.gain is None or self.gain_ci95 is None:
+            return self.failed
+        low, high = self.gain_ci95
+        return f"{self.gain:+.1%} over all objectives ({low:+.1%} to {high:+.1%})"
+
+    def why_not(self, min_gain: float) -> str:
+        """Why the configuration in use stays."""
+        if self.failed:
+            return f"the best that was found did not hold: {self.failed}"
+        if not self.sure:
+            return f"what was found is not better beyond noise: {self.words}"
+        return f"what was found is better, but by less than --min-gain {min_gain:.3g}: {self.words}"
+
+    def lines(self) -> list[str]:
+        """The comparison for people."""
+        if self.gain is None:
+            return []
+        found = [f"gain {self.words}, {self.n_rounds} rounds in turns"]
+        if self.speedup is not None and self.speedup_ci95 is not None:
+            found.append(f"throughput {self.speedup:.3f}x ({self.speedup_ci95[0]:.3f} to {self.speedup_ci95[1]:.3f})")
+        return found
+
+
+def earlier_ratio(measured: Sequence[Measured], incumbent: Candidate, baseline: Candidate) -> EarlierRatio | None:
+    """Ratio of two configurations' step times in a study; None if it did not measure both."""
+    found = {m.candidate: m for m in measured if m.usable or m.candidate == baseline}
+    own, base = found.get(incumbent), found.get(baseline)
+    if own is None or base is None or base.outcome is not Outcome.COMPLETE:
+        return None
+    peak = own.value("peak_memory_bytes")
+    if own is base:
+        return EarlierRatio(logs=(), step_time_s=base.value("step_time_s"), peak_memory_bytes=peak)
+    pairs = paired_log_ratios(own, base, "step_time_s")
+    logs = pairs or [log_ratio(own, base, "step_time_s")]
+    return EarlierRatio(
+        logs=tuple(logs), across=not pairs, step_time_s=base.value("step_time_s"), peak_memory_bytes=peak
+    )
+
+
+def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
+    """Measure `incumbent` and `baseline` in turns until it is clear whether their ratio has changed.
+
+    An equivalence test: unmoved must be shown, with the shift's interval inside the margin. Everything else leads to a
+    search, which costs trials; replacing a configuration takes stronger evidence (`compare`).
+
+    Args:
+        then: Their ratio when the configuration was found; None if unknown.
+        rounds: Measures one round.
+    """
+    logs: list[float] = []
+    base_s: list[float] = []
+    peaks: list[float] = []
+    for n in range(1, MOST + 1):
+        taken = rounds(n)
+        incumbent, baseline = taken["incumbent"], taken["baseline"]
+        if not incumbent.completed:
+            return DriftCheck.cannot_run(
+                f"what is in use does not run any more ({incumbent.outcome}: {incumbent.reason})"
+            )
+        if not baseline.completed:
+            return DriftCheck(
+                moved=True,
+                reason=f"the baseline does not run any more ({baseline.outcome}: {baseline.reason})",
+                n_rounds=n,
+            )
+        logs.append(math.log(incumbent.metrics["step_time_s"] / baseline.metrics["step_time_s"]))
+        base_s.append(baseline.metrics["step_time_s"])
+        peaks.append(incumbent.metrics.get("peak_memory_bytes", 0.0))
+        if then is not None and not then.logs:
+            break  # it is the baseline that is in use
+        if n >= FEWEST and (then is None or _se(logs, then.logs) <= ENOUGH_SE):
+            break
+    if then is None:
+        return DriftCheck(moved=True, reason="the baseline is another one than in the study", n_rounds=len(logs))
+    machine = math.log(statistics.median(base_s) / then.step_time_s) if then.step_time_s else None
+    known = then.peak_memory_bytes if min(peaks) > 0 else None
+    grown = math.log(statistics.median(peaks) / known) if known else 0.0
+    common: dict[str, Any] = {"n_rounds": len(logs), "machine": machine}
+    if abs(grown) > MEMORY_MOVED:
+        return DriftCheck(moved=True, reason=f"what is in use needs {math.expm1(grown):+.0%} memory", **common)
+    if not then.logs:
+        return DriftCheck(moved=False, reason="what is in use is the baseline itself, and it still runs", **common)
+    shift = statistics.fmean(logs) - statistics.fmean(then.logs)
+    before = ASSUMED_SPREAD * math.sqrt(2) if then.across else _spread(logs, then.logs) / math.sqrt(len(then.logs))
+    se = math.hypot(_se(logs, then.logs), before)
+    interval = (shift - 1.96 * se, shift + 1.96 * se)
+    values: dict[str, Any] = {"shift": shift, "shift_ci95": interval, **common}
+    if abs(shift) + UNMOVED_Z * se < math.log1p(MARGIN):
+        return DriftCheck(
+            moved=False, reason="what is in use stands to the baseline as it did, within the noise", **values
+        )
+    if abs(shift) > 1.96 * se:
+        word = "slower" if shift > 0 else "faster"
+        reason = f"what is in use has become {abs(math.expm1(shift)):.1%} {word} against the baseline"
+    else:
+        reason = f"the noise ({se:.1%}) hides whether what is in use has moved against the baseline"
+    return DriftCheck(moved=True, reason=reason, **values)
+
+
+def compare(
+    objectives: Sequence[Objective], both: tuple[Measured | None, Measured | None], min_gain: float, rounds: Rounds
+) -> Comparison:  # fmt: skip
+    """Measure `challenger` and `incumbent` in turns until the winner is clear.
+
+    Only these rounds count: the challenger was selected for a good trial, so that trial is biased.
+
+    Args:
+        objectives: The objectives.
+        both: The trials of the two, for metrics that need a loss curve, for which rounds are too short.
+        min_gain: Gain, as a share, from which the challenger replaces the other.
+        rounds: Measures one round.
+    """
+    gains: list[float] = []
+    rates: list[float] = []
+    wanted = math.log1p(min_gain)
+    for n in range(1, MOST + 3):
+        taken = rounds(n)
+        challenger, incumbent = taken["challenger"], taken["incumbent"]
+        if not incumbent.completed:
+            return Comparison.walkover(
+                f"what is in use does not run any more ({incumbent.outcome}: {incumbent.reason})"
+            )
+        if not challenger.completed:
+            return Comparison(gain=None, n_rounds=n, failed=f"{challenger.outcome}: {challenger.reason}")
+        gains.append(_gain(objectives, both, challenger.metrics, incumbent.metrics))
+        rates.append(math.log(challenger.metrics["samples_per_s"] / incumbent.metrics["samples_per_s"]))
+        if n < FEWEST:
+            continue
+        centre, se, degrees = statistics.fmean(gains), _se(gains), len(gains) - 1
+        sure = centre - float(special.stdtrit(degrees, SURE)) * se > 0
+        hopeless = centre + step_times.t95(degrees) * se < wanted
+        if hopeless or (sure and abs(centre - wanted) > 2 * se):
+            break
+    centre, se, reach = statistics.fmean(gains), _se(gains), step_times.t95(len(gains) - 1)
+    rate, rate_reach = statistics.fmean(rates), reach * _se(rates)
+    return Comparison(
+        gain=math.expm1(centre), gain_ci95=(math.expm1(centre - reach * se), math.expm1(centre + reach * se)),
+        sure=centre - float(special.stdtrit(len(gains) - 1, SURE)) * se > 0, speedup=math.exp(rate),
+        speedup_ci95=(math.exp(rate - rate_reach), math.exp(rate + rate_reach)), n_rounds=len(gains),
+    )  # fmt: skip
+
+
+def _gain(
+    objectives: Sequence[Objective],
+    both: tuple[Measured | None, Measured | None],
+    own: Mapping[str, float],
+    other: Mapping[str, float],
+) -> float:
+    """Weighted mean over the objectives of the logarithm of the gain in one round."""
+    total, gain = 0.0, 0.0
+    for each in objectives:
+        ratio = _log_ratio(each.metric, both, own, other)
+        if ratio is not None:
+            total += each.weight
+            gain += each.weight * (-ratio if METRICS[each.metric].direction == "minimize" else ratio)
+    return gain / total if total else math.log(own["samples_per_s"] / other["samples_per_s"])
+
+
+def _log_ratio(
+    metric: str, both: tuple[Measured | None, Measured | None], own: Mapping[str, float], other: Mapping[str, float]
+) -> float | None:
+    if own.get(metric, 0) > 0 and other.get(metric, 0) > 0:
+        return math.log(own[metric] / other[metric])
+    first, second = both
+    if first is None or second is None:
+        return None
+    trials = (
+        first.metrics.get(metric),
+        second.metrics.get(metric),
+        first.metrics.get("step_time_s"),
+        second.metrics.get("step_time_s"),
+    )
+    if any(value is None or value <= 0 for value in trials):
+        return None
+    a, b, a_s, b_s = (float(value) for value in trials if value is not None)
+    # A loss curve in steps is the configuration's own; how long a step takes, the round says.
+    return math.log(a / b) - math.log(a_s / b_s) + math.log(own["step_time_s"] / other["step_time_s"])
+
+
+def _spread(logs: Sequence[float], earlier: Sequence[float] = ()) -> float:
+    """Standard deviation of one log ratio, pooled over what was measured then and now."""
+    groups = [list(group) for group in (logs, earlier) if len(group) > 1]
+    degrees = sum(len(group) - 1 for group in groups)
+    if not degrees:
+        return ASSUMED_SPREAD * math.sqrt(2)
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+    return max(LEAST_SPREAD, math.sqrt(squares / degrees))
+
+
+def _se(logs: Sequence[float], earlier: Sequence[float] = ()) -> float:
+    return _spread(logs, earlier) / math.sqrt(len(logs))

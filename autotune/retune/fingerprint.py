@@ -1,0 +1,328 @@
+"""Fingerprint of what a study's answer depends on (device, libraries, model, data, ranks, space) and its changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autotune.space.deepspeed import Scalar
+from autotune.space.parameter import Parameter
+from autotune.space.space import SearchSpace
+from autotune.study.setup.plan import Plan
+from autotune.study.storage.records import StudyRecord
+from autotune.system.machine import has_cuda_device, processor_name
+from autotune.trial.workload import Workload, driver_version
+
+# Share of samples in another class of lengths from which the lengths count as changed.
+LENGTHS_MOVED = 0.1
+# A machine reports slightly different sizes of memory from boot to boot.
+MEMORY_MOVED = 0.02
+BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+SHARDING = ("zero_stage", "zero_optimization.", "offload_", "communication_data_type")
+NUMERICS = ("precision", "bf16.", "fp16.", "data_types.", "torch_autocast.")
+MEMORY = (*BATCH, *SHARDING, *NUMERICS, "checkpoint_every")
+EVERYTHING = ("",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the fingerprint.
+
+    Attributes:
+        label: Its name for people.
+        touches: Prefixes of the knobs whose best value may change with it.
+        opens: Whether a change alters which configurations can run, so that a better one may exist.
+        differs: Whether two values differ.
+    """
+
+    label: str
+    touches: tuple[str, ...] = EVERYTHING
+    opens: bool = False
+    differs: Callable[[Any, Any], bool] = lambda old, new: bool(old != new)
+
+
+def _lengths_differ(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
+    """Total variation distance of two histograms."""
+    return sum(abs(old.get(edge, 0.0) - new.get(edge, 0.0)) for edge in {*old, *new}) / 2 > LENGTHS_MOVED
+
+
+def _size_differs(old: float, new: float) -> bool:
+    return abs(new - old) > MEMORY_MOVED * max(old, new)
+
+
+def _version_differs(old: str, new: str) -> bool:
+    """Builds of one version, as 0.19.8+cu12, name it differently from place to place."""
+    return old.partition("+")[0] != new.partition("+")[0]
+
+
+# In the order in which changes are printed.
+PARTS: dict[str, Part] = {
+    "accelerator": Part(label="accelerator", opens=True),
+    "device": Part(label="device", opens=True),
+    "devices": Part(label="number of devices"),
+    "cores": Part(label="processor cores"),
+    "threads": Part(label="OMP_NUM_THREADS"),
+    "device memory": Part(label="device memory", touches=MEMORY, opens=True, differs=_size_differs),
+    "memory limit": Part(label="memory limit", touches=MEMORY, opens=True, differs=_size_differs),
+    "bf16": Part(label="bfloat16 support", touches=MEMORY, opens=True),
+    "fp16": Part(label="fp16 support", touches=MEMORY, opens=True),
+    "driver": Part(label="NVIDIA driver"),
+    "cuda": Part(label="CUDA"),
+    "nccl": Part(label="NCCL", touches=(*SHARDING, *BATCH)),
+    "torch": Part(label="torch", differs=_version_differs),
+    "deepspeed": Part(label="DeepSpeed", touches=(*SHARDING, *NUMERICS, *BATCH), differs=_version_differs),
+    "python": Part(label="Python", touches=()),
+    "ranks": Part(label="ranks", touches=(*BATCH, *SHARDING, "checkpoint_every"), opens=True),
+    "model": Part(label="structure of the model", opens=True),
+    "parameters": Part(label="parameters", opens=True),
+    "samples": Part(label="shape of the samples", opens=True),
+    "lengths": Part(label="lengths of the samples", touches=MEMORY, differs=_lengths_differ),
+    "space": Part(label="search space", opens=True),
+    "objectives": Part(label="objectives", opens=True),
+    "base configuration": Part(label="the baseline's configuration", opens=True),
+    "target": Part(label="text of the target", touches=()),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A part of the fingerprint that has changed.
+
+    Attributes:
+        part: Its key in `PARTS`.
+        before: Its value then.
+        after: Its value now.
+    """
+
+    part: str
+    before: Any
+    after: Any
+
+    def to_data(self) -> dict[str, Any]:
+        """The change for programs."""
+        return asdict(self)
+
+    @property
+    def words(self) -> str:
+        """The change for people."""
+        label = PARTS[self.part].label
+        match self.part:
+            case "model" | "target":
+                return f"{label} has changed"
+            case "space":
+                return f"{label}: {_space_words(self.before, self.after)}"
+            case "lengths":
+                return f"{label}: {_lengths_words(self.before)}, now {_lengths_words(self.after)}"
+            case "device memory" | "memory limit":
+                return f"{label}: {_size_words(self.before)}, now {_size_words(self.after)}"
+            case "objectives" | "base configuration":
+                return f"{label}: {_keys_words(self.before, self.after)}"
+        return f"{label}: {_said(self.before)}, now {_said(self.after)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Everything that the answer of a study depends on.
+
+    Attributes:
+        values: Plain data by key of `PARTS`; unknown parts are missing.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kept: StudyRecord) -> Fingerprint:
+        """The fingerprint when the study began."""
+        return cls(values=_plain(_known(kept.workload, kept.world_size, kept.fingerprint)))
+
+    @classmethod
+    def now(cls, found: Plan) -> Fingerprint:
+        """The fingerprint of the same target on this machine now."""
+        return cls(values=_plain(_known(found.workload, found.world_size, _plain(found.fingerprint()))))
+
+    def digest(self) -> str:
+        """A digest of the fingerprint."""
+        return hashlib.sha256(repr(sorted(self.values.items())).encode()).hexdigest()[:16]
+
+
+def changes(before: Fingerprint, after: Fingerprint) -> list[Change]:
+    """The parts, known in both fingerprints, that differ."""
+    old, new = before.values, after.values
+    found = [
+        Change(part=name, before=old[name], after=new[name])
+        for name, part in PARTS.items()
+        if name in old and name in new and part.differs(old[name], new[name])
+    ]
+    # A changed text is irrelevant where the model itself was compared.
+    return [change for change in found if change.part != "target" or "model" not in new]
+
+
+def touched(found: Iterable[Change]) -> tuple[str, ...] | None:
+    """Prefixes of the knobs that changes may move; None for all knobs."""
+    names = dict.fromkeys(name for change in found for name in PARTS[change.part].touches)
+    return None if "" in names or not names else tuple(names)
+
+
+def opened(found: Iterable[Change]) -> bool:
+    """Whether a change alters which configurations can run."""
+    return any(PARTS[change.part].opens for change in found)
+
+
+def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[Mapping[str, Scalar]]) -> SearchSpace:
+    """A space in which knobs that no change touches keep only values of good configurations.
+
+    Args:
+        space: The whole space.
+        names: Prefixes of the knobs that the changes touch; None for all.
+        known: Good configurations, as flat values.
+    """
+    if names is None:
+        return space
+    good = list(known)
+    kept = []
+    for parameter in space.parameters:
+        values = [value for value in parameter.all_values() if any(each.get(parameter.name) == value for each in good)]
+        free = parameter.name.startswith(names) or not values
+        kept.append(parameter if free else Parameter(name=parameter.name, choices=tuple(values), when=parameter.when))
+    return SearchSpace(parameters=tuple(kept), samples_per_rank=space.samples_per_rank)
+
+
+def here(kept: StudyRecord, target: Path) -> Fingerprint:
+    """The parts of a study's fingerprint that need neither torch nor the model.
+
+    Args:
+        kept: The study.
+        target: The user's file, which may be gone.
+    """
+    old = Fingerprint.of(kept).values
+    values: dict[str, Any] = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+    for name in ("torch", "deepspeed"):
+        try:
+            values[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            values[name] = "not installed"
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        values["threads"] = threads
+    values["accelerator"] = os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")
+    if values["accelerator"] == "cuda":
+        values |= _nvidia()
+    elif old.get("accelerator") == "cpu":
+        values["device"] = processor_name()
+    if target.is_file():
+        values["target"] = target_digest(target)
+    return Fingerprint(values=values)
+
+
+def quick_changes(kept: StudyRecord, target: Path) -> list[Change]:
+    """Changes since a study that show without loading torch or the model; for `autotune status`."""
+    return changes(Fingerprint.of(kept), here(kept, target))
+
+
+def lines(found: Iterable[Change]) -> list[str]:
+    """Changes for people, one a line."""
+    return [change.words for change in found]
+
+
+def target_digest(target: Path) -> str:
+    """A digest of a target's text, as in `Plan.fingerprint`."""
+    return hashlib.sha256(target.read_bytes()).hexdigest()[:16]
+
+
+def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+    environment = workload.environment
+    values: dict[str, Any] = {
+        "accelerator": environment.accelerator,
+        "device": environment.device_name,
+        "devices": environment.n_devices,
+        "device memory": environment.device_memory_bytes,
+        "bf16": environment.bf16,
+        "fp16": environment.fp16,
+        "ranks": world_size,
+        "parameters": workload.n_parameters,
+        "space": asked.get("space"),
+        "objectives": {each["name"]: _stated(each) for each in asked.get("objectives") or ()},
+        "base configuration": asked.get("base_config") or {},
+        "target": asked.get("target"),
+    } | {name: value for name, value in environment.versions.items() if name in PARTS}
+    if environment.accelerator == "cpu":
+        values["cores"] = environment.n_cores
+        values["threads"] = environment.omp_num_threads
+    values["memory limit"] = asked.get("device_memory_bytes") or environment.device_memory_bytes
+    if workload.structure:
+        values["model"] = workload.structure
+    if workload.data is not None:
+        values |= {"samples": list(workload.data.fields), "lengths": dict(workload.data.lengths)}
+    # A stated limit stands for the device's own.
+    values = {name: value for name, value in values.items() if value is not None or name == "threads"}
+    if asked.get("device_memory_bytes"):
+        values.pop("device memory")
+    return values
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values after a round trip through JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
+
+
+def _stated(objective: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an objective that change its meaning; other versions may write more."""
+    return {name: objective[name] for name in ("metric", "weight", "min", "max") if objective.get(name) is not None}
+
+
+def _nvidia() -> dict[str, Any]:
+    found: dict[str, Any] = {"driver": version} if (version := driver_version()) else {}
+    if shutil.which("nvidia-smi") is None:
+        return found
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return found
+    rows = [line.split(", ") for line in done.stdout.strip().splitlines()]
+    if rows:
+        found |= {"device": rows[0][0], "driver": rows[0][-1]}
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else torch sees others than the driver does
+            found["devices"] = len(rows)
+    return found
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _size_words(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.4g} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.4g} MiB"
+
+
+def _lengths_words(lengths: Mapping[str, float]) -> str:
+    """The three commonest classes."""
+    top = sorted(lengths.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{share:.0%} up to {edge}" for edge, share in top)
+
+
+def _space_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    added, removed = [name for name in after if name not in before], [name for name in before if name not in after]
+    other = [name for name in after if name in before and before[name] != after[name]]
+    parts = [("new", added), ("gone", removed), ("other values", other)]
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
+
+
+def _keys_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+    return f"{', '.join(keys)} changed"

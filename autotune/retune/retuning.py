@@ -1,0 +1,405 @@
+"""Re-tuning: measure whether a study's recommendation still holds, search again in few trials if not, and decide."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from optuna.study import Study
+
+from autotune.errors import UserError
+from autotune.executors.base import Executor
+from autotune.report import files, load
+from autotune.report.data import StudyReport
+from autotune.retune import comparison, fingerprint
+from autotune.retune.comparison import Comparison, DriftCheck
+from autotune.retune.decision import Decision, RetuneVerdict, differences, explain
+from autotune.retune.fingerprint import Change, Fingerprint
+from autotune.retune.rounds import Rounds
+from autotune.space.candidate import Candidate
+from autotune.space.legality import why_illegal
+from autotune.study import warm_start
+from autotune.study.events import Broadcast, EventSink
+from autotune.study.runner import Runner
+from autotune.study.setup.plan import Plan
+from autotune.study.spec.spec import StudySpec
+from autotune.study.storage import records
+from autotune.study.storage.history import GoneError, History
+from autotune.study.storage.records import StudyRecord
+from autotune.study.warm_start import HistoryRecorder, PriorStudy
+from autotune.trial.folder import write_record
+
+# A search that starts from the study's results needs this share of its trials, and at least this number.
+SHARE, FEWEST = 0.2, 6
+# Trials of the search for each configuration of the old front that is measured again.
+FRONT_EVERY = 8
+MIN_GAIN = 0.03
+MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
+FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
+
+
+class AttemptsError(UserError):
+    """A re-tuning that was killed at each attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetuneRequest:
+    """The user's options for a re-tuning.
+
+    Attributes:
+        cause: Why it runs: `asked`, `due`, `stale` or `forced`.
+        min_gain: Gain, as a share, from which a better configuration replaces the present one.
+        trials: Trials of the search; None for a fifth of the study's.
+        on_change: Shell command that runs after the configuration was replaced.
+    """
+
+    cause: str = "asked"
+    min_gain: float = MIN_GAIN
+    trials: int | None = None
+    on_change: str = ""
+
+    @property
+    def forced(self) -> bool:
+        """Whether to search although nothing moved."""
+        return self.cause == "forced"
+
+
+@dataclass
+class Retuning:
+    """One re-tuning of a study, new or interrupted, to its end.
+
+    Args:
+        name: The study.
+        folder: Its folder.
+        url: Its database.
+        asked: The user's options.
+        observer: Receives progress.
+    """
+
+    name: str
+    folder: Path
+    url: str
+    asked: RetuneRequest
+    observer: EventSink
+    number: int = 0
+    generation: int = 0
+    evidence: dict[str, Any] = field(default_factory=dict)
+    looked_at: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.storage = records.open_storage(self.url, create=False)
+        self.base: Study = records.load_study(self.storage, self.name)
+        self.history = History(self.storage.engine)
+        self.report: StudyReport = load.load(self.name, self.url, self.folder)
+        pick = self.report.picks.get("recommended")
+        if pick is None:
+            raise UserError(
+                f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}),"
+                " so there is nothing to re-tune"
+            )
+        self.incumbent = Candidate.of(pick["candidate"])
+        stored_as = str(self.report.study["stored_as"])
+        self.current: Study = records.load_study(self.storage, stored_as)
+        kept = records.record(self.current)
+        assert kept is not None  # or there were no report
+        self.kept: StudyRecord = kept
+
+    @property
+    def path(self) -> Path:
+        """Folder of this re-tuning's files."""
+        return self.folder / "retunes" / f"{self.generation:04d}"
+
+    def begin(self) -> None:
+        """Begin, or continue an interrupted re-tuning.
+
+        Raises:
+            AttemptsError: It was killed `MOST_ATTEMPTS` times.
+        """
+        self.history.drop_orphans()
+        left = self.history.interrupted(self.name)
+        if left is not None:
+            self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
+            attempts = int(self.evidence.get("attempts", 1)) + 1
+            if attempts > MOST_ATTEMPTS:
+                reason = f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}"
+                self.fail(reason)
+                raise AttemptsError(
+                    f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew"
+                )
+            self.observer.say(f"going on with re-tuning {self.generation}, which was interrupted")
+            self._note(attempts=attempts)
+            return
+        self.number = self.history.begin(self.name, self.asked.cause)
+        self.generation = next(
+            row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number
+        )
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def run(self, found: Plan, executor: Executor) -> Decision:
+        """Measure, search if necessary, decide, and store the decision with its evidence.
+
+        Args:
+            found: Today's plan of the study.
+            executor: The engine.
+
+        Raises:
+            GoneError: The study was deleted meanwhile.
+        """
+        now = Fingerprint.now(found)
+        if self.evidence.get("fingerprint", now.digest()) != now.digest():
+            self.observer.say("the machine or the target changed since it was interrupted, so it starts again")
+            shutil.rmtree(self.path, ignore_errors=True)
+            records.delete_study(self.storage, records.generation_name(self.name, self.generation))
+            self.evidence = {"attempts": self.evidence.get("attempts", 1)}
+        self._note(fingerprint=now.digest())
+        changes = fingerprint.changes(Fingerprint.of(self.kept), now)
+        # A change that an earlier re-tuning has examined is no reason to search again.
+        news = fingerprint.changes(last_looked_at(self.history, self.name, self.kept), now)
+        self.looked_at = dict(now.values)
+        try:
+            decision = self._decide(found, executor, changes, news)
+        except KeyError:  # raised by Optuna for a study that was deleted meanwhile
+            self._check_alive()
+            raise
+        finally:
+            self._clear_if_gone()
+        self._close(decision)
+        return decision
+
+    def fail(self, reason: str) -> Decision:
+        """Store that it failed, and why."""
+        decision = Decision(verdict=RetuneVerdict.FAILED, reason=reason, generation=self.generation, folder=self.path)
+        self._close(decision)
+        return decision
+
+    def _decide(self, found: Plan, executor: Executor, changes: list[Change], news: list[Change]) -> Decision:
+        made: dict[str, Any] = {"generation": self.generation, "folder": self.path, "changes": changes}
+        if self.asked.cause == "stale" and not news and "replacing" not in self.evidence:
+            return Decision(verdict=RetuneVerdict.UNCHANGED, reason="nothing that it depends on has changed", **made)
+        runner = self._runner(found, executor, changes)
+        if "replacing" in self.evidence:  # killed between the decision and its last file
+            self.observer.say("the decision had been made; finishing it")
+            return self._replay(runner, changes)
+        standing = self._standing(runner)
+        made["standing"] = standing
+        opens = fingerprint.opened(news)
+        later = (
+            getattr(found.spec, "from_checkpoint", None) is not None
+        )  # the noise scale has grown since, so that larger batches pay
+        if not standing.moved and not opens and not later and not self.asked.forced:
+            return Decision(
+                verdict=RetuneVerdict.UNCHANGED, reason=f"{standing.reason}; searching would gain nothing", **made
+            )
+        opened = "something better may exist now" if opens else "the training has gone on" if later else "as asked for"
+        why = standing.reason if standing.moved else opened
+        self.observer.say(
+            f"searching, since {why}: {runner.plan.spec.trials} trials, starting from study {self.current.study_name}"
+        )
+        runner.run()
+        return self._compared(runner, made, standing)
+
+    def _compared(self, runner: Runner, made: dict[str, Any], standing: DriftCheck) -> Decision:
+        """Compare the best of the search with the configuration in use."""
+        assert runner.study is not None
+        made["n_trials"] = len(records.told_trials(runner.study))
+        before, now = (r.noise if r is not None else None for r in (self.kept.reference, runner.reference))
+        made["notes"] = [f"{now}; it was: {before or 'not measured'}"] if now is not None else []
+        later = load.read(runner.study, self.path)
+        pick = later.picks.get("recommended")
+        if pick is None:
+            return Decision(verdict=RetuneVerdict.FAILED, reason=f"no configuration ran: {later.why_nothing}", **made)
+        challenger = Candidate.of(pick["candidate"])
+        if challenger == self.incumbent:
+            return Decision(
+                verdict=RetuneVerdict.UNCHANGED, reason="what is in use is still the best that was found", **made
+            )
+        outcome = self._duel(runner, challenger) if standing.runs else Comparison.walkover(standing.reason)
+        changed = differences(self.incumbent, challenger)
+        made |= {"duel": outcome, "differences": changed}
+        if not outcome.decides(self.asked.min_gain):
+            return Decision(verdict=RetuneVerdict.UNCHANGED, reason=outcome.why_not(self.asked.min_gain), **made)
+        explained = explain(changed, made["changes"])
+        reason = f"{challenger.describe()} replaces {self.incumbent.describe()}: {outcome.words}"
+        decision = Decision(verdict=RetuneVerdict.IMPROVED, reason=reason, explained=explained, **made)
+        self._note(
+            replacing={**decision.to_data(), "challenger": challenger.values(), "incumbent": self.incumbent.values()}
+        )
+        self._replace(runner.study, decision)
+        return decision
+
+    def _replace(self, later: Study, decision: Decision) -> None:
+        """Replace the old answer by the new one; every step may be repeated."""
+        self._check_alive()
+        _keep_previous(self.folder, self.path)
+        records.succeed(self.base, later.study_name)
+        report = load.load(self.name, self.url, self.folder)
+        files.write_answer(report, self.folder)
+        write_record(self.path / "decision.json", decision.to_data())
+        warm_start.keep_recommendation(self.storage, self.name, self.generation, report.recommended)
+        if self.asked.on_change:
+            _run_command(self.asked.on_change, self.name, self.folder, decision)
+
+    def _replay(self, runner: Runner, changes: list[Change]) -> Decision:
+        data = self.evidence["replacing"]
+        self.incumbent = Candidate.of(data["incumbent"])
+        knobs = differences(self.incumbent, Candidate.of(data["challenger"]))
+        decision = Decision.improved(data, knobs, changes, self.generation, self.path)
+        runner.open()
+        assert runner.study is not None
+        self._replace(runner.study, decision)
+        return decision
+
+    # Measuring
+
+    def _runner(self, found: Plan, executor: Executor, changes: list[Change]) -> Runner:
+        """The runner of the search, which knows the study's trials and varies only knobs that the changes touch."""
+        n = self.asked.trials or max(FEWEST, math.ceil(SHARE * found.spec.trials))
+        spec = found.spec.model_copy(
+            update={"name": records.generation_name(self.name, self.generation), "trials": n, "sampler": "physics"}
+        )
+        good = [Candidate.of(point["candidate"]) for point in self.report.front]
+        best = [self.incumbent, *good]
+        touched = fingerprint.touched(changes)
+        space = fingerprint.narrowed(found.space, touched, [c.values() for c in (*best, found.baseline)])
+        known = warm_start.from_study(self.storage, self.current.study_name, "the study itself")
+        # As much of the old front as the trials allow; the search may propose the rest.
+        first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
+        known = warm_start.from_study(self.storage, self.current.study_name, "the study itself")
+        # As much of the old front as the trials allow; the search may propose the rest.
+        first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
+        # The front is known; the search needs one configuration that is better than the present one.
+        warm = replace(known.warm_start(found, first), compromise=True) if known is not None else None
+        self.recorder = HistoryRecorder(self.storage, self.name, self.generation, found.workload, found.world_size)
+        events = Broadcast(self.recorder, self.observer)
+        return Runner(replace(found, spec=spec, space=space), executor, self.path, self.url, events, warm=warm)
+
+    def _standing(self, runner: Runner) -> DriftCheck:
+        """Measure the configuration in use and the baseline in turns, until it is clear whether their ratio changed."""
+        plan = runner.plan
+        reason = why_illegal(self.incumbent, plan.setting)
+        if reason is not None:
+            return DriftCheck.cannot_run(f"what is in use cannot run here any more: {reason}")
+        then = comparison.earlier_ratio(
+            records.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline
+        )
+        sides = {"incumbent": self.incumbent, "baseline": plan.baseline}
+        self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) and the baseline again, in turns")
+        return comparison.check_drift(then, self._rounds(runner, "check", sides))
+
+    def _duel(self, runner: Runner, challenger: Candidate) -> Comparison:
+        self.observer.say(f"measuring {challenger.describe()} against what is in use, in turns")
+        assert runner.study is not None
+        measured = {m.candidate: m for m in runner.measured()}
+        both = measured.get(challenger), measured.get(self.incumbent)
+        sides = {"challenger": challenger, "incumbent": self.incumbent}
+        return comparison.compare(runner.objectives, both, self.asked.min_gain, self._rounds(runner, "duel", sides))
+
+    def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
+        return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive)
+
+    # What is kept
+
+    def _note(self, **what: Any) -> None:
+        self.evidence |= what
+        self.history.decide(self.name, self.number, evidence=self.evidence)
+
+    def _close(self, decision: Decision) -> None:
+        data = decision.to_data() | {"attempts": self.evidence.get("attempts", 1), "looked_at": self.looked_at}
+        values = {"verdict": str(decision.verdict), "ended_at": time.time(), "evidence": data}
+        self.history.decide(self.name, self.number, fingerprint=str(self.evidence.get("fingerprint", "")), **values)
+
+    def _check_alive(self) -> None:
+        if self.name not in records.study_names(self.storage):
+            raise GoneError(self.name)
+
+    def _clear_if_gone(self) -> None:
+        """Remove everything of a re-tuning whose study was deleted."""
+        if self.name not in records.study_names(self.storage):
+            records.delete_study(self.storage, self.name)
+            records.delete_study(self.storage, records.generation_name(self.name, self.generation))
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def last_looked_at(history: History, study: str, kept: StudyRecord) -> Fingerprint:
+    """Fingerprint of the last re-tuning of a study; of the study itself if there was none."""
+    done = (
+        row for row in history.decisions(study) if row["verdict"] in (RetuneVerdict.UNCHANGED, RetuneVerdict.IMPROVED)
+    )
+    values = next((row["evidence"].get("looked_at") for row in done), None)
+    return Fingerprint(values=values) if values else Fingerprint.of(kept)
+
+
+def spec_file(folder: Path, name: str) -> Path:
+    """File of the study as the user stated it.
+
+    Raises:
+        UserError: It is gone.
+    """
+    file = folder / "study.yaml"
+    if not file.is_file():
+        raise UserError(
+            f"study {name!r}: {file} is missing, so what to run is not known;"
+            " put it back, or tune anew with `autotune run`"
+        )
+    return file
+
+
+def same_name(spec: StudySpec, name: str) -> StudySpec:
+    """The study of the file under its name in the database."""
+    return spec if spec.name == name else spec.model_copy(update={"name": name})
+
+
+def _keep_previous(folder: Path, path: Path) -> None:
+    """Copy the study's files into the re-tuning's folder, unless an interrupted attempt has done so."""
+    if (path / "previous").exists():
+        return
+    draft = path / ".previous"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for name in FILES:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy2(folder / name, draft / name)
+    draft.rename(path / "previous")
+
+
+def _run_command(command: str, name: str, folder: Path, decision: Decision) -> None:
+    """Run the user's `--on-change` command.
+
+    Raises:
+        UserError: It failed. The configuration stays replaced.
+    """
+    gain = decision.duel.gain if decision.duel else None
+    variables = {
+        "AUTOTUNE_STUDY": name,
+        "AUTOTUNE_VERDICT": str(decision.verdict),
+        "AUTOTUNE_GAIN": "" if gain is None else f"{gain:.4f}",
+        "AUTOTUNE_NEW_CONFIG": str(folder / "ds_config.json"),
+        "AUTOTUNE_OLD_CONFIG": str(decision.folder / "previous" / "ds_config.json"),
+        "AUTOTUNE_DECISION": str(decision.folder / "decision.json"),
+    }
+    done = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False)
+    if done.returncode:
+        raise UserError(
+            f"the configuration is replaced, but --on-change ended with status {done.returncode}: {command}"
+        )
+
+
+def _by_worth(candidates: Sequence[Candidate], known: PriorStudy | None) -> list[Candidate]:
+    """Candidates in the order of their predicted throughput, the fastest first."""
+    unique = list(dict.fromkeys(candidates))
+    if known is None or not unique:
+        return unique
+    believed = known.guide.beliefs(known.told, unique)
+    worth = [
+        float(mean) - math.log(c.global_batch_size(1))
+        for c, mean in zip(unique, believed.log_step_time[0], strict=True)
+    ]
+    return [c for _, c in sorted(zip(worth, unique, strict=True), key=lambda pair: pair[0])]

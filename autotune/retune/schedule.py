@@ -1,0 +1,322 @@
+"""Schedules of re-tuning: their rules, which of them are due, and the daemon that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apscheduler.triggers.cron import CronTrigger
+from sqlalchemy.exc import SQLAlchemyError
+
+from autotune.errors import UserError
+from autotune.study.lock import run_under_way
+from autotune.study.spec.spec import check_name
+from autotune.study.storage import records
+from autotune.study.storage.history import History, Row
+from autotune.study.storage.leases import Leases
+from autotune.study.storage.urls import VARIABLE
+from autotune.system import signals
+from autotune.system.units import parse_seconds
+
+SHORTEST_S, LONGEST_S = 60.0, 10 * 366 * 86400.0
+LONGEST_CRON = 128  # characters of the database's column
+LEASE = "scheduler"
+# The leader gives a beat every 2 s; another daemon takes over after 5 looks without one, which is 10 s.
+BEAT_S, STALE_LOOKS = 2.0, 5
+RETRY_S = 300.0  # until a run that could not begin, for example because its study is being run, is tried again
+RETUNE = (sys.executable, "-m", "autotune.cli", "retune")
+EXITS = {
+    0: "unchanged",
+    1: "failed",
+    2: "could not run",
+    3: "improved, the configuration is replaced",
+    130: "interrupted; goes on next time",
+    143: "interrupted; goes on next time",
+}
+
+
+class ScheduleError(UserError):
+    """A schedule that is missing or cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When a study is re-tuned.
+
+    Attributes:
+        number: Its number in the database.
+        study: The study.
+        every_s: Seconds from one run to the next; None if `cron` is set.
+        cron: Five fields, in local time.
+        on_change: Whether it runs only if the environment has changed since the last run.
+        last_run_at: Unix time of the last run; None before the first.
+        next_run_at: Unix time of the next run, computed when the last one began.
+    """
+
+    number: int
+    study: str
+    every_s: float | None
+    cron: str | None
+    on_change: bool
+    last_run_at: float | None
+    next_run_at: float
+
+    @classmethod
+    def of(cls, row: Row) -> Schedule:
+        """The schedule in a row of the database.
+
+        Raises:
+            ScheduleError: No command of autotune writes such a row, so another program did: it must not reach a shell.
+        """
+        try:
+            check_name(row["study"])
+            every_s, cron = row["every_s"], row["cron"]
+            if every_s is not None and not 0 < float(every_s) <= LONGEST_S:
+                raise ValueError(f"its interval of {every_s} s is not between 0 and ten years")
+            if (every_s is None) == (cron is None):
+                raise ValueError("it needs either an interval or five fields of a crontab")
+            if cron is not None:
+                cron = _checked_cron(cron)
+            times = [float(row[name]) for name in ("last_run_at", "next_run_at") if row[name] is not None]
+            if not all(map(math.isfinite, times)):
+                raise ValueError("its times are no numbers")
+        except (ValueError, TypeError) as error:
+            raise ScheduleError(f"schedule {row['id']}: {error}; autotune schedule remove {row['id']}") from None
+        names = ("study", "every_s", "on_change", "last_run_at", "next_run_at")
+        return cls(number=row["id"], cron=cron, **{name: row[name] for name in names})
+
+    def after(self, now: float) -> float:
+        """The first run after a moment, in Unix time."""
+        return next_after(self.every_s, self.cron, now)
+
+    def due_at(self, now: float) -> float:
+        """When it is due, in Unix time. A clock that was once years ahead must not delay the next run by years."""
+        return min(self.next_run_at, self.after(now))
+
+    @property
+    def when(self) -> str:
+        """The rule in words."""
+        rule = f"every {_duration(self.every_s)}" if self.every_s else f'cron "{self.cron}"'
+        return rule + (", if the environment has changed" if self.on_change else "")
+
+    def to_data(self) -> dict[str, Any]:
+        """The schedule for programs."""
+        return {**vars(self), "next_run_at": self.due_at(time.time())}
+
+
+def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | None]:
+    """Read a rule from the command line: an interval in seconds, or five fields of a crontab.
+
+    Raises:
+        ScheduleError: It is no rule.
+    """
+    if (every is None) == (cron is None):
+        raise ScheduleError('schedule: give --every 7d or --cron "0 3 * * 0"')
+    if cron is not None:
+        try:
+            return None, _checked_cron(cron)
+        except ValueError as error:
+            raise ScheduleError(f'--cron "{cron}": {error}') from None
+    assert every is not None
+    try:
+        seconds = parse_seconds(every)
+    except ValueError as error:
+        raise ScheduleError(f"--every: {error}") from None
+    if seconds < SHORTEST_S:
+        raise ScheduleError(f"--every {every}: at least a minute")
+    if seconds > LONGEST_S:
+        raise ScheduleError(f"--every {every}: at most ten years")
+    return seconds, None
+
+
+def _checked_cron(cron: str) -> str:
+    """Return the five fields of a crontab, one space between them; raise ValueError if they are none."""
+    fields = cron.split()
+    try:
+        if len(fields) != 5 or len(cron) > LONGEST_CRON:
+            raise ValueError(f"{len(fields)} fields")
+        trigger = CronTrigger.from_crontab(_days_by_name(cron))
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise ValueError(f'{error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0"') from None
+    if fields[2] != "*" and fields[4] != "*":
+        raise ValueError("give a day of the month or a weekday; both together mean different things to different crons")
+    now = datetime.datetime.now().astimezone()
+    # Without an end it would search for the 30th of February until the year 9999.
+    trigger.end_date = now + datetime.timedelta(seconds=LONGEST_S)
+    if trigger.get_next_fire_time(None, now) is None:
+        raise ValueError("no such day comes within ten years; give another day of the month")
+    return " ".join(fields)
+
+
+def next_after(every_s: float | None, cron: str | None, now: float) -> float:
+    """The first run of a rule after a moment, in Unix time."""
+    if every_s is not None:
+        return now + every_s
+    assert cron is not None
+    after = datetime.datetime.fromtimestamp(now + 1).astimezone()
+    found = CronTrigger.from_crontab(_days_by_name(cron)).get_next_fire_time(None, after)
+    return float(found.timestamp()) if found is not None else now + 366 * 86400.0
+
+
+def _days_by_name(cron: str) -> str:
+    """Replace the numbers of weekdays by names: APScheduler counts from Monday, crontab from Sunday (0 and 7)."""
+    fields = cron.split()
+    names = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
+    parts = []
+    for part in fields[4].split(","):
+        span, slash, step = part.partition("/")
+        ends = [names[int(end)] if end.isdigit() and int(end) < 8 else end for end in span.split("-")]
+        if ends[0] == "sun" and len(ends) == 2:  # a week of APScheduler's ends with Sunday
+            parts += ["sun", f"mon-{ends[1]}"] if ends[1] != "sun" else ["*"]
+        else:
+            parts.append("-".join(ends) + slash + step)
+    return " ".join([*fields[:4], ",".join(parts)])
+
+
+def due(history: History, study: str, now: float | None = None) -> list[Schedule]:
+    """The schedules of a study that are due.
+
+    Raises:
+        ScheduleError: It has none.
+    """
+    now = time.time() if now is None else now
+    found = [Schedule.of(row) for row in history.schedules(study)]
+    if not found:
+        raise ScheduleError(
+            f"study {study!r} has no schedule, so it is never due; `autotune schedule add {study} --every 7d` makes one"
+        )
+    return [schedule for schedule in found if schedule.due_at(now) <= now]
+
+
+def started(history: History, schedules: Sequence[Schedule], now: float | None = None) -> None:
+    """Note that due runs begin; one run makes up for all that were missed."""
+    now = time.time() if now is None else now
+    for schedule in schedules:
+        history.update_schedule(schedule.number, last_run_at=now, next_run_at=schedule.after(now))
+
+
+class Daemon:
+    """Run what is due, in child processes; of all daemons on a database one leads, and the others stand by.
+
+    Args:
+        url: The database.
+        studies: The folder of the studies.
+        say: Prints a line.
+        command: The command that re-tunes; the study's name and `--if-due` are appended.
+    """
+
+    def __init__(self, url: str, studies: Path, say: Callable[[str], None], command: Sequence[str] = RETUNE) -> None:
+        self.url, self.studies, self.say, self.command = url, studies, say, command
+        with records.failing_in_words(url):
+            self.history = History(records.open_storage(url, create=False).engine)
+        self.leases = Leases(self.history.engine, "", stale_looks=STALE_LOOKS)
+        self.leads: bool | None = None  # None before the first look
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        # Until when, by a monotonic clock, a schedule is not started again.
+        self._held_until: dict[int, float] = {}
+        self._took_up_at = -RETRY_S
+
+    def run(self) -> None:
+        """Serve until SIGTERM or Ctrl-C; then the runs under way are stopped, and go on another time."""
+        # Warnings of cron triggers say nothing that a user could change.
+        logging.getLogger("apscheduler").setLevel(logging.ERROR)
+        with contextlib.suppress(KeyboardInterrupt), signals.terminable():
+            try:
+                while True:
+                    self.look()
+                    time.sleep(BEAT_S)
+            finally:
+                for child in self._children.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        child.terminate()
+                for child in self._children.values():
+                    child.wait()
+                with contextlib.suppress(SQLAlchemyError):
+                    self.leases.give_back(LEASE)
+
+    def look(self) -> None:
+        """Give a beat or take the lead, and start what is due while leading."""
+        try:
+            self._reap()
+            self.leases.look()
+            leads = self.leases.acquire(LEASE)
+            if leads != self.leads:
+                self._took_up_at = -RETRY_S
+                self.say("this daemon leads" if leads else "another daemon leads; standing by")
+            self.leads = leads
+            if leads:
+                self._take_up()
+                self._start_due()
+        except SQLAlchemyError as error:
+            self.leads = None
+            self.say(f"the database does not answer, so nothing is started: {str(error).splitlines()[0]}")
+
+    def _start_due(self) -> None:
+        now, steady = time.time(), time.monotonic()
+        for row in self.history.schedules():
+            if row["id"] in self._children or self._held_until.get(row["id"], 0.0) > steady:
+                continue
+            try:
+                schedule = Schedule.of(row)
+            except ScheduleError as error:
+                self._held_until[row["id"]] = math.inf
+                self.say(f"skipped: {error}")
+                continue
+            if schedule.due_at(now) <= now:
+                self.start(schedule)
+
+    def start(self, schedule: Schedule) -> None:
+        """Start a run, which takes up an interrupted one."""
+        self.say(f"{schedule.study}: re-tuning ({schedule.when})")
+        self._held_until[schedule.number] = time.monotonic() + RETRY_S
+        command = [*self.command, schedule.study, "--if-due"]
+        environment = {**os.environ, VARIABLE: self.url}  # a password does not belong on a command line
+        self._children[schedule.number] = subprocess.Popen(
+            command, cwd=self.studies.parent, env=environment, start_new_session=True
+        )
+
+    def _reap(self) -> None:
+        """Report the runs that have ended; what is due again after `RETRY_S` at the earliest did not begin."""
+        ended = {number: status for number, child in self._children.items() if (status := child.poll()) is not None}
+        rows = {row["id"]: row for row in self.history.schedules()} if ended else {}
+        for number, status in ended.items():
+            del self._children[number]
+            with contextlib.suppress(KeyError, ScheduleError):  # removed, or rewritten, meanwhile
+                schedule = Schedule.of(rows[number])
+                if schedule.due_at(time.time()) > time.time():
+                    self._held_until.pop(number, None)
+                self.say(f"{schedule.study}: {EXITS.get(status, f'ended with status {status}')}")
+
+    def _take_up(self) -> None:
+        """Make a re-tuning due again whose process was killed; one whose process outlived its daemon goes on."""
+        if time.monotonic() - self._took_up_at < RETRY_S:
+            return
+        self._took_up_at = time.monotonic()
+        for row in self.history.schedules():
+            with contextlib.suppress(ScheduleError):
+                schedule = Schedule.of(row)
+                free = run_under_way(self.studies / schedule.study) is None
+                if free and self.history.interrupted(schedule.study) is not None:
+                    self.history.update_schedule(schedule.number, next_run_at=min(schedule.next_run_at, time.time()))
+
+
+def moment(at: float | None) -> str:
+    """A moment for people, in local time."""
+    return "never" if at is None else datetime.datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

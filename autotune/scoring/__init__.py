@@ -1,0 +1,1 @@
+"""What measurements mean: metrics, objectives, Pareto front, recommendation, bottlenecks."""

@@ -1,0 +1,1 @@
+"""What a change of batch, learning rate or numerics does to the loss."""

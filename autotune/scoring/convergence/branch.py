@@ -1,0 +1,152 @@
+"""The branch check: from one state and on equal data, is a batch with its learning rate really as good as was predicted?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+DRAWS = 2000
+# Pieces of equal data that curves are compared over; fewer say nothing of their own noise.
+MOST_WINDOWS, FEWEST_WINDOWS = 24, 6
+# Between two readings of one step time.
+SPEED_SD = 0.02
+# Samples before the branch, in its own, where that is not known: a log is a line there.
+FAR = 1000.0
+# So much later than predicted (or than the baseline) is no refutation, and an interval so wide is no answer.
+TOLERANCE, WIDEST = 1.05, 3.0
+# What to do where a branch decides nothing.
+MORE = "raise --branch-tokens, or do without by --no-branch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """What a branch from the baseline's state showed.
+
+    Attributes:
+        confirmed: Whether the candidate is as good as predicted, or at least as the baseline; None if it cannot be
+            told.
+        reason: What was seen, in words.
+        time_ratio: Its time to the baseline's loss over the baseline's time; below 1 is sooner; None if it
+            is not known.
+        low: Lower end of the 95 % interval.
+        high: Upper end.
+        predicted: The same by noise scale and throughput; None where that was not known.
+        n_samples: Samples that both were trained on.
+    """
+
+    confirmed: bool | None
+    reason: str
+    time_ratio: float | None = None
+    low: float = 0.0
+    high: float = 0.0
+    predicted: float | None = None
+    n_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One side of a branch.
+
+    Attributes:
+        losses: One a step.
+        batch: Samples of a step.
+        samples_per_s: Throughput.
+    """
+
+    losses: Sequence[float | None]
+    batch: int
+    samples_per_s: float
+
+
+def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float | None = None) -> Branch:
+    """Compares two runs that began from the same weights and saw the same samples in the same order.
+
+    Both curves are averaged over the same pieces of data, so that what the data does to both cancels out. The
+    baseline's is taken as a - b log(x + x0), x samples into the branch and x0 samples before it (a line where x0 is not
+    known). With e the mean difference over the later half and x its middle, the candidate is at x where the baseline
+    was at x', and
+
+        x' + x0 = (x + x0) exp(-e / b),   time ratio = x / x' * (throughput of the baseline) / (its own)
+
+    A step's loss is that of weights half a batch old, which counts against large batches and is taken out.
+
+    Args:
+        own: The candidate.
+        baseline: The baseline.
+        predicted: The time ratio that noise scale and throughput promise.
+        seen: Samples that the weights had seen before; None if that is not known.
+    """
+    n_samples = min(len(own.losses) * own.batch, len(baseline.losses) * baseline.batch)
+    n_windows = min(MOST_WINDOWS, n_samples // max(own.batch, baseline.batch, 1))
+    if n_windows < FEWEST_WINDOWS:
+        return Branch(confirmed=None, reason=f"{n_samples} samples are too few for a branch of this batch; {MORE}")
+    curves = [_pieces(run, n_samples, n_windows) for run in (own, baseline)]
+    if not all(np.isfinite(curve).all() for curve in curves):
+        return Branch(confirmed=False, reason="in the branch its loss was not finite", n_samples=n_samples)
+    width, later = n_samples / n_windows, slice(n_windows // 2, None)
+    before = seen if seen is not None else FAR * n_samples
+    at = np.log((np.arange(n_windows) + 0.5) * width + before)
+    middle = math.exp(float(at[later].mean())) - before
+    fall, fall_sd = _fall((curves[0] + curves[1]) / 2, at)
+    difference = (curves[0] - curves[1])[later]
+    if fall <= 2 * fall_sd:
+        why = f"the loss hardly fell in the branch, so nothing can be told; {MORE}"
+        return Branch(confirmed=None, reason=why, n_samples=n_samples)
+    rng = np.random.default_rng(0)
+    falls = np.maximum(fall / 10, fall + fall_sd * rng.standard_normal(DRAWS))
+    error = float(difference.std(ddof=1) / math.sqrt(len(difference)))
+    behind = float(difference.mean()) + error * rng.standard_normal(DRAWS)
+    stale = (own.batch - baseline.batch) / 2
+    there = (middle + before) * np.exp(-behind / falls) - before + stale
+    speed = own.samples_per_s / baseline.samples_per_s * np.exp(SPEED_SD * rng.standard_normal(DRAWS))
+    # Behind by all that it saw: it never comes to where the baseline was.
+    ratios = middle / np.maximum(there, middle / 100) / speed
+    value = float(np.median(ratios))
+    low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
+    return _told(
+        Branch(
+            confirmed=None, reason="", time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
+        )
+    )
+
+
+def _told(found: Branch) -> Branch:
+    """The branch with its verdict and the words for it."""
+    promised = f"; {found.predicted:.2f}x was predicted" if found.predicted is not None else ""
+    said = (
+        f"a branch over {found.n_samples} samples from one state reaches the baseline's loss in {found.time_ratio:.2f}x"
+        f" ({found.low:.2f} to {found.high:.2f}) of its time{promised}"
+    )
+    if found.low > TOLERANCE * max(1.0, found.predicted or 1.0):
+        return _with(found, confirmed=False, reason=f"{said}, which it refutes")
+    if found.high > WIDEST * found.low:
+        return _with(found, confirmed=None, reason=f"{said}, which decides nothing; {MORE}")
+    return _with(found, confirmed=True, reason=f"{said}{', which it confirms' if promised else ''}")
+
+
+def _with(found: Branch, *, confirmed: bool | None, reason: str) -> Branch:
+    return Branch(**{**vars(found), "confirmed": confirmed, "reason": reason})
+
+
+def _pieces(run: Run, n_samples: int, n_windows: int) -> Floats:
+    """Mean loss over each of so many pieces of equal data; a step that lies in two counts in both by its share."""
+    losses = np.array([math.nan if loss is None else loss for loss in run.losses], dtype=float)
+    total = np.concatenate([[0.0], np.cumsum(losses) * run.batch])
+    ends = np.linspace(0, n_samples, n_windows + 1)
+    at = np.interp(ends, np.arange(len(total)) * float(run.batch), total)
+    return np.asarray(np.diff(at) / np.diff(ends), dtype=float)
+
+
+def _fall(curve: Floats, at: Floats) -> tuple[float, float]:
+    """By how much the loss falls as `at` grows by 1, over all but the first quarter, and its standard error."""
+    first = len(curve) // 4
+    later, centred = curve[first:], at[first:] - at[first:].mean()
+    slope = float(centred @ later / (centred @ centred))
+    residual = later - later.mean() - slope * centred
+    return -slope, float(np.sqrt(residual @ residual / max(1, len(later) - 2) / (centred @ centred)))

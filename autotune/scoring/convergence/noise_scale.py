@@ -1,0 +1,171 @@
+"""What a batch costs in samples: gradient noise scale, statistical efficiency, and how the learning rate follows.
+
+Both sides use it, the ranks to know when they have seen enough and the driver to score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.trial.result import NoiseTerms
+
+Floats = NDArray[np.float64]
+
+REPLICATES = 1000
+# Fewer steps than these give no spread worth a bootstrap.
+LEAST_STEPS = 8
+# Stands for a noise scale, or an interval, without end: no batch comes near it.
+ENDLESS = 1e15
+# From one half of a measurement to the other it grows by so much, or it stands.
+GROWTH = 1.25
+# A loss that falls by less than this share from one half of the steps to the other is taken to stand.
+STANDS = 0.005
+# Over fewer steps a loss that stands cannot be told from one that has not begun to fall.
+LEAST_LOSSES = 50
+# An interval wider than this, high over low, does not tell batches apart that differ by a factor of two.
+WIDEST = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale:
+    """The gradient noise scale: the batch, in samples, at which gradient noise and gradient are of one size.
+
+    Attributes:
+        samples: tr(Sigma) / |G|^2; `ENDLESS` where the gradient is lost in the noise.
+        low: Lower end of its 95 % interval.
+        high: Upper end; `ENDLESS` if the interval has none.
+        resolved: The interval is narrow enough to compare batches by it; else only `low` may be believed.
+        n_samples: Samples that it was measured on.
+        growing: It still grew while it was measured, as it does near the initial weights: what follows is larger.
+    """
+
+    samples: float
+    low: float
+    high: float
+    resolved: bool
+    n_samples: int
+    growing: bool = False
+
+    @property
+    def precise(self) -> bool:
+        """Whether more samples would change no decision: it stands, and the interval's ends are within a factor of 1.5."""
+        return self.resolved and not self.growing and self.high <= 1.5 * self.low
+
+    def __str__(self) -> str:
+        if not self.resolved:
+            return f"noise scale > {self.low:.3g} samples, unresolved"
+        growing = ", and still growing, so that smaller batches get no credit for it" if self.growing else ""
+        return f"noise scale {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g}){growing}"
+
+
+def noise_scale(
+    micro_sq: Sequence[float], mean_sq: Sequence[float], *, micro_batch_size: int, n_micro: int
+) -> NoiseScale:
+    """Estimates the noise scale from the gradients of M equal micro-batches of b samples in each of several steps.
+
+    With q = mean |g_i|^2 over the M micro-gradients and t = |mean g_i|^2 (McCandlish et al., arXiv 1812.06162, appendix
+    A, with B_small = b and B_big = b M; the same as AdaptDL's):
+
+        |G|^2 = (M t - q) / (M - 1),   tr(Sigma) = b M (q - t) / (M - 1),   noise scale = tr(Sigma) / |G|^2
+
+    Each is unbiased in a single step but so noisy that a mean of ratios can come out negative: numerators and
+    denominators are summed over the steps and divided last. The interval is a block bootstrap of the steps, since the
+    gradient of neighbouring steps is taken at neighbouring weights.
+
+    Args:
+        micro_sq: q of each step, shape (steps,).
+        mean_sq: t of each step, shape (steps,).
+        micro_batch_size: b, samples.
+        n_micro: M, accumulation steps times ranks; at least 2.
+
+    Raises:
+        ValueError: One micro-batch a step says nothing of noise, or the two lists differ in length.
+    """
+    if n_micro < 2:
+        raise ValueError("the noise scale needs at least two micro-batches a step: more ranks or more accumulation")
+    q, t = np.asarray(micro_sq, dtype=float), np.asarray(mean_sq, dtype=float)
+    if q.shape != t.shape:
+        raise ValueError(f"{len(q)} mean squares of micro-gradients but {len(t)} squares of mean gradients")
+    gradient = (n_micro * t - q) / (n_micro - 1)
+    trace = micro_batch_size * n_micro * (q - t) / (n_micro - 1)
+    n_samples = len(q) * micro_batch_size * n_micro
+    if len(q) < LEAST_STEPS or not np.isfinite(q).all() or not np.isfinite(t).all():
+        return NoiseScale(samples=ENDLESS, low=0.0, high=ENDLESS, resolved=False, n_samples=n_samples)
+    value = _ratio(trace.sum(), gradient.sum())
+    index = _blocks(len(q), np.random.default_rng(0))
+    tops, bottoms = trace[index].sum(axis=1), gradient[index].sum(axis=1)
+    drawn = np.where(bottoms > 0, np.maximum(tops, 0.0) / np.where(bottoms > 0, bottoms, 1.0), ENDLESS)
+    low, high = (float(bound) for bound in np.quantile(drawn, (0.025, 0.975), method="nearest"))
+    resolved = high < ENDLESS and low > 0 and high / low <= WIDEST
+    return NoiseScale(samples=value, low=min(low, value), high=max(high, value), resolved=resolved, n_samples=n_samples)
+
+
+def falling(losses: Sequence[float]) -> bool:
+    """Whether the loss still falls, beyond its own noise, from one half of the steps after the first third to the other.
+
+    While it does the gradient still shrinks, so that a noise scale measured now, however narrow its interval, is below
+    what follows.
+    """
+    if len(losses) < LEAST_LOSSES:
+        return True
+    kept = np.asarray(losses[len(losses) // 3 :], dtype=float)
+    earlier, later = np.array_split(kept, 2)
+    fall = earlier.mean() - later.mean()
+    se = math.sqrt(earlier.var(ddof=1) / len(earlier) + later.var(ddof=1) / len(later))
+    return bool(fall > max(STANDS * abs(later.mean()), 2 * se))
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return max(0.0, top) / bottom if bottom > 0 else ENDLESS
+
+
+def _blocks(n: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Indices of a circular block bootstrap, one row a replicate."""
+    length = max(1, round(n ** (1 / 3)))
+    starts = rng.integers(0, n, size=(REPLICATES, -(-n // length)))
+    return ((starts[:, :, None] + np.arange(length)).reshape(REPLICATES, -1) % n)[:, :n]
+
+
+def efficiency(noise_samples: float, batch: float, baseline_batch: float) -> float:
+    """Progress per sample at a global batch, relative to the baseline's: (phi + B0) / (phi + B) (Pollux, OSDI 2021, section 3).
+
+    Above 1 where the batch is smaller than the baseline's. Goodput is throughput times this, and the time to a target
+    that the baseline reaches in T is T x (goodput of the baseline) / goodput: S_min (1 + phi / B) steps of B samples
+    each.
+
+    Args:
+        noise_samples: phi, in samples; with an infinite one every sample counts in full.
+        batch: B, samples of an optimizer step.
+        baseline_batch: B0.
+    """
+    if math.isinf(noise_samples):
+        return 1.0
+    return (noise_samples + baseline_batch) / (noise_samples + batch)
+
+
+def noise_scale_of(terms: NoiseTerms) -> NoiseScale:
+    """The noise scale of a trial after the first third of the steps: near the initial weights it is far below what follows."""
+    first = len(terms.micro_sq) // 3
+    found = noise_scale(
+        terms.micro_sq[first:], terms.mean_sq[first:], micro_batch_size=terms.micro_batch_size, n_micro=terms.n_micro
+    )
+    return replace(found, growing=_grows(terms, first))
+
+
+def _grows(terms: NoiseTerms, first: int) -> bool:
+    """Whether the later half of the steps shows a clearly larger noise scale than the earlier half."""
+    middle = (first + len(terms.micro_sq)) // 2
+    parts = [
+        np.array([terms.micro_sq[part], terms.mean_sq[part]]).sum(axis=1)
+        for part in (slice(first, middle), slice(middle, None))
+    ]
+    (q1, t1), (q2, t2) = parts
+    # Cross-multiplied, since a gradient lost in the noise may come out at or below zero: then the noise scale has no
+    # end.
+    gradients = [max(terms.n_micro * t - q, 0.0) for q, t in ((q1, t1), (q2, t2))]
+    return bool((q2 - t2) * gradients[0] > GROWTH * (q1 - t1) * gradients[1])

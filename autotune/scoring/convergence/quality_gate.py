@@ -1,0 +1,233 @@
+"""The quality gate: does a configuration with other numerics train as well as the one it is compared with? A matter of two loss curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from autotune.trial.result import GradientCheck
+
+Floats = NDArray[np.float64]
+
+# A mean loss may lag by one step (DeepSpeed's bf16 stage 0 loses a quarter of Adam's first one), or by this share of
+# all steps.
+LAG_STEPS, LAG_SHARE = 1.0, 0.02
+# Shorter curves than this say nothing.
+LEAST_STEPS = 8
+# One-sided: so often is a mean beyond the band of the replicates by chance.
+CHANCE = 0.01
+# A gradient that is off by more than three roundings to bfloat16 together would make: one costs 0.17 %, a sum of 64
+# micro-steps 0.6 to 1 %.
+WORST_ERROR = 0.005
+# Weights, data and step are the same, so the gradients of the first step are of one size, whatever dropout does.
+WIDEST_NORM_RATIO = 2.0
+# What of a DeepSpeed configuration changes what is computed, rather than where and when.
+NUMERIC_KEYS = (
+    "bf16",
+    "fp16",
+    "torch_autocast",
+    "communication_data_type",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+)
+QUANTISED = (
+    "zero_optimization",
+    ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
+)
+# These carry the error of one step over to the next: single gradients are off, their sum is not.
+CARRYING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateVerdict:
+    """What the gate says of a candidate.
+
+    Attributes:
+        passed: Whether it trains as well as the reference; None where that could not be found out.
+        reason: Why not, in words.
+        excess: Mean loss over the later half of the steps, over the reference's; over the earlier half where that was
+            outside.
+        limit: What it may be at most, either way.
+        n_steps: Steps that were compared.
+        losses: The reference's curve.
+        replicates: The curves of its replicates.
+        batch: Samples of a step.
+        same_as: The trial with the same numerics whose curve was compared, where it was not the candidate's own.
+    """
+
+    passed: bool | None
+    reason: str = ""
+    excess: float = 0.0
+    limit: float = 0.0
+    n_steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    replicates: list[list[float]] = field(default_factory=list)
+    batch: int = 0
+    same_as: int | None = None
+
+
+def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a complete DeepSpeed configuration changes the numbers that are computed; equal for configurations that train alike."""
+    found: dict[str, Any] = {}
+    for key in NUMERIC_KEYS:
+        value = config.get(key)
+        if isinstance(value, Mapping):
+            value = dict(value) if value.get("enabled") else None
+        if value not in (None, False):
+            found[key] = value
+    section, names = QUANTISED
+    found |= {name: True for name in names if (config.get(section) or {}).get(name)}
+    kind = (config.get("optimizer") or {}).get("type")
+    if kind in CARRYING:
+        found["optimizer"] = kind
+    dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if "bf16" in found or "fp16" in found:
+        steps = int(config.get("gradient_accumulation_steps") or 1)
+        found |= (
+            {"gradients": str(dtype)} if dtype is not None else {"accumulated in 16 bits": steps} if steps > 1 else {}
+        )
+    return found
+
+
+def judge(
+    losses: Sequence[float | None],
+    reference: Sequence[float | None],
+    replicates: Sequence[Sequence[float | None]],
+    batch: int = 0,
+) -> GateVerdict:
+    """Compares a loss curve with a reference's: equal weights, data and global batch, step by step.
+
+    The statistic is the mean difference over the earlier and over the later half of the steps both have. It is outside
+    if, either way, it is beyond each of
+
+    * the band: what two replicates of the reference (other roundings, other dropout) differ by, with Student's factor
+      for so few of them;
+    * three standard errors of the difference itself, over blocks of steps, where the curves cannot be paired step by
+      step;
+    * a lag of one step, or of 2 % of the steps, in the reference's own slope: a shortened first step is no worse
+      numerics.
+
+    A loss that is far lower is outside too: other numerics do not train better, but a wrong learning rate may, for a
+    while.
+
+    Args:
+        losses: The candidate's, one a step.
+        reference: The reference's.
+        replicates: The replicates'.
+        batch: Samples of a step, for the record.
+    """
+    curves = [_numbers(curve) for curve in (losses, reference, *replicates)]
+    n = min((len(curve) for curve in curves), default=0)
+    kept = {
+        "n_steps": n,
+        "losses": curves[1][:n].tolist(),
+        "replicates": [c[:n].tolist() for c in curves[2:]],
+        "batch": batch,
+    }
+    if n < LEAST_STEPS:
+        return GateVerdict(
+            passed=None, reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s", **kept
+        )
+    own, base, *others = (curve[:n] for curve in curves)
+    if not np.isfinite(own).all():
+        return GateVerdict(passed=False, reason="its loss is not finite where the reference's is", **kept)
+    found = GateVerdict(passed=True, **kept)
+    for part in (slice(n // 8, n // 2), slice(n // 2, n)):
+        difference = (own - base)[part]
+        excess, slope = float(difference.mean()), _slope(base, part)
+        limit = max(
+            max(LAG_STEPS, LAG_SHARE * n) * slope, _band([base, *others], part), 3 * _standard_error(difference)
+        )
+        found = replace(found, excess=excess, limit=limit)
+        if abs(excess) > limit:
+            return replace(found, passed=False, reason=_outside(excess, limit, slope, part))
+    return found
+
+
+def _outside(excess: float, limit: float, slope: float, part: slice) -> str:
+    """What is wrong with a curve, in words."""
+    where = f"over steps {part.start + 1} to {part.stop}"
+    if excess < 0:
+        return (
+            f"trains otherwise: {where} its loss is {-excess:.3g} below the reference's, and numerics alone do not do that; is its learning"
+            f" rate what it should be? within {limit:.3g} it could be chance"
+        )
+    behind = f", {excess / slope:.1f} steps behind" if slope > 0 else ""
+    return f"trains worse: {where} its loss is {excess:.3g} above the reference's{behind}; within {limit:.3g} it could be chance"
+
+
+def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None, config: Mapping[str, Any]) -> str:
+    """What is wrong with a gradient, in words; empty if nothing is.
+
+    Losses cannot show all of it: Adam divides any wrong scale out again until it overflows, and bf16 sums over many
+    micro-steps lose what only a long training misses.
+
+    Args:
+        found: The candidate's first step.
+        reference: The reference's.
+        config: The candidate's DeepSpeed configuration.
+    """
+    if found is None:
+        return ""
+    if not math.isfinite(found.error) or not math.isfinite(found.norm):
+        return "its first gradient is not finite"
+    carries = bool(set(numerics(config)) & {"optimizer", *QUANTISED[1]})
+    if found.error > WORST_ERROR and not carries:
+        what = f"the sum of {found.n_micro} micro-gradients" if found.n_micro > 1 else "its gradient"
+        return f"loses gradient: {what} is off by {found.error:.2%} (rounding it to bfloat16 once costs 0.17 %); accumulate in fp32"
+    if reference is not None and reference.norm > 0:
+        ratio = found.norm / reference.norm
+        if not 1 / WIDEST_NORM_RATIO <= ratio <= WIDEST_NORM_RATIO:
+            return f"scales gradients wrongly: that of the first step is {ratio:.3g} times the reference's"
+    return ""
+
+
+def _numbers(curve: Sequence[float | None]) -> Floats:
+    return np.array([math.nan if loss is None else loss for loss in curve], dtype=float)
+
+
+def _slope(base: Floats, part: slice) -> float:
+    """Loss that a step may gain in the middle of a part of the curve.
+
+    From the fit of a + b log(step) to all but the first steps, with its standard error, since what differs between
+    batches hides the slope but not the lag of a curve on the same batches; or from the mean fall up to the part's end
+    where that is steeper; at least a tenth of the mean fall a step over all: a noisy end has no slope.
+    """
+    n = len(base)
+    first = n // 8
+    logs = np.log(np.arange(first, n) + 1.0)
+    centred = logs - logs.mean()
+    middle = (part.start + part.stop) / 2
+    rate = float(base[first:] @ centred / (centred @ centred))
+    left = base[first:] - base[first:].mean() - rate * centred
+    error = float(np.sqrt(left @ left / max(1, len(left) - 2) / (centred @ centred)))
+    fitted = (error - rate) / middle
+    start, end = float(base[: max(1, first)].mean()), float(base[-max(1, n // 4) :].mean())
+    early = (start - float(base[n // 2 :].mean())) / (0.7 * n) if part.stop <= n // 2 else 0.0
+    return float(max(fitted, early, (start - end) / n / 10, 0.0))
+
+
+def _band(curves: Sequence[Floats], part: slice) -> float:
+    """What the mean differences between curves of one configuration stay within."""
+    n = len(curves)
+    if n < 2:
+        return 0.0
+    means = np.array([curve[part].mean() for curve in curves])
+    # The difference of two has twice the variance of one.
+    return float(special.stdtrit(n - 1, 1 - CHANCE) * means.std(ddof=1) * math.sqrt(2))
+
+
+def _standard_error(difference: Floats) -> float:
+    """Standard error of the mean of a series whose neighbours are alike: from the means of blocks."""
+    size = max(1, round(len(difference) ** 0.5))
+    n = len(difference) // size
+    if n < 2:
+        return 0.0
+    blocks = difference[len(difference) - n * size :].reshape(n, size).mean(axis=1)
+    return float(blocks.std(ddof=1) / math.sqrt(n))

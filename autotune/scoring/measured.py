@@ -1,0 +1,121 @@
+"""One trial as the analysis sees it, and how two of them compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autotune.scoring.convergence.branch import Branch
+from autotune.scoring.convergence.quality_gate import GateVerdict
+from autotune.scoring.metrics import METRICS
+from autotune.scoring.objective import Objective
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig
+from autotune.trial.result import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One trial as the analysis sees it.
+
+    Attributes:
+        trial: Its number.
+        candidate: What was measured.
+        ds_config: Its complete DeepSpeed configuration.
+        outcome: How it ended.
+        metrics: What it yielded, by metric.
+        ci95: The 95 % interval within that one run.
+        feasible: Whether all constraints are held.
+        repeats: Metrics of each re-measurement, by round; a round measures all finalists and the baseline in turn.
+        script_side_changes: What it takes besides the DeepSpeed JSON.
+        unreproducible: Those of them that the user has no way to make.
+        numerics_kept: Whether it computes the same numbers as the baseline, but for the batch.
+        verdict: What the quality gate said of it, where it was asked.
+        branch: What a branch from the baseline's state showed, where there was one.
+        branch_wanted: Its global batch is another one, which only a branch can justify.
+    """
+
+    trial: int
+    candidate: Candidate
+    ds_config: DsConfig
+    outcome: Outcome
+    metrics: Mapping[str, float]
+    ci95: Mapping[str, tuple[float, float]]
+    feasible: bool = True
+    repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    script_side_changes: Sequence[str] = ()
+    unreproducible: Sequence[str] = ()
+    numerics_kept: bool = True
+    verdict: GateVerdict | None = None
+    branch: Branch | None = None
+    branch_wanted: bool = False
+
+    @property
+    def doubt(self) -> str:
+        """Why it must not be recommended although it is usable; empty if nothing is left open."""
+        if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
+            return (
+                self.verdict and self.verdict.reason
+            ) or "how it trains with other numerics than the baseline's was not checked"
+        if self.branch_wanted and not (self.branch is not None and self.branch.confirmed):
+            return (self.branch and self.branch.reason) or "its global batch was not checked by a branch"
+        return ""
+
+    @property
+    def barred(self) -> bool:
+        """Whether a check has been made that it did not stand, so that no further one helps."""
+        failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
+        return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be recommended."""
+        return self.outcome is Outcome.COMPLETE and self.feasible
+
+    def value(self, metric: str) -> float | None:
+        """The metric: the geometric mean of the re-measurements where there are any, else the trial's own.
+
+        The trial that made a candidate a finalist was picked for reading well, so it reads too well on average. Values
+        of different trials were taken at different times; `log_ratio` compares them.
+        """
+        again = [round_[metric] for round_ in self.repeats.values() if round_.get(metric, 0) > 0]
+        if again:
+            return math.exp(sum(math.log(value) for value in again) / len(again))
+        return self.metrics.get(metric)
+
+
+def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
+    """Weighted mean over the objectives of the logarithm of the gain over a reference; above 0 is better."""
+    total = sum(objective.weight for objective in objectives)
+    return sum(o.weight * improvement(log_ratio(measured, reference, o.metric), o.metric) for o in objectives) / total
+
+
+def log_ratio(measured: Measured, reference: Measured, metric: str) -> float:
+    """Logarithm of a metric over the reference's.
+
+    From the rounds in which both were measured in turn, if there are any: a machine that has become slower since the
+    first trial, slows both. Else from the trials' own values, not from one's round and the other's trial.
+    """
+    if measured.trial == reference.trial:
+        return 0.0
+    pairs = paired_log_ratios(measured, reference, metric)
+    if pairs:
+        return sum(pairs) / len(pairs)
+    own, other = measured.metrics.get(metric), reference.metrics.get(metric)
+    return math.log(own / other) if own and other and own > 0 and other > 0 else 0.0
+
+
+def paired_log_ratios(measured: Measured, reference: Measured, metric: str) -> list[float]:
+    """Logarithms of the metric over the reference's, one for each round in which both were measured."""
+    found = []
+    for number, round_ in measured.repeats.items():
+        own, other = round_.get(metric), reference.repeats.get(number, {}).get(metric)
+        if own and other:
+            found.append(math.log(own / other))
+    return found
+
+
+def improvement(ratio: float, metric: str) -> float:
+    """The logarithm of a ratio, signed so that more is better."""
+    return -ratio if METRICS[metric].direction == "minimize" else ratio

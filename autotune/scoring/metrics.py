@@ -1,0 +1,123 @@
+"""The metrics of a trial, each with its unit, direction and interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune.errors import nearest
+from autotune.scoring.convergence.noise_scale import efficiency
+from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
+from autotune.scoring.step_times import Estimate, _half_width
+from autotune.trial.result import TrialResult
+
+Direction = Literal["minimize", "maximize"]
+GOODPUT = "goodput_samples_per_s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One quantity that a trial yields.
+
+    Attributes:
+        unit: Its unit.
+        direction: Which way is better.
+        label: Its name for people.
+        of: Its estimate from a trial, or None if that trial does not yield it.
+        why_missing: What to say where it is None.
+    """
+
+    unit: str
+    direction: Direction
+    label: str
+    of: Callable[[TrialResult, Reference | None], Estimate | None]
+    why_missing: str = "the trial timed no step"
+
+
+def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None:
+    """Samples per second, each counted as what it is worth at the baseline's batch: throughput x efficiency (Pollux, OSDI 2021).
+
+    The interval joins that of the throughput with that of the noise scale, as if they met at their worst. At the
+    baseline's own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is
+    not resolved. Where it still grew, a smaller batch is worth no more than the baseline's: near the initial weights
+    small batches look better than they are.
+    """
+    rate, batch = METRICS["samples_per_s"].of(result, reference), result.samples_per_step
+    if rate is None or not batch or reference is None or not reference.batch:
+        return None
+    if batch == reference.batch:
+        return rate
+    noise = reference.noise
+    if noise is None or not noise.resolved:
+        return None
+    most = 1.0 if noise.growing else math.inf
+    shares = [min(most, efficiency(phi, batch, reference.batch)) for phi in (noise.low, noise.samples, noise.high)]
+    return Estimate(value=rate.value * shares[1], low=rate.low * min(shares), high=rate.high * max(shares))
+
+
+def _step_time(result: TrialResult, _: Reference | None) -> Estimate | None:
+    if result.steps is None or not result.steps.median_s > 0:
+        return None
+    median, half = result.steps.median_s, _half_width(result.steps)
+    return Estimate(value=median, low=max(0.0, median - half), high=median + half)
+
+
+def _rate(amount: Callable[[TrialResult], int | None]) -> Callable[[TrialResult, Reference | None], Estimate | None]:
+    def of(result: TrialResult, reference: Reference | None) -> Estimate | None:
+        time, n = _step_time(result, reference), amount(result)
+        if time is None or not n:
+            return None
+        # The reciprocal of an interval that reaches zero has no end; ten times the rate stands for it.
+        return Estimate(value=n / time.value, low=n / time.high, high=n / max(time.low, time.value / 10))
+
+    return of
+
+
+def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResult, Reference | None], Estimate | None]:
+    def of(result: TrialResult, _: Reference | None) -> Estimate | None:
+        value = amount(result)
+        return None if value is None or not math.isfinite(value) else Estimate(value=value, low=value, high=value)
+
+    return of
+
+
+METRICS: dict[str, Metric] = {
+    "step_time_s": Metric(unit="s", direction="minimize", label="step time", of=_step_time),
+    "samples_per_s": Metric(unit="samples/s", direction="maximize", label="throughput", of=_rate(lambda r: r.samples_per_step)),
+    "tokens_per_s": Metric(
+        unit="tokens/s", direction="maximize", label="tokens per second", of=_rate(lambda r: r.tokens_per_step),
+        why_missing="the batches hold no token sequences; use samples_per_s",
+    ),
+    "peak_memory_bytes": Metric(
+        unit="B", direction="minimize", label="peak memory", of=_exact(lambda r: r.peak_memory_bytes),
+        why_missing="the trial reported no memory",
+    ),
+    "time_to_loss_s": Metric(
+        unit="s", direction="minimize", label="time to the baseline's loss", of=time_to_loss,
+        why_missing="the trial's losses are missing or not finite",
+    ),
+    GOODPUT: Metric(
+        unit="samples/s", direction="maximize", label="goodput", of=goodput, why_missing="the noise scale is not resolved",
+    ),
+    "cpu_s_per_step": Metric(unit="s", direction="minimize", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step)),
+}  # fmt: skip
+
+
+def check_metric(name: str) -> None:
+    """Refuses a metric that does not exist.
+
+    Raises:
+        ValueError: It lists those that do.
+    """
+    if name not in METRICS:
+        raise ValueError(
+            f"unknown metric {name!r}.{nearest(name, METRICS)} Known: {', '.join(METRICS)}. See `autotune ls metrics`."
+        )
+
+
+def measure(result: TrialResult, reference: Reference | None) -> dict[str, Estimate]:
+    """Every metric that the trial yields."""
+    estimates = {name: metric.of(result, reference) for name, metric in METRICS.items()}
+    return {name: estimate for name, estimate in estimates.items() if estimate is not None}

@@ -1,0 +1,327 @@
+"""From measurements to a recommendation: the front, the picks, their speed-ups, and the reasons in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.scoring import pareto, step_times
+from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio, paired_log_ratios
+from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.objective import Objective
+from autotune.scoring.reasons import changes, checked, drift, passed_by, words
+
+# Spread between two runs of one configuration where nothing was measured twice: 2 %, as on a quiet machine.
+ASSUMED_SPREAD = 0.02
+# A lead of so many times what can be told apart needs no further measurement.
+CLEARLY = 2.0
+# The best of what only a trial can run, where that beats what the user can.
+OUT_OF_REACH = "out_of_reach"
+PICKS: dict[str, str] = {
+    "lowest_latency": "step_time_s",
+    "highest_throughput": "samples_per_s",
+    "fastest_convergence": GOODPUT,
+    "lowest_memory": "peak_memory_bytes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """A recommended configuration.
+
+    Attributes:
+        measured: The trial.
+        speedup: Throughput over the baseline's; None if the baseline did not run.
+        speedup_ci95: Its 95 % interval.
+        reasons: Why, in words.
+    """
+
+    measured: Measured
+    speedup: float | None
+    speedup_ci95: tuple[float, float] | None
+    reasons: list[str]
+
+    def to_data(self) -> dict[str, Any]:
+        """The pick as it stands in `recommended.json`."""
+        return point(self.measured) | {
+            "speedup": self.speedup,
+            "speedup_ci95": list(self.speedup_ci95) if self.speedup_ci95 else None,
+            "reasons": self.reasons,
+            "script_side_changes": list(self.measured.script_side_changes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """What a study found.
+
+    Attributes:
+        baseline: The user's own configuration; None if it did not complete.
+        front: The measurements that no other one beats on every objective.
+        picks: By name; `recommended` and `drop_in` (which keeps the baseline's global batch) first.
+    """
+
+    baseline: Pick | None
+    front: list[Measured]
+    picks: dict[str, Pick]
+
+
+def point(measured: Measured) -> dict[str, Any]:
+    """A measurement as it stands in `front.json`."""
+    metrics = {name: value for name in measured.metrics if (value := measured.value(name)) is not None}
+    return {
+        "trial": measured.trial,
+        "candidate": measured.candidate.values(),
+        "ds_config": measured.ds_config,
+        "metrics": metrics,
+        "ci95": {name: list(_interval(measured, name)) for name in metrics if name in measured.ci95},
+    }
+
+
+def _interval(measured: Measured, metric: str) -> tuple[float, float]:
+    """The metric's 95 % interval: between re-measurements where there are several, else within the one run."""
+    low, high = measured.ci95[metric]
+    again = [math.log(round_[metric]) for round_ in measured.repeats.values() if round_.get(metric, 0) > 0]
+    if not again:
+        return low, high
+    own, centre = measured.metrics[metric], math.exp(sum(again) / len(again))
+    within = (centre * low / own, centre * high / own) if own > 0 else (low, high)
+    seen = [math.exp(value) for value in again]
+    return min(within[0], *seen), max(within[1], *seen)
+
+
+def rank(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective]) -> list[Measured]:
+    """The usable measurements, best compromise first; those that the user could not reproduce after all others.
+
+    The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over the median of all
+    where the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
+    """
+    usable = [m for m in measured if m.usable and all(m.metrics.get(o.metric) is not None for o in objectives)]
+    reference = baseline or (_typical(usable) if usable else None)
+    return (
+        sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial))
+        if reference
+        else []
+    )
+
+
+def _typical(usable: Sequence[Measured]) -> Measured:
+    ordered = sorted(usable, key=lambda m: m.value("samples_per_s") or 0.0)
+    return ordered[len(ordered) // 2]
+
+
+def finalists(
+    measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], n: int, world_size: int
+) -> list[Measured]:
+    """What to measure again: the best compromise, the best with the baseline's batch and numerics, the fastest, then the next best.
+
+    What did not stand a check makes room for the next; the best that may be recommended as things stand is among them.
+
+    Chosen by first measurements alone, so that a resumed study chooses the same.
+    """
+    measured = [replace(m, repeats={}) for m in measured]
+    baseline = replace(baseline, repeats={}) if baseline else None
+    ranked = [m for m in rank(measured, baseline, objectives) if baseline is None or m.trial != baseline.trial]
+    hopeful = [m for m in ranked if not m.barred]
+    # A branch may refute the best one's batch.
+    wanted = [*hopeful[:1], *[m for m in hopeful if not m.branch_wanted][:1], *[m for m in hopeful if not m.doubt][:1]]
+    if baseline is not None:
+        wanted += [m for m in ranked if _drops_in(m, baseline, world_size)][:1]
+    wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
+    unique = {m.trial: m for m in [*wanted, *hopeful]}
+    return list(unique.values())[:n]
+
+
+def in_race(
+    found: Sequence[Measured],
+    measured: Sequence[Measured],
+    baseline: Measured | None,
+    objectives: Sequence[Objective],
+    world_size: int,
+) -> list[Measured]:
+    """The finalists that may still turn out the best of something; those clearly beaten in every way need no further round.
+
+    A finalist may win as the compromise, as the compromise with the baseline's batch and numerics, or by throughput. It
+    is out where the best re-measured finalist leads by more than twice what can be told apart.
+
+    Args:
+        found: The finalists.
+        measured: Every told trial.
+        baseline: The user's own configuration, if it completed.
+        objectives: What the study optimises.
+        world_size: Ranks.
+    """
+    judge = _Judge(measured, baseline)
+    now = {m.trial: m for m in measured if m.trial in {f.trial for f in found}}
+    seen = [m for m in now.values() if m.repeats]
+    if not seen:
+        return list(found)
+    reference = baseline or seen[0]
+
+    def gain(m: Measured) -> float:
+        return log_gain(m, reference, objectives)
+
+    def throughput(m: Measured) -> float:
+        return log_ratio(m, reference, "samples_per_s")
+
+    def hopeful(m: Measured, among: Sequence[Measured], worth: Callable[[Measured], float]) -> bool:
+        return m in among and worth(m) >= max(worth(other) for other in among) - CLEARLY * judge.resolution(m)
+
+    same = [m for m in seen if baseline is not None and _drops_in(m, baseline, world_size)]
+    contests = ((seen, gain), (same, gain), (seen, throughput))
+    left = {m.trial for m in seen if any(hopeful(m, among, worth) for among, worth in contests)}
+    return [f for f in found if f.trial in left or not now[f.trial].repeats]
+
+
+def recommend(
+    measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int
+) -> Recommendation:
+    """Picks from everything that was measured.
+
+    Args:
+        measured: Every told trial, the baseline among them.
+        baseline: The user's own configuration, if it completed.
+        objectives: What the study optimises.
+        world_size: Ranks.
+    """
+    everything = rank(measured, baseline, objectives)
+    ranked = [m for m in everything if not m.unreproducible] or everything
+    judge = _Judge(measured, baseline)
+    if not ranked:
+        return Recommendation(baseline=judge.pick(baseline, []) if baseline else None, front=[], picks={})
+    reference = baseline or ranked[0]
+    rows = [[improvement(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
+    front = sorted((ranked[i] for i in pareto.front(rows, ["maximize"] * len(objectives))), key=lambda m: m.trial)
+    picks: dict[str, Pick] = {}
+    sound = [m for m in ranked if baseline is None or not m.doubt]
+    best, why = _best(sound, baseline, objectives, judge)
+    picks["recommended"] = judge.pick(
+        best,
+        [why, *words(best, baseline, objectives), *checked(best), *passed_by(ranked[0], best), *drift(baseline)],
+    )
+    same = [m for m in ranked if baseline is not None and _drops_in(m, baseline, world_size)]
+    if baseline is not None and same:
+        keeps, _ = _best(same, baseline, objectives, judge)
+        batch = baseline.candidate.global_batch_size(world_size)
+        why = f"the best compromise that keeps the baseline's global batch of {batch} and its numerics"
+        picks["drop_in"] = judge.pick(keeps, [why, *words(keeps, baseline, objectives)])
+    for name, metric in PICKS.items():
+        having = [m for m in ranked if m.value(metric) is not None]
+        if having and (
+            metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")
+        ):
+            extreme = max(having, key=lambda m: improvement(log_ratio(m, reference, metric), metric))
+            why = f"the best {METRICS[metric].label} of all that ran"
+            picks[name] = judge.pick(extreme, [why, *words(extreme, baseline, objectives), *checked(extreme)])
+    apart = max(
+        (m for m in everything if m.unreproducible), key=lambda m: log_gain(m, reference, objectives), default=None
+    )
+    if apart is not None and (
+        apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)
+    ):
+        missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
+        picks[OUT_OF_REACH] = judge.pick(apart, ["only a trial can run it, so it is ranked apart", *missing])
+    return Recommendation(
+        baseline=judge.pick(baseline, ["the configuration to beat"]) if baseline else None, front=front, picks=picks
+    )
+
+
+def _best(
+    ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge
+) -> tuple[Measured, str]:
+    """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
+    confirmed = [m for m in ranked if m.repeats] or list(ranked)
+    # Who left while others went on was clearly beaten in the rounds they shared, however the baseline did in just
+    # those.
+    raced = {
+        m.trial: set(m.repeats) for m in confirmed if m.repeats and (baseline is None or m.trial != baseline.trial)
+    }
+    confirmed = [
+        m for m in confirmed if m.trial not in raced or not any(raced[m.trial] < rounds for rounds in raced.values())
+    ]
+    top = confirmed[0]
+    gain: Callable[[Measured], float] = lambda m: log_gain(m, baseline or top, objectives)  # noqa: E731
+    tied = [m for m in confirmed if gain(top) - gain(m) <= judge.resolution(m)]
+    chosen = min(tied, key=lambda m: (len(changes(m.candidate, baseline)), -gain(m)))
+    names = (
+        " and ".join(METRICS[o.metric].label for o in objectives)
+        if len(objectives) < 3
+        else ", ".join(METRICS[o.metric].label for o in objectives)
+    )
+    why = f"the best compromise of {names} (geometric mean of the gains: {math.exp(gain(chosen)):.2f}x)"
+    others = [f"trial {m.trial}" for m in tied if m is not chosen]
+    if others:
+        why += f"; a tie with {', '.join(others)} within the noise, and the one that changes least"
+    return chosen, why
+
+
+def spread(measured: Sequence[Measured], baseline: Measured | None) -> float:
+    """Standard deviation of one log ratio of throughputs between re-measurement rounds, pooled over the finalists."""
+    return _Judge(measured, baseline).spread
+
+
+class _Judge:
+    """Compares with the baseline, knowing how much two runs of one configuration differ."""
+
+    def __init__(self, measured: Sequence[Measured], baseline: Measured | None) -> None:
+        self.baseline = baseline
+        pairs = [
+            paired_log_ratios(m, baseline, "samples_per_s") for m in measured if baseline and m.trial != baseline.trial
+        ]
+        residuals = [value - sum(values) / len(values) for values in pairs if len(values) > 1 for value in values]
+        self.degrees = sum(len(values) - 1 for values in pairs if len(values) > 1)
+        self.spread = (
+            math.sqrt(sum(r * r for r in residuals) / self.degrees) if self.degrees else ASSUMED_SPREAD * math.sqrt(2)
+        )
+        # What was measured once only is compared across time; how much that costs, the configurations measured again
+        # tell.
+        shifts = [_shift(m, "samples_per_s") for m in measured if m.repeats]
+        across = step_times.t95(len(shifts)) * math.sqrt(sum(s * s for s in shifts) / len(shifts)) if shifts else 0.0
+        self.reach_across = max(across, 1.96 * self.spread)
+
+    def resolution(self, measured: Measured) -> float:
+        """Differences of log gain below this are noise."""
+        n = max(1, len(measured.repeats))
+        return step_times.t95(self.degrees or 30) * self.spread / math.sqrt(n) if n > 1 else 1.96 * self.spread
+
+    def pick(self, measured: Measured, reasons: list[str]) -> Pick:
+        """A pick with its speed-up."""
+        speedup, interval = self.speedup(measured)
+        return Pick(measured=measured, speedup=speedup, speedup_ci95=interval, reasons=reasons)
+
+    def speedup(self, measured: Measured) -> tuple[float | None, tuple[float, float] | None]:
+        """Throughput over the baseline's with its interval: from interleaved pairs where both were measured again."""
+        if self.baseline is None:
+            return None, None
+        if measured.trial == self.baseline.trial:
+            return 1.0, (1.0, 1.0)
+        pairs = paired_log_ratios(measured, self.baseline, "samples_per_s")
+        if pairs:
+            return step_times.ratio_ci95(pairs, self.spread, self.degrees or 30)
+        if not measured.metrics.get("samples_per_s") or not self.baseline.metrics.get("samples_per_s"):
+            return None, None
+        ratio = math.exp(log_ratio(measured, self.baseline, "samples_per_s"))
+        within = [_relative_half_width(m, "samples_per_s") for m in (measured, self.baseline)]
+        reach = math.hypot(*within, self.reach_across)
+        return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
+
+
+def _shift(measured: Measured, metric: str) -> float:
+    """Logarithm of a metric's re-measurements over the first measurement."""
+    now, then = measured.value(metric), measured.metrics.get(metric)
+    return math.log(now / then) if now and then else 0.0
+
+
+def _drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:
+    """Whether it trains to the same end as the baseline: the same batch, the same numbers."""
+    return measured.numerics_kept and measured.candidate.global_batch_size(
+        world_size
+    ) == baseline.candidate.global_batch_size(world_size)
+
+
+def _relative_half_width(measured: Measured, metric: str) -> float:
+    low, high = measured.ci95.get(metric, (0.0, 0.0))
+    value = measured.metrics.get(metric, 0.0)
+    return (high - low) / 2 / value if value > 0 else 0.0

@@ -1,0 +1,128 @@
+"""Records of a diagnosis: what is known of a trial's step, its parts, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.trial.result import Traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepObservation:
+    """One trial of the study, as far as a diagnosis of another one needs it.
+
+    Attributes:
+        trial: Its number.
+        candidate: Its knob values.
+        samples_per_s: Its throughput; None if it did not complete.
+        outcome: How it ended.
+        phases_s: The step that was taken apart, slowest rank.
+    """
+
+    trial: int
+    candidate: Mapping[str, Any]
+    samples_per_s: float | None
+    outcome: str
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of the trial that is diagnosed.
+
+    Attributes:
+        seen: The trial.
+        world_size: Ranks.
+        ranks: The step that was taken apart, by rank; one such table for the trial and each time that it was measured
+            again.
+        step_s: Median time of the steps that were timed.
+        beside_s: The same of the run in which steps were taken apart, where that was another one.
+        peak_memory_bytes: Its peak.
+        memory_limit_bytes: What a rank may use; None if nothing says so.
+        alloc_retries: How often the CUDA allocator had to free its cache.
+        n_parameters: Parameters of the model.
+        n_blocks: Repeated blocks, of which every k-th may be recomputed.
+        tokens_per_step: Tokens of a step over all ranks; None where samples are no token sequences.
+        device_name: The device.
+        flops_per_step: FLOPs of a step over all ranks, nothing recomputed; None to count six for each parameter and
+            token.
+        peak_flops: FLOP/s that products in this precision reach on this machine; None where that was not measured.
+        expected_s: Seconds that forward and backward should take by the machine's measured rates: `products`, `traffic`
+            (what other operations move) and `launches` (the fixed cost of each operation); empty where these are
+            unknown.
+        traced: What traced steps showed, by rank.
+    """
+
+    seen: StepObservation
+    world_size: int
+    ranks: Sequence[Mapping[int, Mapping[str, float]]]
+    step_s: float | None = None
+    beside_s: float | None = None
+    peak_memory_bytes: float | None = None
+    memory_limit_bytes: float | None = None
+    alloc_retries: int | None = None
+    n_parameters: int = 0
+    n_blocks: int = 0
+    tokens_per_step: int | None = None
+    device_name: str = ""
+    flops_per_step: float | None = None
+    peak_flops: float | None = None
+    expected_s: Mapping[str, float] = field(default_factory=dict)
+    traced: Mapping[int, Traced] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the step.
+
+    Attributes:
+        name: What it is.
+        seconds: Its time; None if it could not be found out.
+        share: Its share of the step that was taken apart.
+        known: How it is known, in words.
+    """
+
+    name: str
+    seconds: float | None
+    share: float | None
+    known: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to change, and what that is worth.
+
+    Attributes:
+        knob: The knob.
+        value: What to set it to.
+        before: What it is in this trial.
+        factor: Throughput over this trial's.
+        why: Where the factor comes from.
+    """
+
+    knob: str
+    value: Any
+    before: Any
+    factor: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Where a trial's time goes.
+
+    Attributes:
+        trial: Its number.
+        bound_by: The bottleneck; empty where phases were not measured.
+        parts: The parts of the step, the largest first, then what could not be found out.
+        advice: What the other trials say, the best first.
+        notes: What else to know.
+    """
+
+    trial: int
+    bound_by: str
+    parts: Sequence[Part]
+    advice: Sequence[Advice]
+    notes: Sequence[str]

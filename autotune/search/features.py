@@ -1,0 +1,228 @@
+"""The candidates of a search as columns of numbers: what a model of their cost looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.search.gaussian_process import Design
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+
+Floats = NDArray[np.float64]
+
+# A knob with more whole-number values than this has a slope and a bend instead of an offset for each value.
+MOST_LEVELS = 5
+# Standard deviations of the coefficients, of log time: wide enough that a confident wrong prior recovers (narrow
+# offsets never do).
+CONSTANT_SD, MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 2.0, 0.15, 0.02, 0.1, 0.3, 0.15
+MEMORY_SHRINK = 0.6
+# A change of level is as far as a few doublings of the batch.
+LEVEL_DISTANCE, DOUBLING = 0.6, 0.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorPrediction:
+    """What a prior says about candidates, one row each.
+
+    Attributes:
+        time_terms: Seconds of an optimizer step, in parts that add up; one column is enough. Only ratios matter.
+        memory_terms: Peak bytes of a rank, in parts that add up.
+        time_spread: How far each time term may be off: standard deviation of its logarithm.
+        memory_spread: The same for memory.
+        memory_scale_sd: The same for the memory as a whole; small where bytes were counted and not guessed.
+        doubt: How much the knobs may add to the formulas, of what they usually may; less where earlier trials told what
+            they add.
+        samples_scale: What the samples to the target are made of, up to a factor: a constant, and a part that grows
+            with the batch.
+        samples_spread: How far each of the two may be off.
+    """
+
+    time_terms: Floats
+    memory_terms: Floats
+    time_spread: Floats
+    memory_spread: Floats
+    memory_scale_sd: float = 1.0
+    doubt: float = 1.0
+    samples_scale: tuple[float, float] = (1.0, 1.0)
+    samples_spread: float = 4.0
+
+
+class Prior(Protocol):
+    """Anything that predicts step time and memory of candidates: a formula, a table, another model, or nothing (`flat`)."""
+
+    def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
+        """The prediction, one row for each candidate."""
+
+
+def flat(candidates: Sequence[Candidate]) -> PriorPrediction:
+    """No opinion: every candidate costs the same."""
+    return from_logs(np.zeros(len(candidates)), np.zeros(len(candidates)), memory_scale_sd=30.0)
+
+
+def from_logs(log_step_time: Floats, log_memory: Floats, memory_scale_sd: float = 1.0) -> PriorPrediction:
+    """A prediction from logarithms alone."""
+    none = np.zeros(1)
+    return PriorPrediction(
+        time_terms=np.exp(np.asarray(log_step_time, dtype=float))[:, None],
+        memory_terms=np.exp(np.asarray(log_memory, dtype=float))[:, None],
+        time_spread=none,
+        memory_spread=none,
+        memory_scale_sd=memory_scale_sd,
+    )
+
+
+class FeatureTable:
+    """Candidates, each once, with the designs of the models; more can be added.
+
+    Args:
+        knobs: The values of each knob that is tuned; the columns follow from them and stay the same whatever is added.
+        reference: The candidate whose batch is the origin.
+        prior: Predicts step time and memory.
+    """
+
+    def __init__(self, knobs: Mapping[str, Sequence[Scalar]], reference: Candidate, prior: Prior) -> None:
+        self.prior, self.reference = prior, reference
+        batch = ("micro_batch_size", "gradient_accumulation_steps")
+        own = {name: list(values) for name, values in knobs.items() if name not in batch}
+        self.numeric = {name: _middle(values) for name, values in own.items() if _is_numeric(values)}
+        self.levels = {
+            name: {
+                repr(value): n
+                for n, value in enumerate(v for v in dict.fromkeys(map(_Level, values)) if v.value is not None)
+            }
+            for name, values in own.items()
+            if name not in self.numeric
+        }
+        self.candidates: list[Candidate] = []
+        self.accumulations: set[int] = set()
+        self.row: dict[Candidate, int] = {}
+        self._level_columns = [(name, level) for name, levels in self.levels.items() for level in levels]
+        self.time: Design
+        self.memory: Design
+        self.samples: Design
+        self.batch = np.zeros(0)
+        self.present = np.zeros((0, len(self._level_columns)))
+
+    def add(self, candidates: Sequence[Candidate]) -> None:
+        """Adds those that are not there yet."""
+        new = [c for c in dict.fromkeys(candidates) if c not in self.row]
+        if not new:
+            return
+        self.row.update({c: len(self.candidates) + n for n, c in enumerate(new)})
+        first = not self.candidates
+        self.candidates += new
+        self.accumulations |= {c.gradient_accumulation_steps for c in new}
+        said = self.prior(new)
+        present, slopes = self._present(new), self._slopes(new)
+        micro = np.log2([c.micro_batch_size / self.reference.micro_batch_size for c in new])
+        steps = np.log2([c.gradient_accumulation_steps / self.reference.gradient_accumulation_steps for c in new])
+        batch = np.array([c.micro_batch_size * c.gradient_accumulation_steps for c in new], dtype=float)
+        one = np.ones(len(new))
+        linear = np.column_stack([one, micro, micro**2, steps, present, slopes, slopes**2])
+        smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
+        relative = batch / (self.reference.micro_batch_size * self.reference.gradient_accumulation_steps)
+        time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
+        memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
+        # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
+        samples = Design(
+            terms=np.column_stack([one, relative]) * said.samples_scale,
+            linear=np.column_stack([present]),
+            smooth=np.log2(batch)[:, None] * DOUBLING,
+        )
+        if first:
+            self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
+            n_levels, n_slopes = present.shape[1], slopes.shape[1]
+            self.linear_sd = np.array(
+                [
+                    CONSTANT_SD,
+                    MICRO_SD,
+                    BEND_SD,
+                    ACCUMULATION_SD,
+                    *[LEVEL_SD] * n_levels,
+                    *[SLOPE_SD] * n_slopes,
+                    *[SLOPE_SD / 2] * n_slopes,
+                ]
+            )
+            self.linear_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
+            self.memory_sd = self.linear_sd * MEMORY_SHRINK
+            self.samples_spread = np.full(2, said.samples_spread)
+            self.memory_sd[0] = said.memory_scale_sd
+            self.samples_sd = np.full(n_levels, 0.03)
+            self.time_spread, self.memory_spread = (
+                np.asarray(said.time_spread, float),
+                np.asarray(said.memory_spread, float),
+            )
+            return
+        self.time, self.memory, self.samples = (
+            Design(
+                terms=np.vstack([a.terms, b.terms]),
+                linear=np.vstack([a.linear, b.linear]),
+                smooth=np.vstack([a.smooth, b.smooth]),
+            )
+            for a, b in ((self.time, time), (self.memory, memory), (self.samples, samples))
+        )
+        self.batch, self.present = np.concatenate([self.batch, batch]), np.vstack([self.present, present])
+
+    def _present(self, candidates: Sequence[Candidate]) -> Floats:
+        table = np.zeros((len(candidates), len(self._level_columns)))
+        start = 0
+        for name, levels in self.levels.items():
+            for row, level in enumerate(_column(candidates, name)):
+                column = levels.get(repr(level))
+                if column is not None:
+                    table[row, start + column] = 1.0
+            start += len(levels)
+        return table
+
+    def _slopes(self, candidates: Sequence[Candidate]) -> Floats:
+        """Numeric knobs on a scale of -1 to 1; where one is not active, nothing."""
+        columns = []
+        for name, (middle, half) in self.numeric.items():
+            values = _column(candidates, name)
+            columns.append([0.0 if not value else (np.log2(float(value)) - middle) / half for value in values])
+        return np.array(columns, dtype=float).T.reshape(len(candidates), len(self.numeric))
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A knob's value, told apart from an equal one of another type (True and 1)."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+    def __eq__(self, other: object) -> bool:
+        return repr(self) == repr(other)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _column(candidates: Sequence[Candidate], name: str) -> list[Any]:
+    if hasattr(candidates[0], name):
+        return [getattr(c, name) for c in candidates]
+    return [next((value for path, value in c.config if path == name), None) for c in candidates]
+
+
+def _is_numeric(values: Sequence[Scalar]) -> bool:
+    numbers = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    return len(numbers) > MOST_LEVELS and len(numbers) == len([v for v in values if v is not None])
+
+
+def _middle(values: Sequence[Scalar]) -> tuple[float, float]:
+    logs = [np.log2(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    return float((min(logs) + max(logs)) / 2), float(max(1e-9, (max(logs) - min(logs)) / 2))
+
+
+def _positive(terms: Floats) -> Floats:
+    """Terms without what no logarithm can take: a prior may say zero, infinity or nothing (NaN)."""
+    finite = np.where(np.isfinite(terms), np.maximum(terms, 0.0), 0.0)
+    empty = finite.sum(axis=1) <= 0
+    typical = np.median(finite[~empty], axis=0) if (~empty).any() else np.ones(terms.shape[1])
+    return np.where(empty[:, None], np.maximum(typical, 1e-30), finite)

@@ -1,0 +1,434 @@
+"""What trials teach about candidates: step time, memory, samples to the target, and whether a candidate fits and completes.
+
+Two functions are unknown, the logarithms of step time and of the samples to the target; memory is the third. Latency,
+throughput and time to target follow from them exactly. Each is the prior times a residual that is learned
+(`residual.py`). Goodput is throughput over what a useful sample costs in samples, (phi + B) / (phi + B0), which is
+learned as the samples to the target are: both are linear in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.search.features import FeatureTable
+from autotune.search.gaussian_process import CalibratedGP, Data, Design, fit, probability_below
+from autotune.space.candidate import Candidate
+from autotune.trial.result import Outcome
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+Bound = tuple[str, Literal["min", "max"], float]
+
+# What ran out of memory needed at least so much more than there is.
+OVER_LIMIT = 1.02
+HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
+# A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
+DERIVED_SD = 0.02
+# Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost
+# is cubic.
+MOST_DERIVED, DERIVED_TRIALS = 2, 50
+CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.1
+# Above this deviation the prior has guessed the scale of the memory, and does not know it.
+GUESSED_SCALE = 0.5
+RATES = {"samples_per_s", "tokens_per_s"}
+RAN = (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
+FATAL = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A trial as the search sees it.
+
+    Attributes:
+        candidate: What was measured.
+        outcome: How it ended.
+        metrics: What it yielded, as in `objective.METRICS`.
+        ci95: 95 % intervals, where they are known.
+        censored: Metrics that are extrapolated.
+        inner_s: Time of a micro-step that ends no optimizer step; with `boundary_s` it prices every accumulation.
+        boundary_s: Time of the micro-step that ends one, the optimizer included.
+    """
+
+    candidate: Candidate
+    outcome: Outcome = Outcome.COMPLETE
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ci95: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    censored: Sequence[str] = ()
+    inner_s: float | None = None
+    boundary_s: float | None = None
+
+    def step_time_s(self, world_size: int) -> float | None:
+        """Seconds of a step: told, or from the throughput."""
+        if self.good("step_time_s"):
+            return self.metrics["step_time_s"]
+        if self.good("samples_per_s"):
+            return self.candidate.global_batch_size(world_size) / self.metrics["samples_per_s"]
+        return None
+
+    def good(self, metric: str) -> bool:
+        """Whether the metric is there and a logarithm can be taken of it."""
+        value = self.metrics.get(metric)
+        return value is not None and math.isfinite(value) and value > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Everything that one set of trials teaches; made by `learn`.
+
+    Attributes:
+        catalogue: The candidates, which rows are numbers of.
+        metrics: The objectives.
+        world_size: Ranks.
+        bounds: What a solution must keep.
+        time: Log step time.
+        memory: Log peak memory.
+        samples: Log samples to the target.
+        useful: Log samples that a useful one costs.
+        extra: Other metrics, by name.
+        limit: Log of the memory of a rank, where it is known.
+        rows: The candidates that completed.
+        n_ran: Trials that told a step time.
+        known: All that need not be proposed again.
+        distrust: For each level how likely it is to fail otherwise than by memory.
+        tokens: Tokens of a sample.
+        sized: Whether the memory is known well enough to pass candidates by: something fitted, or its bytes were
+            counted.
+    """
+
+    catalogue: FeatureTable
+    metrics: Sequence[str]
+    world_size: int
+    bounds: Sequence[Bound]
+    time: CalibratedGP
+    memory: CalibratedGP
+    samples: CalibratedGP
+    useful: CalibratedGP
+    extra: Mapping[str, CalibratedGP]
+    limit: float | None
+    rows: Rows
+    n_ran: int
+    known: frozenset[int]
+    distrust: Floats
+    tokens: float
+    sized: bool
+
+    def completes(self, rows: Rows) -> Floats:
+        """Probability that a candidate does not fail otherwise than by memory."""
+        if not self.catalogue.present.shape[1]:
+            return np.ones(len(rows))
+        return np.asarray(1.0 - (self.catalogue.present[rows] * self.distrust).max(axis=1), dtype=float)
+
+    def fits(self, rows: Rows) -> Floats:
+        """Probability that a candidate fits the memory."""
+        if self.limit is None:
+            return np.ones(len(rows))
+        mean, sd = self.memory.predict(self.catalogue.memory.take(rows))
+        return probability_below(mean, sd, self.limit)
+
+    def held(self, rows: Rows) -> Floats:
+        """Probability that the bounds are held, which nobody knows before the first measurement."""
+        chance = np.ones(len(rows))
+        if not len(self.rows):
+            return chance
+        for metric, end, amount in self.bounds:
+            if amount <= 0:
+                continue
+            mean, sd = self.cost(rows, metric)
+            sign = -1.0 if metric == GOODPUT else _sign(metric)
+            limit = sign * (math.log(amount) - (math.log(self.tokens) if metric == "tokens_per_s" else 0.0))
+            below = (end == "max") == (sign > 0)
+            z = (limit - mean) / sd
+            chance = chance * ndtr(z if below else -z)
+        return np.maximum(chance, 1e-6)  # a bound that nothing seems to keep must not end the search
+
+    def step_time(self, rows: Rows) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the log step time."""
+        return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows))
+
+    def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
+
+        Args:
+            rows: Which candidates.
+            metric: The metric.
+            step_time: Their `step_time`, where it was worked out before.
+        """
+        log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
+        if metric == "peak_memory_bytes":
+            return self.memory.predict(self.catalogue.memory.take(rows))
+        if metric in self.extra:
+            mean, sd = self.extra[metric].predict(time_design(self.catalogue, self.memory, self.limit, rows))
+            return _sign(metric) * mean, sd
+        mean, sd = step_time or self.step_time(rows)
+        if metric in RATES:
+            return mean - log_batch, sd
+        if metric == "time_to_loss_s":
+            more, also = self.samples.predict(self.catalogue.samples.take(rows))
+            return mean + more - log_batch, np.hypot(sd, also)
+        if metric == GOODPUT:
+            more, also = self.useful.predict(self.catalogue.samples.take(rows))
+            return mean + more - log_batch, np.hypot(sd, also)
+        return mean, sd
+
+    def costs(self, rows: Rows) -> tuple[Floats, Floats]:
+        """The same for all objectives, one column each."""
+        step_time = self.step_time(rows)  # most objectives follow from it
+        pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
+        return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
+
+    def carried(self, rows: Rows) -> TransferredCorrections:
+        """What the trials taught about candidates, apart from the machine's memory limit and the workload's own size."""
+        time = self.catalogue.time.take(rows)
+        none = np.zeros((len(rows), 2))  # how near the limit they are will be another matter
+        return TransferredCorrections(
+            time_terms=np.exp(self.time.correction),
+            time=self.time.remainder(replace(time, linear=np.column_stack([time.linear, none]))),
+            memory_terms=np.exp(self.memory.correction),
+            memory=self.memory.remainder(self.catalogue.memory.take(rows)),
+            samples_terms=np.exp(self.samples.correction),
+        )
+
+    def rough_costs(self) -> Floats:
+        """Costs of all candidates without the smooth remainder."""
+        catalogue = self.catalogue
+        log_batch = np.log(catalogue.batch * self.world_size)
+        time = self.time.mean(
+            replace(catalogue.time, linear=np.column_stack([catalogue.time.linear, np.zeros((len(log_batch), 2))]))
+        )
+        columns = []
+        for metric in self.metrics:
+            if metric == "peak_memory_bytes":
+                columns.append(self.memory.mean(catalogue.memory))
+            elif metric in RATES:
+                columns.append(time - log_batch)
+            elif metric == "time_to_loss_s":
+                columns.append(time + self.samples.mean(catalogue.samples) - log_batch)
+            elif metric == GOODPUT:
+                columns.append(time + self.useful.mean(catalogue.samples) - log_batch)
+            else:
+                columns.append(time * (_sign(metric) if metric in self.extra else 1.0))
+        return np.column_stack(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferredCorrections:
+    """What one set of trials taught, in the form in which it holds elsewhere too: as corrections of the formulas.
+
+    Attributes:
+        time_terms: Factor of each term of the step time.
+        time: What is added to its logarithm, one entry a candidate.
+        memory_terms: The same for the memory.
+        memory: The same.
+        samples_terms: Factor of each term of the samples to the target.
+    """
+
+    time_terms: Floats
+    time: Floats
+    memory_terms: Floats
+    memory: Floats
+    samples_terms: Floats
+
+
+def learn(
+    catalogue: FeatureTable,
+    metrics: Sequence[str],
+    world_size: int,
+    limit: float | None,
+    bounds: Sequence[Bound],
+    told: Sequence[Observation],
+) -> CostModel:
+    """Fits the models to every trial; their candidates are in the catalogue."""
+    memory, limit = _learn_memory(catalogue, limit, told)
+    time_sd = np.concatenate([catalogue.linear_sd, [HINGE_SD, HINGE_SQUARE_SD]])
+    ran = [t for t in told if t.outcome in RAN and t.step_time_s(world_size) is not None]
+    done = [t for t in ran if t.outcome is Outcome.COMPLETE]
+    wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
+    own = [
+        m for m in wanted if m not in RATES and m not in ("step_time_s", "time_to_loss_s", "peak_memory_bytes", GOODPUT)
+    ]
+    ratios = [
+        t.metrics["tokens_per_s"] / t.metrics["samples_per_s"]
+        for t in done
+        if t.good("tokens_per_s") and t.good("samples_per_s")
+    ]
+
+    def extra(metric: str) -> CalibratedGP:
+        """Another metric, as a multiple of the predicted step time."""
+        some = [t for t in done if t.good(metric)]
+        design = time_design(catalogue, memory, limit, _rows(catalogue, some))
+        wide = time_sd.copy()
+        wide[0] = 30.0  # another unit altogether
+        return fit(_data(design, [math.log(t.metrics[metric]) for t in some]), wide, catalogue.time_spread)
+
+    return CostModel(
+        catalogue=catalogue,
+        metrics=metrics,
+        world_size=world_size,
+        bounds=bounds,
+        time=fit(_time_data(catalogue, memory, limit, world_size, ran), time_sd, catalogue.time_spread),
+        memory=memory,
+        samples=_learn_samples(catalogue, world_size, done),
+        useful=_learn_useful(catalogue, done),
+        extra={metric: extra(metric) for metric in own},
+        limit=limit,
+        rows=_rows(catalogue, done),
+        n_ran=len(ran),
+        known=frozenset(catalogue.row[t.candidate] for t in told if t.outcome is not Outcome.LOST),
+        distrust=_distrust(catalogue, told),
+        tokens=float(np.median(ratios)) if ratios else 1.0,
+        sized=any(t.good("peak_memory_bytes") for t in ran) or bool(catalogue.memory_sd[0] < GUESSED_SCALE),
+    )
+
+
+def time_design(catalogue: FeatureTable, memory: CalibratedGP, limit: float | None, rows: Rows) -> Design:
+    """The rows with a hinge above 85 % of the memory: allocators slow down before they fail."""
+    design = catalogue.time.take(rows)
+    over = np.zeros(len(rows))
+    if limit is not None:
+        share = np.exp(np.minimum(memory.mean(catalogue.memory.take(rows)) - limit, 1.0))
+        over = np.clip(share - HINGE_AT, 0.0, HINGE_END)
+    return replace(design, linear=np.column_stack([design.linear, over, over**2]))
+
+
+def _rows(catalogue: FeatureTable, told: Sequence[Observation]) -> Rows:
+    return np.array([catalogue.row[t.candidate] for t in told], dtype=np.intp)
+
+
+def _data(design: Design, y: Sequence[float], extra_sd: Sequence[float] | None = None, n_censored: int = 0) -> Data:
+    n = len(y)
+    return Data(
+        design=design, y=np.array(y, dtype=float), group=np.arange(n), censored=np.arange(n) >= n - n_censored,
+        extra_sd=np.zeros(n) if extra_sd is None else np.array(extra_sd, dtype=float),
+    )  # fmt: skip
+
+
+def _learn_memory(
+    catalogue: FeatureTable, limit: float | None, told: Sequence[Observation]
+) -> tuple[CalibratedGP, float | None]:
+    seen = [t for t in told if t.good("peak_memory_bytes") and t.outcome in RAN]
+    out = [t for t in told if t.outcome is Outcome.OOM]
+    y = [math.log(t.metrics["peak_memory_bytes"]) for t in seen]
+    if limit is None and out:
+        limit = _inferred_limit(catalogue, seen, out, y) if y else None
+    if limit is None:
+        out = []
+    y += [(limit or 0.0) + math.log(OVER_LIMIT)] * len(out)
+    data = _data(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))
+    return fit(data, catalogue.memory_sd, catalogue.memory_spread), limit
+
+
+def _inferred_limit(
+    catalogue: FeatureTable, seen: Sequence[Observation], out: Sequence[Observation], y: Sequence[float]
+) -> float:
+    """Where nobody said how much memory there is: half way from the largest that ran to the least predicted of what did not."""
+    model = fit(_data(catalogue.memory.take(_rows(catalogue, seen)), y), catalogue.memory_sd, catalogue.memory_spread)
+    least, _ = model.predict(catalogue.memory.take(_rows(catalogue, out)))
+    return max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
+
+
+def _time_data(
+    catalogue: FeatureTable, memory: CalibratedGP, limit: float | None, world_size: int, ran: Sequence[Observation]
+) -> Data | None:
+    rows, y, group, extra = [], [], [], []
+    for n, t in enumerate(ran):
+        derive = n >= len(ran) - DERIVED_TRIALS
+        stopped = STOPPED_SD if t.outcome is Outcome.STOPPED_EARLY else 0.0
+        for candidate, seconds, sd in _priced(catalogue, t, world_size, derive=derive):
+            row = catalogue.row.get(candidate)
+            if row is not None and seconds > 0:
+                rows.append(row)
+                y.append(math.log(seconds))
+                group.append(n)
+                extra.append(math.hypot(sd, stopped))
+    if not rows:
+        return None
+    return Data(
+        design=time_design(catalogue, memory, limit, np.array(rows, dtype=np.intp)), y=np.array(y), group=np.array(group),
+        extra_sd=np.array(extra), censored=np.zeros(len(rows), dtype=bool),
+    )  # fmt: skip
+
+
+def _priced(
+    catalogue: FeatureTable, t: Observation, world_size: int, *, derive: bool
+) -> list[tuple[Candidate, float, float]]:
+    """The step times that a trial tells: its own, and t(K) = (K - 1) t_inner + t_boundary for other accumulations.
+
+    Two of these say it all, since two numbers are behind them: the ends of what is tuned.
+    """
+    seconds = t.step_time_s(world_size)
+    assert seconds is not None
+    own = [(t.candidate, seconds, 0.0)]
+    if not derive or t.inner_s is None or t.boundary_s is None or not (t.inner_s > 0 and t.boundary_s > 0):
+        return own
+    steps = t.candidate.gradient_accumulation_steps
+    scale = seconds / ((steps - 1) * t.inner_s + t.boundary_s)
+    others = sorted(
+        (
+            k
+            for k in catalogue.accumulations
+            if k != steps and replace(t.candidate, gradient_accumulation_steps=k) in catalogue.row
+        ),
+        key=lambda k: abs(math.log2(k / steps)),
+    )
+    for other in _ends(others, steps):
+        distance = abs(math.log2(other / steps))
+        derived = scale * ((other - 1) * t.inner_s + t.boundary_s)
+        own.append((replace(t.candidate, gradient_accumulation_steps=other), derived, DERIVED_SD * distance))
+    return own
+
+
+def _ends(others: Sequence[int], steps: int) -> list[int]:
+    below, above = [k for k in others if k < steps], [k for k in others if k > steps]
+    return [k for side in (below, above) for k in side[-1:]][:MOST_DERIVED]
+
+
+def _learn_samples(catalogue: FeatureTable, world_size: int, done: Sequence[Observation]) -> CalibratedGP:
+    """Samples to the target against the global batch."""
+    some = [t for t in done if t.good("time_to_loss_s")]
+    y, extra = [], []
+    for t in some:
+        seconds = t.step_time_s(world_size)
+        assert seconds is not None
+        y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(world_size)))
+        extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else _spread(t, "time_to_loss_s", SAMPLES_SD))
+    return fit(
+        _data(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0])
+    )
+
+
+def _learn_useful(catalogue: FeatureTable, done: Sequence[Observation]) -> CalibratedGP:
+    """Samples that a useful one costs: one at the baseline's batch, more above it."""
+    some = [t for t in done if t.good(GOODPUT) and t.good("samples_per_s")]
+    y = [math.log(t.metrics["samples_per_s"] / t.metrics[GOODPUT]) for t in some]
+    return fit(
+        _data(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0])
+    )
+
+
+def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
+    """For each level how likely it is to fail otherwise than by memory: what crashes once, may do so again."""
+    bad, good = (np.zeros(catalogue.present.shape[1]) for _ in range(2))
+    for t in told:
+        present = catalogue.present[catalogue.row[t.candidate]]
+        bad += present * (t.outcome in FATAL)
+        good += present * (t.outcome in RAN)
+    return np.asarray(bad / (bad + good + 0.25) * (good < bad), dtype=float)
+
+
+def _spread(t: Observation, metric: str, otherwise: float) -> float:
+    low, high = t.ci95.get(metric, (0.0, 0.0))
+    if not (0 < low <= high < math.inf):
+        return otherwise
+    return float(np.clip(math.log(high / low) / 3.92, 0.01, CENSORED_SD))
+
+
+def _sign(metric: str) -> float:
+    return -1.0 if metric in METRICS and METRICS[metric].direction == "maximize" else 1.0

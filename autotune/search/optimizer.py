@@ -1,0 +1,373 @@
+"""The search itself, without a study: candidates, a prior and what was measured in; the next candidate and the best one out.
+
+It needs no workload, no DeepSpeed and no Optuna, so it can be tried on any table of candidates; `docs/develop/sampler.md` shows
+how, and how to use the same search as an Optuna sampler. What trials teach is in `learned.py`; here is what follows
+from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.search import acquisition
+from autotune.search.features import FeatureTable, Prior
+from autotune.search.model import Bound, CostModel, Observation, TransferredCorrections, learn
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+from autotune.trial.result import Outcome
+
+__all__ = [
+    "Beliefs",
+    "Bound",
+    "CandidateOptimizer",
+    "Observation",
+    "Outlook",
+    "RemainingCandidates",
+    "chance_needed",
+    "knobs_of",
+]
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+
+FIRST_FITS, TINY = 0.9, 1e-12
+# What is still worth a trial when all that is left is likelier to run out of memory than asked for.
+LAST_RESORT = 0.3
+# What may be run although it may not fit: at first what has a chance of 0.4; after each trial that ran out of memory
+# the chance to fail must be so much smaller.
+RISK, LESS_RISK = 0.6, 0.35
+TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
+# The best of each level are sought among so many before all are looked through: that is where they usually are.
+LEADING = 5000
+# What is believed before it may end a study: so many trials that completed, and so large a share of them, each foretold
+# from the others, inside its 90 % interval.
+ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beliefs:
+    """What is believed of candidates, one entry each.
+
+    Attributes:
+        log_step_time: Expected logarithm of the step time, as (mean, standard deviation).
+        log_memory: The same for the peak memory.
+        log_samples: The same for the samples to the target.
+        log_useful: The same for the samples that a useful one costs.
+        fits: Probability that it fits.
+        sized: Whether that may keep a candidate from being run.
+    """
+
+    log_step_time: tuple[Floats, Floats]
+    log_memory: tuple[Floats, Floats]
+    log_samples: tuple[Floats, Floats]
+    log_useful: tuple[Floats, Floats]
+    fits: Floats
+    sized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemainingCandidates:
+    """What there is still to propose.
+
+    Attributes:
+        n_open: Candidates that no trial has had.
+        n_fit: Of these, those that may fit the memory.
+        least_memory_bytes: The least that one of them is expected to need.
+    """
+
+    n_open: int
+    n_fit: int
+    least_memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What is left to gain, and whether the model that says so can be believed.
+
+    Attributes:
+        gains: For each objective the largest expected improvement that is left, as a share of the best.
+        hypervolume: The largest expected growth of the dominated hypervolume, as a share of it.
+        n_left: Candidates that were looked at and may be run.
+        n_ran: Trials that told a step time: that completed, or were stopped early.
+        covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
+    """
+
+    gains: Mapping[str, float]
+    hypervolume: float
+    n_left: int
+    n_ran: int
+    covered: float
+
+    def settled(self, below: float) -> bool:
+        """Whether nothing better than `below` is expected of any candidate, by a model that has foretold well so far."""
+        trusted = self.n_ran >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
+        return trusted and self.n_left > 0 and max([self.hypervolume, *self.gains.values()]) < below
+
+
+class CandidateOptimizer:
+    """Proposes the next of a set of candidates.
+
+    Args:
+        candidates: What may be proposed, all of it legal; `add` takes more.
+        prior: Predicts step time and memory; `catalogue.flat` for none.
+        metrics: The objectives, as in `objective.METRICS`, in order.
+        world_size: Ranks.
+        memory_limit_bytes: What a rank may use; None if that is not known.
+        bounds: Bounds on metrics that a solution must keep (metric, which end, amount).
+        reference: The candidate whose batch is the origin; by default the first.
+        knobs: The values of each knob, where `candidates` does not hold all that will be added.
+
+    Attributes:
+        cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
+        weights: Where they are set, candidates are proposed for the weighted mean of the objectives' logarithms alone,
+            not for the front: few trials then find the best compromise.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        prior: Prior,
+        metrics: Sequence[str],
+        *,
+        world_size: int = 1,
+        memory_limit_bytes: float | None = None,
+        bounds: Iterable[Bound] = (),
+        reference: Candidate | None = None,
+        knobs: Mapping[str, Sequence[Scalar]] | None = None,
+    ) -> None:
+        self.metrics, self.world_size, self.bounds = list(metrics), world_size, list(bounds)
+        self.cautious = True
+        self.weights: Sequence[float] | None = None
+        self.limit = math.log(memory_limit_bytes) if memory_limit_bytes else None
+        reference = reference or (candidates[0] if candidates else Candidate(micro_batch_size=1))
+        self.catalogue = FeatureTable(knobs if knobs is not None else knobs_of(candidates), reference, prior)
+        self.catalogue.add([reference, *candidates])
+        offered = set(candidates)
+        self._offered = np.array([c in offered for c in self.catalogue.candidates], dtype=bool)
+        self._last: tuple[list[Observation], CostModel] | None = None
+
+    def add(self, candidates: Sequence[Candidate]) -> None:
+        """More candidates to choose from; those that are there stay."""
+        self.catalogue.add(candidates)
+        offered = np.zeros(len(self.catalogue.candidates), dtype=bool)
+        offered[: len(self._offered)] = self._offered
+        offered[[self.catalogue.row[c] for c in candidates]] = True
+        self._offered = offered
+
+    def suggest(self, told: Sequence[Observation], busy: Sequence[Candidate] = ()) -> Candidate | None:
+        """The next candidate: new, and likely to fit; None if there is none.
+
+        Args:
+            told: Every trial so far, in order.
+            busy: Candidates under trial now, or not to be proposed for another reason.
+        """
+        state = self._learn(told)
+        open_rows = self._open(state, busy)
+        if not open_rows.any():
+            return None
+        rng = np.random.default_rng(len(told))
+        rows = self._pool(state, open_rows, rng)
+        fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
+        if not (fits >= least).any():
+            # The pool is a choice by means; nothing of it fits, so look at everything once.
+            rows = np.flatnonzero(open_rows)
+            fits = np.concatenate([state.fits(part) for part in _parts(rows)])
+        if not (fits >= least).any():
+            least = min(least, LAST_RESORT)
+        rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
+        if not len(rows):
+            return None
+        allowed = fits * state.held(rows) * state.completes(rows)
+        if not len(state.rows):  # the first must run, or nothing is learned
+            allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
+        scores = self._worth(state, rows, len(told), rng) * allowed
+        # Where nothing promises an improvement, what is most likely to fit and fast is next.
+        best = (
+            int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
+        )
+        chosen: Candidate = self.catalogue.candidates[int(rows[best])]
+        return chosen
+
+    def left(self, told: Sequence[Observation], busy: Sequence[Candidate] = ()) -> RemainingCandidates:
+        """What there is still to propose, and how much of it may fit."""
+        state = self._learn(told)
+        rows = np.flatnonzero(self._open(state, busy))
+        if not len(rows) or state.limit is None:
+            return RemainingCandidates(n_open=len(rows), n_fit=len(rows))
+        fits = np.concatenate([state.fits(part) for part in _parts(rows)])
+        least = min(float(state.memory.predict(self.catalogue.memory.take(part))[0].min()) for part in _parts(rows))
+        return RemainingCandidates(
+            n_open=len(rows),
+            n_fit=int((fits >= min(chance_needed(told), LAST_RESORT)).sum()),
+            least_memory_bytes=math.exp(least),
+        )
+
+    def beliefs(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> Beliefs:
+        """What the trials so far let one expect of candidates."""
+        self._note(candidates)
+        state = self._learn(told)
+        rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
+        return Beliefs(
+            log_step_time=state.step_time(rows),
+            log_memory=state.memory.predict(self.catalogue.memory.take(rows)),
+            log_samples=state.samples.predict(self.catalogue.samples.take(rows)),
+            log_useful=state.useful.predict(self.catalogue.samples.take(rows)),
+            fits=state.fits(rows),
+            sized=state.sized,
+        )
+
+    def carried(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> TransferredCorrections:
+        """What the trials taught about candidates that holds elsewhere too."""
+        self._note(candidates)
+        rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
+        parts = [self._learn(told).carried(part) for part in _parts(rows)]
+        time, memory = (np.concatenate([getattr(part, name) for part in parts]) for name in ("time", "memory"))
+        return replace(parts[0], time=time, memory=memory)
+
+    def best(self, told: Sequence[Observation]) -> dict[str, Candidate]:
+        """For each objective the measured candidate with the best posterior mean: one lucky measurement does not decide."""
+        state = self._learn(told)
+        if not len(state.rows):
+            return {}
+        mean, _ = state.costs(state.rows)
+        return {
+            metric: self.catalogue.candidates[int(state.rows[np.argmin(mean[:, n])])]
+            for n, metric in enumerate(self.metrics)
+        }
+
+    def outlook(self, told: Sequence[Observation], busy: Sequence[Candidate] = ()) -> Outlook:
+        """The largest improvement that is still expected of any candidate."""
+        state = self._learn(told)
+        open_rows, held = self._open(state, busy), self._held_rows(state)
+        covered, n_ran = state.time.covered, state.n_ran
+        if not len(held) or not open_rows.any():
+            gain = 0.0 if len(held) else math.inf
+            gains = dict.fromkeys(self.metrics, gain)
+            return Outlook(gains=gains, hypervolume=gain, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered)
+        rng = np.random.default_rng(len(told))
+        rows = self._pool(state, open_rows, rng)
+        fits = state.fits(rows)
+        allowed = fits * state.held(rows) * state.completes(rows)
+        n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
+        (mean, sd), (seen, _) = state.costs(rows), state.costs(held)
+        best = [
+            float((acquisition.expected_improvement(mean[:, n], sd[:, n], seen[:, n].min()) * allowed).max())
+            for n in range(mean.shape[1])
+        ]
+        growth = 0.0
+        if len(self.metrics) > 1:
+            growth = float(
+                (acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max()
+            )
+        gains = dict(zip(self.metrics, best, strict=True))
+        return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_ran=n_ran, covered=covered)
+
+    # Learning
+
+    def _learn(self, told: Sequence[Observation]) -> CostModel:
+        if self._last is not None and self._last[0] == list(told):
+            return self._last[1]
+        self._note(t.candidate for t in told)
+        learned = learn(self.catalogue, self.metrics, self.world_size, self.limit, self.bounds, told)
+        self._last = list(told), learned
+        return learned
+
+    def _note(self, candidates: Iterable[Candidate]) -> None:
+        """Candidates that are looked at and not proposed."""
+        self.catalogue.add(list(candidates))
+        self._offered = np.concatenate(
+            [self._offered, np.zeros(len(self.catalogue.candidates) - len(self._offered), dtype=bool)]
+        )
+
+    def _open(self, state: CostModel, busy: Iterable[Candidate]) -> NDArray[np.bool_]:
+        taken = state.known | {self.catalogue.row[c] for c in busy if c in self.catalogue.row}
+        open_rows = self._offered.copy()
+        open_rows[list(taken)] = False
+        return open_rows
+
+    # Choosing
+
+    def _pool(self, state: CostModel, open_rows: NDArray[np.bool_], rng: np.random.Generator) -> Rows:
+        """The rows to look at closely: near-optimal for several weightings, the best of each level, and random ones."""
+        rows = np.flatnonzero(open_rows)
+        if len(rows) <= TOP * 12:
+            return rows
+        costs = state.rough_costs()[rows]
+        if state.limit is not None:
+            over = state.memory.mean(self.catalogue.memory)[rows] - state.limit
+            costs = costs + 10.0 * np.clip(over - 0.1, 0.0, 1.0)[:, None]
+        spread = costs.std(axis=0) + 1e-9
+        scaled = (costs - costs.min(axis=0)) / spread
+        weights = np.vstack([np.eye(costs.shape[1]), rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
+        chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
+        chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
+        lead = scaled.min(axis=1)
+        leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
+        present = self.catalogue.present[rows[leading]] > 0
+        for column in range(present.shape[1]):
+            best = leading[_lowest(lead[leading], present[:, column], OF_A_LEVEL)]
+            if len(best) < OF_A_LEVEL:
+                best = _lowest(lead, self.catalogue.present[rows, column] > 0, OF_A_LEVEL)
+            chosen.append(best)
+        return rows[np.unique(np.concatenate(chosen))]
+
+    def _regret(self, state: CostModel, rows: Rows) -> Floats:
+        """How far each row is expected to be from the best, on the objective that it serves best."""
+        mean, _ = state.costs(rows)
+        return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
+
+    def _worth(self, state: CostModel, rows: Rows, n_told: int, rng: np.random.Generator) -> Floats:
+        """The acquisition whose turn it is: the hypervolume, then one objective, then the hypervolume again, and so on."""
+        mean, sd = state.costs(rows)
+        if not len(state.rows):
+            return np.exp(-self._regret(state, rows))
+        held = self._held_rows(state)
+        if not len(held):
+            return state.held(rows)
+        seen, _ = state.costs(held)
+        n_metrics = len(self.metrics)
+        if self.weights is not None:
+            # With a handful of trials there is no time to look where little is known: what is expected to be best is
+            # next.
+            expected = mean @ (np.asarray(self.weights, dtype=float) / sum(self.weights))
+            return np.asarray(np.exp(expected.min() - expected), dtype=float)
+        turn = n_told % (2 * n_metrics)
+        if n_metrics == 1 or turn % 2 == 1:
+            column = turn // 2 if n_metrics > 1 else 0
+            return acquisition.expected_improvement(mean[:, column], sd[:, column], seen[:, column].min())
+        gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
+        return gain if gain.max() > 0 else acquisition.expected_improvement(mean[:, 0], sd[:, 0], seen[:, 0].min())
+
+    def _held_rows(self, state: CostModel) -> Rows:
+        """What completed and seems to keep the bounds."""
+        return state.rows[state.held(state.rows) > 0.5] if len(state.rows) else state.rows
+
+
+def chance_needed(told: Sequence[Observation]) -> float:
+    """The least probability to fit that a candidate needs to be run: a slice of what nearly fits, until some did not."""
+    return float(1.0 - RISK * LESS_RISK ** sum(t.outcome is Outcome.OOM for t in told))
+
+
+def knobs_of(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:
+    """Every knob that differs between candidates, with its values."""
+    found: dict[str, dict[str, Any]] = {}
+    for candidate in candidates:
+        for name, value in candidate.values().items():
+            found.setdefault(name, {}).setdefault(repr(value), value)
+    absent = {name for name in found if "." in name}
+    return {name: list(values.values()) for name, values in found.items() if len(values) > 1 or name in absent}
+
+
+def _lowest(values: Floats, where: NDArray[np.bool_], n: int) -> Rows:
+    rows = np.flatnonzero(where)
+    return rows if len(rows) <= n else rows[np.argpartition(values[rows], n)[:n]]
+
+
+def _parts(rows: Rows, size: int = 4000) -> list[Rows]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

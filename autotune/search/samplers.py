@@ -1,0 +1,181 @@
+"""Optuna's samplers, held to candidates that can run and that no trial has had."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.search import check_sampler
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.deepspeed import Scalar
+from autotune.space.legality import Setting, why_illegal
+from autotune.space.parameter import Parameter
+from autotune.space.space import SearchSpace
+
+STARTUP_TRIALS = 8
+# The Gaussian process costs seconds a draw; the others are asked again when they propose what cannot run.
+DRAWS = {"tpe": 6, "nsga2": 6, "random": 20, "gp": 1, "grid": 0}
+MUTATIONS = 200
+RANDOM_DRAWS = 500
+
+
+class LegalSampler(BaseSampler):
+    """Draws from an Optuna sampler until the proposal can run and is new.
+
+    Where the sampler keeps proposing what cannot run, its last proposal is changed knob by knob; where that fails too,
+    any legal new candidate is taken. `grid` walks the space in order.
+
+    Args:
+        name: One of `search.SAMPLERS`.
+        space: The knobs.
+        default: The baseline, whose values hold for what is not tuned.
+        setting: What legality depends on.
+        seed: Seed of the draws; a resumed study must not repeat those of its first run, so add the trials already
+            there.
+    """
+
+    def __init__(self, name: str, space: SearchSpace, default: Candidate, setting: Setting, seed: int) -> None:
+        check_sampler(name)
+        self.exhausted = False
+        self.why_exhausted = "every candidate that can run here has been measured"
+        self.forced: Candidate | None = None
+        self._space, self._default, self._setting = space, default, setting
+        self._draws = DRAWS[name]
+        self._base = _optuna_sampler(name, seed)
+        self._rng = random.Random(seed)
+        self._order: Iterator[Candidate] | None = space.candidates(default) if name == "grid" else None
+
+    def force(self, candidate: Candidate) -> None:
+        """Makes the next trial have this candidate: the baseline, or one whose trial was lost."""
+        self.forced = candidate
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """All knobs: conditions are this sampler's business."""
+        return {parameter.optuna_name: parameter.distribution() for parameter in self._space.parameters}
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The values of the active knobs of one legal new candidate; empty, with `exhausted` set, when none is left."""
+        if self.forced is not None:
+            candidate, self.forced = self.forced, None
+            return encoded(self._space, candidate)
+        known = self._known(study)
+        found = self._proposed(study, trial, known) or next((c for c in self._every() if self._fits(c, known)), None)
+        self.exhausted = found is None
+        return encoded(self._space, found) if found else {}
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Never needed: every knob is in the relative space."""
+        return optuna.samplers.RandomSampler(seed=self._rng.randrange(2**31)).sample_independent(
+            study, trial, param_name, param_distribution
+        )
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """Passed on."""
+        self._base.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """Passed on."""
+        self._base.after_trial(study, trial, state, values)
+
+    def reseed_rng(self) -> None:
+        """Passed on, and our own draws too."""
+        self._base.reseed_rng()
+        self._rng = random.Random()
+
+    def _known(self, study: Study) -> set[str]:
+        states = [state for state in TrialState if state is not TrialState.FAIL]  # lost trials are to run again
+        return {trial.user_attrs.get(CANDIDATE_ATTR, "") for trial in study.get_trials(deepcopy=False, states=states)}
+
+    def _fits(self, candidate: Candidate, known: set[str]) -> bool:
+        return candidate.key not in known and why_illegal(candidate, self._setting) is None
+
+    def _proposed(self, study: Study, trial: FrozenTrial, known: set[str]) -> Candidate | None:
+        values: dict[str, Scalar] = {}
+        for _ in range(self._draws):
+            values = self._draw(study, trial)
+            candidate = self._space.candidate(values, self._default)
+            if self._fits(candidate, known):
+                return candidate
+        for n in range(MUTATIONS if values else 0):
+            mutated = self._mutated(values, 1 + n // 50)
+            candidate = self._space.candidate(mutated, self._default)
+            if self._fits(candidate, known):
+                return candidate
+        return None
+
+    def _draw(self, study: Study, trial: FrozenTrial) -> dict[str, Scalar]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            relative = self._base.sample_relative(study, trial, self._base.infer_relative_search_space(study, trial))
+
+        def ask(parameter: Parameter) -> Scalar:
+            name, distribution = parameter.optuna_name, parameter.distribution()
+            if distribution.single():
+                return parameter.all_values()[0]
+            if name in relative:
+                return parameter.decode(relative[name])
+            return parameter.decode(self._base.sample_independent(study, trial, name, distribution))
+
+        return self._space.suggest(ask, self._default)
+
+    def _mutated(self, values: dict[str, Scalar], n_changes: int) -> dict[str, Scalar]:
+        changed = set(self._rng.sample(sorted(values), min(n_changes, len(values))))
+
+        def ask(parameter: Parameter) -> Scalar:
+            if parameter.name in values and parameter.name not in changed:
+                return values[parameter.name]
+            return self._rng.choice(parameter.all_values())
+
+        return self._space.suggest(ask, self._default)
+
+    def _every(self) -> Iterator[Candidate]:
+        """Every candidate: in order for `grid`, which goes on where it was; for the others random ones first."""
+        if self._order is not None:
+            return self._order
+        drawn = self._space.draw(self._rng, self._default, RANDOM_DRAWS)
+        return itertools.chain(drawn, self._space.candidates(self._default))
+
+
+def encoded(space: SearchSpace, candidate: Candidate) -> dict[str, Any]:
+    """The candidate's active knobs as Optuna parameters; a baseline's value outside the space is left out."""
+    values = space.values_of(candidate)
+    return {
+        space[name].optuna_name: space[name].encode(value)
+        for name, value in values.items()
+        if space[name].contains(value)
+    }
+
+
+def _optuna_sampler(name: str, seed: int) -> BaseSampler:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "group" and the Gaussian process are marked experimental
+        match name:
+            case "tpe":
+                return optuna.samplers.TPESampler(
+                    seed=seed,
+                    multivariate=True,
+                    group=True,
+                    n_startup_trials=STARTUP_TRIALS,
+                    warn_independent_sampling=False,
+                )
+            case "gp":
+                return optuna.samplers.GPSampler(
+                    seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
+                )
+            case "nsga2":
+                return optuna.samplers.NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS)
+        return optuna.samplers.RandomSampler(seed=seed)

@@ -1,0 +1,62 @@
+"""What the search knows besides the next candidate: what surely does not fit, when nothing is left to gain, which trial is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autotune.scoring.metrics import METRICS
+from autotune.search.model import Observation
+from autotune.search.optimizer import CandidateOptimizer, Outlook, RemainingCandidates, chance_needed
+from autotune.space.candidate import Candidate
+from autotune.system.units import format_bytes
+
+INTERVAL = 1.645
+
+
+def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Candidate) -> str | None:
+    """Why a candidate is not worth a trial, which would run out of memory; None where it may fit.
+
+    What nearly fits is run all the same while the interval says that it may, and no such trial was lost before.
+    """
+    if guide.limit is None:
+        return None
+    believed = guide.beliefs(told, [candidate])
+    if not believed.sized or believed.fits[0] >= chance_needed(told):
+        return None
+    mean, sd = float(believed.log_memory[0][0]), float(believed.log_memory[1][0])
+    low, high = (math.exp(mean + sign * INTERVAL * sd) for sign in (-1, 1))
+    needed = f"{format_bytes(math.exp(mean))} ({format_bytes(low)} to {format_bytes(high)})"
+    return f"predicted to need {needed}; a rank has {format_bytes(math.exp(guide.limit))}"
+
+
+def nothing_left(left: RemainingCandidates, limit: float | None) -> str:
+    """Why the search has nothing to propose any more."""
+    if left.n_open and limit is not None and left.least_memory_bytes is not None:
+        return (
+            f"no remaining candidate fits the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"
+            f" the smallest is predicted to need {format_bytes(left.least_memory_bytes)}"
+        )
+    return "every candidate that can run here has been measured"
+
+
+def settled(
+    guide: CandidateOptimizer, told: Sequence[Observation], busy: Sequence[Candidate], below: float
+) -> str | None:
+    """Why the study may end before its budget does; None if something may still be gained.
+
+    Two looks in a row must say so, the one at all trials and the one before the last.
+    """
+    if below <= 0:
+        return None
+    now = guide.outlook(told, busy)
+    if not now.settled(below) or not guide.outlook(told[:-1], busy).settled(below):
+        return None
+    return f"no candidate is expected to improve an objective by {below:.2g} or more ({_gains(now)})"
+
+
+def _gains(outlook: Outlook) -> str:
+    words = [f"{METRICS[metric].label} by {gain:.1%}" for metric, gain in outlook.gains.items()]
+    if len(outlook.gains) > 1:
+        words.append(f"the front's hypervolume by {outlook.hypervolume:.1%}")
+    return ", ".join(words)

@@ -1,0 +1,281 @@
+"""Open, tune and load a study: what the command line and the library share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from optuna.study import Study
+
+from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.report import load
+from autotune.report.data import StudyReport
+from autotune.report.files import write_answer
+from autotune.report.notes import store_notes
+from autotune.retune import retuning
+from autotune.search import check_sampler
+from autotune.study import parallel, warm_start
+from autotune.study.events import SILENT, Broadcast, EventSink, Journal
+from autotune.study.lock import study_lock
+from autotune.study.runner import Runner
+from autotune.study.setup.capture import wanted_study
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.plan import Plan, plan, profiled, studies_folder
+from autotune.study.spec import spec
+from autotune.study.spec.spec import StudySpec
+from autotune.study.storage import leases, records
+from autotune.study.storage.database import Storage
+from autotune.study.storage.history import History
+from autotune.study.storage.leases import StudyLeases
+from autotune.study.storage.records import StudyRecord
+from autotune.study.warm_start import HistoryRecorder
+from autotune.system import files
+from autotune.system.signals import terminable
+
+STUDIES = Path("studies")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The result of a run of a study.
+
+    Attributes:
+        report: The study's findings so far; None if the user stopped it before a trial ended.
+        written: The files that state them.
+        stopped: How the user stopped it, if so.
+    """
+
+    report: StudyReport | None
+    written: Sequence[Path] = ()
+    stopped: KeyboardInterrupt | None = None
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """A study in its database; each part is read when it is first asked for, and once.
+
+    Attributes:
+        name: Its name.
+        folder: Its folder.
+        url: Its database.
+    """
+
+    name: str
+    folder: Path
+    url: str
+
+    @cached_property
+    def storage(self) -> Storage:
+        """The database.
+
+        Raises:
+            StoreError: It is not there, or does not answer.
+        """
+        return records.open_storage(self.url, create=False)
+
+    @cached_property
+    def study(self) -> Study:
+        """The Optuna study of that name.
+
+        Raises:
+            StoreError: It is not in the database.
+        """
+        return records.load_study(self.storage, self.name)
+
+    @cached_property
+    def answer(self) -> Study:
+        """The Optuna study that holds the answer today: the last re-tuning that replaced it, else the study itself."""
+        return records.load_study(self.storage, records.current(self.study))
+
+    @cached_property
+    def record(self) -> StudyRecord:
+        """The record of the study that holds the answer.
+
+        Raises:
+            StoreError: autotune did not make the study, or it holds no trial yet.
+        """
+        kept = records.record(self.answer)
+        if kept is None:
+            raise records.StoreError(
+                f"study {self.name!r} in this database was not made by autotune, or holds no trial yet"
+            )
+        return kept
+
+    @cached_property
+    def report(self) -> StudyReport:
+        """The study's findings so far."""
+        return load.from_storage(self.storage, self.name, self.folder)
+
+    @cached_property
+    def history(self) -> History:
+        """The history in the study's database."""
+        return open_history(self.url, self.storage)
+
+    @property
+    def target(self) -> Path:
+        """The user's file, which the record names relative to the folder of the study that holds the answer."""
+        folder = records.study_folder(self.answer.study_name, self.folder.parent, self.url)
+        return (folder / self.record.target).resolve()
+
+    def spec(self, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+        """Reads the study as its file states it, under its name in the database."""
+        wanted, _ = wanted_study(str(retuning.spec_file(self.folder, self.name)), dict(overrides or {}))
+        return retuning.same_name(wanted, self.name)
+
+
+def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) -> OpenStudy:
+    """Finds the folder and the database of a study; neither is touched yet.
+
+    Args:
+        study: Its name.
+        storage: Its database; by default the one that its study.yaml states, else the one beside the studies.
+        studies: The folder of all studies.
+
+    Raises:
+        UserError: The text cannot name a study.
+    """
+    with contextlib.suppress(ValueError):
+        spec.check_name(study)
+        url = storage or spec.stated_storage(studies / study / "study.yaml") or records.default_url(studies)
+        return OpenStudy(study, records.study_folder(study, studies.absolute(), url), url)
+    raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
+
+
+def open_history(url: str, storage: Storage | None = None) -> History:
+    """Opens the history in a database that exists.
+
+    Args:
+        url: The database.
+        storage: The same, where it is open already.
+
+    Raises:
+        StoreError: It is not there, or does not answer.
+    """
+    with records.failing_in_words(url):
+        return History((storage or records.open_storage(url, create=False)).engine)
+
+
+def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, view: EventSink = SILENT) -> Tuned:
+    """Runs a study to the end of its budget, or until the user stops it, and writes its answer.
+
+    Args:
+        target: A `model.py`, a training script, a `study.yaml`, or a launch command.
+        overrides: Fields of `StudySpec` that replace those of the file; None leaves a field as it is.
+        fresh: Delete the study's earlier trials.
+        learn: Start from the findings of a related study.
+        view: Receives what happens.
+
+    Raises:
+        UserError: The study cannot be run, and why.
+    """
+    try:
+        wanted, notes = wanted_study(target, overrides, view)
+    except KeyboardInterrupt as stop:  # while a launch command ran, which leaves nothing behind
+        return Tuned(report=None, stopped=stop)
+    check_sampler(wanted.sampler)
+    studies = studies_folder(Path(target))
+    folder = studies / wanted.name
+    url = wanted.storage or records.default_url(studies)
+    interrupted: KeyboardInterrupt | None = None
+    storage = records.open_storage(url)  # before seconds of imports, so that an error shows at once
+    storage.patience_s = records.PATIENCE_S
+    with terminable(), records.failing_in_words(url), study_lock(folder):
+        held = leases.StudyLeases(storage, wanted.name)
+        with held.leading(view.say):
+            try:
+                with _planned(wanted, folder, view) as (found, executor, logged):
+                    if fresh:
+                        _forget(wanted.name, storage, folder, executor)
+                    with parallel.executors_for(found, executor, folder, view.say) as slots:
+                        runner = recorded_runner(found, executor, folder, held, logged, slots, learn=learn)
+                        _keep_spec(wanted, Path(target), folder)
+                        for note in (*notes, *found.notes):
+                            logged.say(note)
+                        runner.run()
+            except KeyboardInterrupt as stop:
+                interrupted = stop
+    with records.failing_in_words(url):
+        if interrupted is not None and wanted.name not in records.study_names(storage):
+            return Tuned(report=None, stopped=interrupted)
+        report = load.from_storage(storage, wanted.name, folder)
+        written = write_answer(report, folder)
+        if report.study["stored_as"] == wanted.name:
+            warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
+            store_notes(records.load_study(storage, wanted.name), report)
+    return Tuned(report=report, written=written, stopped=interrupted)
+
+
+@contextlib.contextmanager
+def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple[Plan, Executor, EventSink]]:
+    """Starts the engine and plans the study; the events from then on go to its journal, too."""
+    view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
+    with executor_for(wanted, folder, view.waits) as executor:
+        found = plan(wanted, executor, folder)
+        logged = Broadcast(Journal(folder), view)
+        logged.doing("profiling the model and the machine, once")
+        yield profiled(found, executor, folder, logged.waiting), executor, logged
+
+
+def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
+    """Removes a study's trials from the database and from its folder."""
+    records.delete_study(storage, name)
+    for path in (folder / "trials").glob("[0-9]*"):
+        base.forget(executor, path)
+
+
+def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:
+    """Writes the study as it was understood, unless the user's own file is there."""
+    file = folder / "study.yaml"
+    if target.absolute() != file.absolute():
+        files.write_text(file, wanted.to_yaml(folder))
+
+
+def recorded_runner(
+    plan: Plan,
+    executor: Executor,
+    folder: Path,
+    held: StudyLeases,
+    events: EventSink,
+    slots: Sequence[Executor] = (),
+    *,
+    learn: bool = True,
+    leads: bool = True,
+) -> Runner:
+    """Opens a study to be run, with its measurements kept in the history.
+
+    Args:
+        plan: The study.
+        executor: The engine.
+        folder: The study's folder.
+        held: This coordinator's leases.
+        events: Receives what happens.
+        slots: Engines for the trials that run at once.
+        learn: Start from a related study; the physics sampler alone does.
+        leads: Whether this coordinator leads the study, or helps another one.
+
+    Raises:
+        UserError: The study of that name is another one.
+    """
+    storage = held.storage
+    history = History(storage.engine)
+    history.drop_orphans()
+    recorder = HistoryRecorder(storage, plan.spec.name, 0, plan.workload, plan.world_size)
+    known = warm_start.related(storage, history, plan) if learn and plan.spec.sampler == "physics" else None
+    warm = None
+    if known is not None:
+        first = [c for c in known.best if plan.space.contains(c)][: warm_start.MAX_FIRST]
+        warm = known.warm_start(plan, tuple(first))
+    runner = Runner(plan, executor, folder, held, Broadcast(recorder, events), slots, warm=warm, leads=leads)
+    runner.open()
+    if runner.study is None and known is not None:
+        origin = f"{len(known.told)} trials of study {known.name} ({known.relation})"
+        events.say(f"starting from {origin}; --no-history leaves them out")
+    if runner.study is not None and leads and held.is_alone():
+        recorder.keep_missing(records.told_trials(runner.study))
+    return runner

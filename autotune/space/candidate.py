@@ -1,0 +1,287 @@
+"""One training configuration: what it is, whether it can run here, and the DeepSpeed JSON it means."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autotune.errors import nearest
+from autotune.space.deepspeed import (
+    DEVICES,
+    DTYPES,
+    LARGEST_BATCH,
+    ONE_BIT_OPTIMIZERS,
+    OWNED_PATHS,
+    PRECISIONS,
+    STAGE_3_PREFIXES,
+    TOP_LEVEL_KEYS,
+    ConfigError,
+    DsConfig,
+    Scalar,
+    check_path,
+    check_plain,
+    precision_of,
+    set_path,
+    without_auto,
+)
+
+# The precision that computes in the same 16 bits and mixes types where an operation needs it.
+AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
+# Name of the trial attribute that holds `Candidate.key`.
+CANDIDATE_ATTR = "candidate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One configuration to train with.
+
+    Attributes:
+        micro_batch_size: Samples that one rank passes through the model at once.
+        gradient_accumulation_steps: Micro-batches per optimizer step.
+        zero_stage: DeepSpeed ZeRO stage, 0 to 3.
+        precision: One of `PRECISIONS`; `torch_autocast` computes in bfloat16 over fp32 weights.
+        checkpoint_every: 0 keeps all activations; k recomputes every k-th repeated block.
+        offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
+        offload_param: Where ZeRO-3 parameters live between uses.
+        optimizer: `keep` the user's, or one of `ONE_BIT_OPTIMIZERS`.
+        config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
+    """
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int = 1
+    zero_stage: int = 0
+    precision: str = "fp32"
+    checkpoint_every: int = 0
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    optimizer: str = "keep"
+    config: tuple[tuple[str, Scalar], ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Scalar]) -> Candidate:
+        """Builds a candidate from flat knob values; a name with a dot is a DeepSpeed path.
+
+        Raises:
+            ConfigError: A name is neither a field nor a known DeepSpeed path, or a value is not one the field takes.
+        """
+        own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
+        config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
+        for name in config:
+            check_knob(name)
+        for name, value in own.items():
+            check_value(name, value)
+        if "micro_batch_size" not in own:
+            raise ConfigError("candidate: micro_batch_size is missing")
+        return cls(**own, config=tuple(sorted(config.items())))
+
+    def values(self) -> dict[str, Scalar]:
+        """The candidate as flat knob values; `Candidate.of` is the inverse."""
+        return {name: getattr(self, name) for name in FIELDS} | dict(self.config)
+
+    @property
+    def key(self) -> str:
+        """The candidate's identity as one text; `from_key` reads it back."""
+        return json.dumps(self.values(), sort_keys=True)
+
+    @classmethod
+    def from_key(cls, key: str) -> Candidate:
+        """The candidate of a key."""
+        return cls.of(json.loads(key))
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * world_size
+
+    def describe(self, baseline: Candidate | None = None) -> str:
+        """The candidate in a few words: the batch, and whatever differs from the defaults (or from `baseline`)."""
+        reference = baseline.values() if baseline else {"precision": None, "zero_stage": None}
+        default = Candidate(micro_batch_size=0).values()
+        words = [f"{self.micro_batch_size}x{self.gradient_accumulation_steps}", self.precision, f"z{self.zero_stage}"]
+        for name, value in self.values().items():
+            plain = name in ("micro_batch_size", "gradient_accumulation_steps", "precision", "zero_stage")
+            if not plain and value != reference.get(name, default.get(name)):
+                words.append(f"{name.rsplit('.', 1)[-1]}={value}")
+        return " ".join(words)
+
+    def to_deepspeed(self, base: Mapping[str, Any] | None = None) -> DsConfig:
+        """The DeepSpeed configuration of this candidate over the user's own.
+
+        The batch and the precision are replaced as groups; `zero_optimization` is merged, then keys that the stage
+        does not know are dropped; everything else of the user's stays.
+
+        Args:
+            base: The user's DeepSpeed configuration; its values of "auto" are dropped, but for
+                `data_types.buffer_dtype`, which then follows 16-bit weights: DeepSpeed keeps buffers in fp32 otherwise,
+                and batch normalisation fails on the mixture.
+        """
+        config = copy.deepcopy(dict(base or {}))
+        follows = self.precision in DTYPES and config.get("data_types", {}).get("buffer_dtype") == "auto"
+        config = without_auto(config)
+        if follows:
+            set_path(config, "data_types.buffer_dtype", self.precision)
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            config.pop(key, None)
+        config = {
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            **config,
+        }
+        self._set_precision(config)
+        self._set_zero(config)
+        if self.optimizer != "keep":
+            params = config.get("optimizer", {}).get("params", {})
+            config["optimizer"] = {
+                "type": self.optimizer,
+                "params": {k: v for k, v in params.items() if k in ("lr", "betas")},
+            }
+        for path, value in self.config:
+            set_path(config, path, value)
+        return config
+
+    def _set_precision(self, config: DsConfig) -> None:
+        kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}
+        if self.precision in DTYPES:
+            config[self.precision] = {**kept[self.precision], "enabled": True}
+        elif self.precision.startswith("torch_autocast"):
+            dtype = "float16" if self.precision.endswith("fp16") else "bfloat16"
+            config["torch_autocast"] = {**kept["torch_autocast"], "enabled": True, "dtype": dtype}
+        if self.precision not in DTYPES and "data_types" in config:
+            config["data_types"] = {
+                key: value for key, value in config["data_types"].items() if key != "grad_accum_dtype"
+            }
+            if not config["data_types"]:
+                del config["data_types"]
+
+    def _set_zero(self, config: DsConfig) -> None:
+        zero = config.pop("zero_optimization", {})
+        if self.zero_stage == 0:
+            return
+        zero = {
+            key: value for key, value in zero.items() if self.zero_stage == 3 or not key.startswith(STAGE_3_PREFIXES)
+        }
+        for section, device in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
+            kept = zero.pop(section, None) or {}
+            if device != "none":
+                zero[section] = {**(kept if kept.get("device") == device else {}), "device": device}
+        config["zero_optimization"] = {"stage": self.zero_stage, **{k: v for k, v in zero.items() if k != "stage"}}
+        if "optimizer" not in config:
+            # A client optimizer that DeepSpeed has not tested itself is refused under ZeRO without this.
+            config["zero_allow_untested_optimizer"] = True
+            if self.offload_optimizer != "none":
+                config["zero_force_ds_cpu_optimizer"] = False
+
+
+FIELDS = tuple(field.name for field in fields(Candidate) if field.name != "config")
+CHOICES: dict[str, tuple[Scalar, ...]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "precision": PRECISIONS,
+    "offload_optimizer": DEVICES,
+    "offload_param": ("none", "cpu", "nvme"),
+    "optimizer": ("keep", *ONE_BIT_OPTIMIZERS),
+}
+AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 0}
+
+
+def check_knob(name: str) -> None:
+    """Refuses a knob that is neither a Candidate field nor a path that DeepSpeed reads.
+
+    Raises:
+        ConfigError: It says which names are near.
+    """
+    if name in FIELDS:
+        return
+    if name in OWNED_PATHS and name not in FIELDS:
+        raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
+    if "." not in name and name not in TOP_LEVEL_KEYS:
+        raise ConfigError(
+            f"unknown knob {name!r}.{nearest(name, [*FIELDS, *TOP_LEVEL_KEYS])} Known: {', '.join(FIELDS)}, or a DeepSpeed path with dots"
+        )
+    check_path(name)
+
+
+def check_value(name: str, value: Scalar) -> None:
+    """Refuses a value that the Candidate field does not take.
+
+    Raises:
+        ConfigError: It lists the values that the field takes.
+    """
+    check_plain(value, name)
+    if name in CHOICES:
+        if value not in CHOICES[name] or isinstance(value, bool | float):
+            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
+    elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {AT_LEAST[name]}")
+    elif name in AT_LEAST and isinstance(value, int) and value > LARGEST_BATCH:
+        raise ConfigError(f"{name}: {value!r} is more than {LARGEST_BATCH:,}")
+
+
+def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "base config") -> Candidate:
+    """The candidate that a DeepSpeed configuration means, as DeepSpeed itself resolves it.
+
+    Of batch, micro-batch and accumulation any two give the third (deepspeed/runtime/config.py,
+    `_set_batch_related_parameters`).
+
+    Raises:
+        ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
+    """
+    config = without_auto(dict(config))
+    micro, steps = _batch(config, world_size, where)
+    zero = config.get("zero_optimization", {})
+    values: dict[str, Scalar] = {
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": steps,
+        "zero_stage": zero.get("stage", 0),
+        "precision": precision_of(config),
+        "offload_optimizer": _device(zero, "offload_optimizer"),
+        "offload_param": _device(zero, "offload_param"),
+    }
+    if config.get("optimizer", {}).get("type") in ONE_BIT_OPTIMIZERS:
+        values["optimizer"] = config["optimizer"]["type"]
+    try:
+        return Candidate.of(values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int, int]:
+    total, micro, steps = (
+        config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    for key, value in (
+        ("train_batch_size", total),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_BATCH
+        ):
+            raise ConfigError(
+                f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})"
+            )
+    if micro is None and total is None:
+        raise ConfigError(
+            f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them"
+        )
+    if micro is None:
+        assert total is not None
+        micro = total // world_size // (steps or 1)
+    if steps is None:
+        steps = total // (micro * world_size) if total is not None and micro else 1
+    if total is not None and total != micro * steps * world_size:
+        raise ConfigError(
+            f"{where}: train_batch_size {total} is not micro-batch {micro} x accumulation {steps} x {world_size} ranks;"
+            " change it or pass --ranks"
+        )
+    return int(micro), int(steps)
+
+
+def _device(zero: Mapping[str, Any], section: str) -> str:
+    return str((zero.get(section) or {}).get("device", "none")) if isinstance(zero.get(section), dict) else "none"
+
+
+def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The knobs in which two candidates' values differ."""
+    return [name for name in dict.fromkeys([*own, *other]) if own.get(name) != other.get(name)]

@@ -1,0 +1,376 @@
+"""The DeepSpeed JSON that a person wrote: read, and held against what DeepSpeed reads, since it ignores much that it does not know."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from autotune.errors import UserError, nearest
+
+Scalar: TypeAlias = str | int | float | bool | None
+DsConfig: TypeAlias = dict[str, Any]
+
+PRECISIONS = ("fp32", "bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
+DTYPES = ("bf16", "fp16")
+DEVICES = ("none", "cpu", "nvme")
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+
+# Top-level keys that DeepSpeed reads (deepspeed/runtime/config.py and the config classes it builds, 0.15 to 0.19).
+# DeepSpeed ignores any other top-level key silently, so a typo there would be tuned and exported without effect.
+TOP_LEVEL_KEYS = frozenset(
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer
+    scheduler fp16 bf16 torch_autocast zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor
+    gradient_allreduce_op gradient_clipping data_types steps_per_print wall_clock_breakdown memory_breakdown dump_state
+    disable_allgather disable_python_gc activation_checkpointing flops_profiler comms_logger tensorboard wandb comet
+    csv_monitor monitor_config aio pipeline checkpoint data_efficiency hybrid_engine autotuning dataloader_drop_last
+    log_level datastates_ckpt compile timers tensor_parallel expert_parallel sequence_parallel_size
+    use_data_before_expert_parallelism weight_quantization vocabulary_size nebula train_seq_parallel inference
+    elasticity sparse_gradients amp curriculum_learning compression_training eigenvalue progressive_layer_drop
+    sparse_attention graph_harvesting
+    """.split()
+)
+# Top-level keys that DeepSpeed once read and now refuses, with the version that dropped them
+# (`_REMOVED_TOP_LEVEL_CONFIG_KEYS`).
+RETIRED_KEYS = dict.fromkeys(
+    """
+    elasticity sparse_gradients amp curriculum_learning compression_training eigenvalue progressive_layer_drop sparse_attention
+    graph_harvesting
+    """.split(),
+    (0, 19, 8),
+)
+# Keys inside the sections that DeepSpeed validates strictly; sections that are not here are passed through unchecked.
+SECTION_KEYS: dict[str, frozenset[str]] = {
+    "zero_optimization": frozenset(
+        """
+        stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
+        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
+        cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size stage3_param_persistence_threshold
+        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+        stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save
+        ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size
+        zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
+        mics_shard_size mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint
+        override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
+        leaf_module
+        """.split()
+    ),
+    "bf16": frozenset(
+        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
+    ),
+    "fp16": frozenset(
+        """
+        enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+        min_loss_scale fp16_master_weights_and_grads
+        """.split()
+    ),
+    "torch_autocast": frozenset("enabled dtype lower_precision_safe_modules".split()),
+    "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype".split()),
+}
+# Paths that a Candidate field owns: a dotted knob for one of them would fight with the field.
+OWNED_PATHS = {
+    "train_batch_size": "micro_batch_size and gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.offload_optimizer.device": "offload_optimizer",
+    "zero_optimization.offload_param.device": "offload_param",
+    "bf16.enabled": "precision",
+    "fp16.enabled": "precision",
+    "torch_autocast.enabled": "precision",
+    "torch_autocast.dtype": "precision",
+    "optimizer.type": "optimizer",
+}
+# Sections that write files, call services or add work to every step: kept in the export, left out of trials.
+SIDE_EFFECT_KEYS = frozenset(
+    """
+    tensorboard wandb comet csv_monitor monitor_config flops_profiler comms_logger wall_clock_breakdown
+    memory_breakdown dump_state autotuning
+    """.split()
+)
+# Databases, torch and DeepSpeed hold no larger whole number; sys.maxsize is a value of DeepSpeed's own.
+LARGEST = 2**63 - 1
+LARGEST_BATCH = 2**31 - 1
+DEEPEST = 50
+STAGE_3_PREFIXES = (
+    "stage3_",
+    "zero_hpz",
+    "zero_quantized",
+    "offload_param",
+    "cpu_offload_param",
+    "leaf_module",
+    "mics_",
+    "zeropp_",
+)
+
+
+class ConfigError(UserError):
+    """A DeepSpeed configuration or a candidate that cannot be read."""
+
+
+def check_path(path: str) -> None:
+    """Refuses a DeepSpeed path whose section or key DeepSpeed does not read."""
+    section, _, rest = path.partition(".")
+    if "" in path.split("."):
+        raise ConfigError(f"{path!r}: a path is names with one dot between them, as in zero_optimization.overlap_comm")
+    if section not in TOP_LEVEL_KEYS:
+        raise ConfigError(f"DeepSpeed has no key {section!r} (in {path!r}).{nearest(section, TOP_LEVEL_KEYS)}")
+    key = rest.partition(".")[0]
+    if key and section in SECTION_KEYS and key not in SECTION_KEYS[section]:
+        raise ConfigError(
+            f"DeepSpeed's {section!r} has no key {key!r} (in {path!r}).{nearest(key, SECTION_KEYS[section])}"
+        )
+
+
+def set_path(config: DsConfig, path: str, value: Any) -> None:
+    """Sets a dotted path in a nested configuration, making the sections on the way.
+
+    Raises:
+        ConfigError: There is a value where a section has to be.
+    """
+    *sections, key = path.split(".")
+    for section in sections:
+        if config.get(section) is None:
+            config[section] = {}
+        config = config[section]
+        if not isinstance(config, dict):
+            raise ConfigError(
+                f"{path}: {section!r} is {config!r} and no section of settings, so that nothing in it can be set"
+            )
+    config[key] = value
+
+
+def check_retired(config: Mapping[str, Any], deepspeed_version: str, where: str) -> None:
+    """Refuses a key that the installed DeepSpeed no longer takes.
+
+    Raises:
+        ConfigError: It names the key and the version.
+    """
+    for key, since in RETIRED_KEYS.items():
+        if key in config and version(deepspeed_version) >= since:
+            raise ConfigError(f"{where}: {key!r} is no longer read by DeepSpeed {deepspeed_version}; remove it")
+
+
+def without_auto(config: DsConfig) -> DsConfig:
+    """The configuration without the values "auto" that Hugging Face fills in; a section left empty goes with them."""
+    kept: DsConfig = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            inner = without_auto(value)
+            if inner or not value:
+                kept[key] = inner
+        elif value != "auto":
+            kept[key] = value
+    return kept
+
+
+def check_plain(value: Any, where: str, depth: int = 0) -> None:
+    """Refuses what JSON or a database cannot hold: infinities, texts that are none, keys that are numbers, numbers and depths without end.
+
+    Raises:
+        ConfigError: It names the key.
+    """
+    match value:
+        case None | bool():
+            return
+        case int():
+            if abs(value) > LARGEST:
+                raise ConfigError(
+                    f"{where}: a whole number of {value.bit_length()} bits is more than any setting takes"
+                )
+        case float():
+            if not math.isfinite(value):
+                raise ConfigError(f"{where}: {value} is no number that can be used; give one, or leave the key out")
+        case str():
+            if not _is_text(value):
+                raise ConfigError(f"{where}: {value[:60]!r} holds a character that is none; write plain text")
+        case dict() | list() | tuple():
+            if depth >= DEEPEST:
+                raise ConfigError(
+                    f"{where[:200]}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is"
+                )
+            parts: Iterable[tuple[Any, Any]] = (
+                value.items() if isinstance(value, dict) else [(None, inner) for inner in value]
+            )
+            for key, inner in parts:
+                if key is not None and not (isinstance(key, str) and _is_text(key)):
+                    raise ConfigError(f"{where}: {key!r} is no name of a setting; put a name in quotation marks")
+                check_plain(inner, where if key is None else f"{where}: {key[:60]}", depth + 1)
+        case _:
+            raise ConfigError(f"{where}: {value!r} is no plain value; give a text, a number, true or false")
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be written in UTF-8 and handed to another process."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
+
+
+def at_path(config: Mapping[str, Any], path: str) -> Any:
+    """What a dotted path leads to; None where there is nothing."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """The precision that a DeepSpeed configuration means, one of `PRECISIONS`."""
+    for precision in ("bf16", "fp16"):
+        if config.get(precision, {}).get("enabled"):
+            return precision
+    autocast = config.get("torch_autocast", {})
+    if autocast.get("enabled"):
+        return (
+            "torch_autocast_fp16"
+            if str(autocast.get("dtype", "")).endswith(("float16", "fp16", "half"))
+            and "b" not in str(autocast.get("dtype"))
+            else "torch_autocast"
+        )
+    return "fp32"
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparison: 0.19.8+cu12 -> (0, 19, 8)."""
+    numbers = []
+    for part in text.split("+", maxsplit=1)[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+# Settings that the tuner itself calculates with or compares, and what DeepSpeed takes for them ("auto" is dropped
+# before).
+_SWITCH, _NUMBER, _TEXT = (bool,), (int, float), (str,)
+KINDS: dict[tuple[type, ...], tuple[str, tuple[str, ...]]] = {
+    _SWITCH: ("true or false", (
+        "bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
+        "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients",
+    )),
+    _NUMBER: ("a number", (
+        "zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.stage3_max_reuse_distance", "zero_optimization.zero_hpz_partition_size", "gradient_clipping",
+    )),
+    _TEXT: ("a text", (
+        "optimizer.type", "scheduler.type", "torch_autocast.dtype", "data_types.grad_accum_dtype", "data_types.buffer_dtype",
+        "communication_data_type", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device",
+        "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
+    )),
+}  # fmt: skip
+_KIND_OF: dict[str, tuple[str, tuple[type, ...]]] = {
+    path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths
+}
+SECTIONS = (
+    *SECTION_KEYS, "optimizer", "scheduler", "optimizer.params", "scheduler.params", "pipeline", "autotuning",
+    "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
+)  # fmt: skip
+
+
+def read_config(text: str, where: str) -> DsConfig:
+    """Reads a DeepSpeed JSON and checks its keys.
+
+    Args:
+        text: The JSON.
+        where: What to call it in an error, usually its path.
+
+    Raises:
+        ConfigError: Not JSON, not an object, or a key that DeepSpeed does not read.
+    """
+    try:
+        config = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_int=_whole)
+    except json.JSONDecodeError as error:
+        said = (
+            f"{error.msg} at line {error.lineno}, column {error.colno}{_json_hint(text, error.pos)}"
+            if text.strip()
+            else "it is empty"
+        )
+        raise ConfigError(f"{where}: not JSON: {said}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    check_config(config, where)
+    return dict(config)
+
+
+def check_config(config: Any, where: str) -> None:
+    """Refuses a DeepSpeed configuration with a key that DeepSpeed does not read (it would be ignored silently).
+
+    Raises:
+        ConfigError: It names the key and the nearest one known.
+    """
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}: a DeepSpeed configuration is a JSON object, not {type(config).__name__}")
+    check_plain(config, where)
+    for section, value in config.items():
+        if section not in TOP_LEVEL_KEYS:
+            raise ConfigError(f"{where}: DeepSpeed has no key {section!r}.{nearest(section, TOP_LEVEL_KEYS)}")
+        if section in SECTIONS and not isinstance(value, dict):
+            raise ConfigError(f"{where}: {section!r} is a section (a JSON object), not {value!r}")
+        if section in SECTION_KEYS:
+            for key in value:
+                if key not in SECTION_KEYS[section]:
+                    raise ConfigError(
+                        f"{where}: DeepSpeed's {section!r} has no key {key!r}.{nearest(key, SECTION_KEYS[section])}"
+                    )
+    for path in SECTIONS:
+        if not isinstance(value := at_path(config, path), dict | None) and value != "auto":
+            raise ConfigError(f"{where}: {path!r} is a section (a JSON object), not {value!r}")
+    for path in _KIND_OF:
+        if (value := at_path(config, path)) != "auto":
+            check_setting(path, value, f"{where}: {path}")
+
+
+def check_setting(path: str, value: Any, where: str) -> None:
+    """Refuses a value of another kind than DeepSpeed takes for a setting that the tuner itself calculates with; None is its default.
+
+    Raises:
+        ConfigError: It says what kind is needed.
+    """
+    words, kinds = _KIND_OF.get(path, ("", (object,)))
+    if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER)):
+        raise ConfigError(f"{where}: {words} is needed, not {value!r}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; DeepSpeed refuses a key that is there twice, too."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key[:60]!r} is there twice; remove one of them")
+        found[key] = value
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON; give one, or leave the key out")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"{digits[:20]}... has {len(digits)} digits, which no setting takes")
+    return int(digits)
+
+
+def _json_hint(text: str, at: int) -> str:
+    """What a person usually did where JSON ends to be JSON."""
+    rest, before = text[at : at + 5], text[:at].rstrip()
+    if rest[:1] in ("#", "/"):
+        return "; JSON has no comments: remove it"
+    if rest[:1] == "," or (before.endswith(",") and rest[:1] in ("}", "]", "")):
+        return "; remove the comma before the end"
+    if rest[:1] == "'":
+        return "; texts take double quotation marks"
+    if rest.startswith(("True", "False", "None")):
+        return "; JSON writes true, false and null"
+    return ""

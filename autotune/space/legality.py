@@ -1,0 +1,345 @@
+"""Which candidates cannot run, or can have no effect, on a machine, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DTYPES, ONE_BIT_OPTIMIZERS, STAGE_3_PREFIXES, Scalar, at_path, version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What legality depends on: the machine, the libraries and the workload.
+
+    Attributes:
+        accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
+        deepspeed_version: Installed version, as in 0.19.8.
+        world_size: Ranks of a trial that have data of their own: all of them, but for the stages of a pipeline.
+        ranks_per_node: The same on one machine.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
+        bf16: Whether the device computes in bfloat16.
+        fp16: Whether DeepSpeed accepts fp16 on the device.
+        n_blocks: Repeated blocks of the model that can be checkpointed.
+        n_samples: Samples in the data set; None where it has no end.
+        global_batch: Allowed samples per optimizer step, lowest and highest.
+        client_optimizer: The workload makes its own optimizer instead of the DeepSpeed JSON.
+        plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
+        base: Settings of the user's own configuration that candidates inherit and rules look at; see
+            `inherited_settings`.
+        unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
+    """
+
+    accelerator: str = "cpu"
+    deepspeed_version: str = "0.19.8"
+    world_size: int = 1
+    ranks_per_node: int = 1
+    pipeline_stages: int = 0
+    bf16: bool = True
+    fp16: bool = False
+    n_blocks: int = 0
+    n_samples: int | None = None
+    global_batch: tuple[int, int] | None = None
+    client_optimizer: bool = False
+    plain_backward: bool = False
+    base: tuple[tuple[str, Scalar], ...] = ()
+    unsafe_precisions: tuple[str, ...] = ()
+
+
+INHERITED_PATHS = (
+    "data_types.grad_accum_dtype",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.nvme_path",
+    # What only forecasts look at.
+    "communication_data_type",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+)
+
+
+def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...]:
+    """The settings of a DeepSpeed configuration that legality depends on, as `Setting.base` takes them."""
+    return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason why DeepSpeed (or the workload) refuses a candidate in a setting, or why the candidate is pointless.
+
+    Attributes:
+        broken: Whether it holds for a candidate, its DeepSpeed settings (inherited ones included) and a setting.
+        why: The reason, with fields of candidate and setting as templates.
+        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one of
+            them is set at all, and must stay broken when more of them are.
+    """
+
+    broken: Callable[[Candidate, dict[str, Scalar], Setting], bool]
+    why: str
+    reads: tuple[str, ...]
+
+
+BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
+OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
+GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
+NVME_PATHS = tuple(f"zero_optimization.{section}.nvme_path" for section in ("offload_optimizer", "offload_param"))
+STAGE_3_SETTINGS = tuple(f"zero_optimization.{prefix}*" for prefix in STAGE_3_PREFIXES)
+QUANTISED = tuple(
+    f"zero_optimization.zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights")
+)
+
+
+def _quantised(config: Mapping[str, Scalar]) -> bool:
+    return any(config.get(path) for path in QUANTISED)
+
+
+# Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda c, k, s: c.precision == "fp16" and not s.fp16,
+        "fp16: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast",
+        reads=("precision",),
+    ),
+    Rule(
+        lambda c, k, s: c.precision == "torch_autocast_fp16" and not s.fp16,
+        "torch_autocast_fp16: this device has no fp16 arithmetic; use torch_autocast",
+        reads=("precision",),
+    ),
+    Rule(
+        lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
+        "{precision}: this device does not compute in bfloat16",
+        reads=("precision",),
+    ),
+    Rule(
+        lambda c, k, s: c.precision in s.unsafe_precisions,
+        "{precision}: the model mixes types of numbers, which trials ended at; torch_autocast computes in 16 bits over fp32 weights",
+        reads=("precision",),
+    ),
+    Rule(
+        lambda c, k, s: c.checkpoint_every > 0 and s.n_blocks == 0,
+        "checkpoint_every: the model has no repeated block to checkpoint; name them in `blocks`",
+        reads=("checkpoint_every",),
+    ),
+    Rule(
+        lambda c, k, s: c.checkpoint_every > max(s.n_blocks, 1),
+        "checkpoint_every={checkpoint_every}: the model has only {n_blocks} blocks",
+        reads=("checkpoint_every",),
+    ),
+    Rule(
+        lambda c, k, s: s.n_samples is not None and c.global_batch_size(s.world_size) > s.n_samples,
+        "global batch {batch}: the data set has only {n_samples} samples",
+        reads=(*BATCH,),
+    ),
+    Rule(
+        lambda c, k, s: (
+            s.global_batch is not None
+            and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1]
+        ),
+        "global batch {batch} is outside {global_batch}",
+        reads=(*BATCH,),
+    ),
+    Rule(
+        lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
+        "ZeRO stage 0: DeepSpeed refuses loss.backward() there; call engine.backward(loss)",
+        reads=("zero_stage",),
+    ),
+    Rule(
+        lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
+        "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, whose stages share out the model already; use 0 or 1",
+        reads=("zero_stage",),
+    ),
+    Rule(
+        lambda c, k, s: s.pipeline_stages > 0 and c.checkpoint_every > 0 and c.precision.startswith("torch_autocast"),
+        "{precision}: a PipelineModule recomputes its layers outside of autocast, where they meet other types; use bf16",
+        reads=("checkpoint_every", "precision"),
+    ),
+    Rule(
+        lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0,
+        "offload_optimizer needs ZeRO stage 1 or more",
+        reads=("offload_optimizer", "zero_stage"),
+    ),
+    Rule(
+        lambda c, k, s: c.offload_param != "none" and c.zero_stage != 3,
+        "offload_param needs ZeRO stage 3",
+        reads=("offload_param", "zero_stage"),
+    ),
+    Rule(
+        lambda c, k, s: s.accelerator == "cpu" and {c.offload_optimizer, c.offload_param} != {"none"},
+        "offload: on a CPU the host memory is the device memory, so there is nothing to move",
+        reads=("offload_optimizer", "offload_param"),
+    ),
+    Rule(
+        lambda c, k, s: any(
+            device == "nvme" and not k.get(f"zero_optimization.{section}.nvme_path")
+            for section, device in (("offload_optimizer", c.offload_optimizer), ("offload_param", c.offload_param))
+        ),
+        "offload to nvme needs its nvme_path in the base config",
+        reads=("offload_optimizer", "offload_param", "zero_stage", *NVME_PATHS),
+    ),
+    Rule(
+        lambda c, k, s: k.get("zero_optimization.overlap_comm") is True and s.accelerator == "cpu",
+        "overlap_comm: a CPU has no streams, so nothing can overlap",
+        reads=("zero_optimization.overlap_comm",),
+    ),
+    Rule(
+        lambda c, k, s: c.zero_stage == 0 and any(name.startswith("zero_optimization.") for name in dict(c.config)),
+        "zero_optimization settings have no effect at ZeRO stage 0",
+        reads=("zero_stage", "zero_optimization.*"),
+    ),
+    Rule(
+        lambda c, k, s: (
+            c.zero_stage != 3
+            and any(name.removeprefix("zero_optimization.").startswith(STAGE_3_PREFIXES) for name in k)
+        ),
+        "stage-3 settings need ZeRO stage 3",
+        reads=("zero_stage", *STAGE_3_SETTINGS),
+    ),
+    Rule(
+        lambda c, k, s: bool(k.get("zero_optimization.stage3_module_granularity_threshold")),
+        "stage3_module_granularity_threshold fails with a shape error in DeepSpeed",
+        reads=("zero_optimization.stage3_module_granularity_threshold",),
+    ),
+    Rule(
+        lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
+        "bf16 settings need precision bf16",
+        reads=("precision", "bf16.*"),
+    ),
+    Rule(
+        lambda c, k, s: any(name.startswith("fp16.") for name in k) and c.precision != "fp16",
+        "fp16 settings need precision fp16",
+        reads=("precision", "fp16.*"),
+    ),
+    Rule(
+        lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and c.zero_stage == 0,
+        "bf16 master weights need ZeRO stage 1, 2 or 3",
+        reads=("zero_stage", "precision", MASTER_WEIGHTS),
+    ),
+    Rule(
+        lambda c, k, s: bool(k.get(OPTIMIZER_STATES)) and not k.get(MASTER_WEIGHTS),
+        "bf16_optimizer_states needs bf16_master_weights_and_grads",
+        reads=("precision", MASTER_WEIGHTS, OPTIMIZER_STATES),
+    ),
+    Rule(
+        lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and not k.get(OPTIMIZER_STATES) and c.offload_optimizer != "cpu",
+        "bf16 master weights without bf16 optimizer states need the optimizer offloaded to the CPU",
+        reads=("offload_optimizer", "precision", MASTER_WEIGHTS, OPTIMIZER_STATES),
+    ),
+    Rule(
+        lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and c.precision not in ("bf16", "fp16"),
+        "grad_accum_dtype has an effect only with precision bf16 or fp16",
+        reads=("precision", GRAD_ACCUM_DTYPE),
+    ),
+    Rule(
+        lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) == "fp32" and c.zero_stage == 0,
+        "grad_accum_dtype fp32 with 16-bit weights is not implemented at ZeRO stage 0",
+        reads=("zero_stage", "precision", GRAD_ACCUM_DTYPE),
+    ),
+    Rule(
+        lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and bool(k.get(MASTER_WEIGHTS)),
+        "grad_accum_dtype contradicts bf16 master weights and gradients",
+        reads=("precision", GRAD_ACCUM_DTYPE, MASTER_WEIGHTS),
+    ),
+    Rule(
+        lambda c, k, s: k.get("communication_data_type") is not None and s.world_size == 1,
+        "communication_data_type: one rank communicates nothing",
+        reads=("communication_data_type",),
+    ),
+    Rule(
+        lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
+        "communication_data_type fp16: no fp16 on this device",
+        reads=("communication_data_type",),
+    ),
+    Rule(
+        lambda c, k, s: _quantised(k) and s.accelerator != "cuda",
+        "ZeRO++ quantisation needs a CUDA op of DeepSpeed",
+        reads=(*QUANTISED,),
+    ),
+    Rule(
+        lambda c, k, s: bool(k.get("zero_optimization.zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
+        "zero_quantized_gradients has no effect on one node",
+        reads=("zero_optimization.zero_quantized_gradients",),
+    ),
+    Rule(
+        lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
+        "zero_hpz_partition_size must divide the {world_size} ranks and be smaller",
+        reads=("zero_optimization.zero_hpz_partition_size",),
+    ),
+    Rule(
+        lambda c, k, s: c.precision.startswith("torch_autocast") and version(s.deepspeed_version) < (0, 17, 2),
+        "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2",
+        reads=("precision",),
+    ),
+    Rule(
+        lambda c, k, s: (
+            bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and version(s.deepspeed_version) < (0, 18, 3)
+        ),
+        "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
+        reads=("precision", MASTER_WEIGHTS, OPTIMIZER_STATES),
+    ),
+    Rule(
+        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and version(s.deepspeed_version) >= (0, 19, 7),
+        "{optimizer} is not in DeepSpeed {deepspeed_version}: it was removed in 0.19.7",
+        reads=("optimizer",),
+    ),
+    Rule(
+        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.accelerator != "cuda",
+        "{optimizer} communicates over NCCL or MPI only",
+        reads=("optimizer",),
+    ),
+    Rule(
+        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and c.zero_stage != 0,
+        "{optimizer} needs ZeRO stage 0",
+        reads=("optimizer", "zero_stage"),
+    ),
+    Rule(
+        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.client_optimizer,
+        "{optimizer}: the workload makes its own optimizer",
+        reads=("optimizer",),
+    ),
+)
+
+
+def _hpz(config: Mapping[str, Scalar]) -> int:
+    value = config.get("zero_optimization.zero_hpz_partition_size")
+    return value if isinstance(value, int) else 1
+
+
+def why_illegal(candidate: Candidate, setting: Setting) -> str | None:
+    """Why a candidate cannot run (or can have no effect) in a setting; None if it can."""
+    rule = first_broken(candidate, setting, RULES)
+    return in_words(rule, candidate, setting) if rule is not None else None
+
+
+def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
+    """The reason of a rule that a candidate breaks, with the candidate's values in it."""
+    bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
+    facts = {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
+    return rule.why.format(
+        **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
+    )
+
+
+def first_broken(candidate: Candidate, setting: Setting, rules: Iterable[Rule]) -> Rule | None:
+    """The first of some rules that a candidate breaks."""
+    config = {**_inherited(candidate, setting), **dict(candidate.config)} if setting.base else dict(candidate.config)
+    return next((rule for rule in rules if rule.broken(candidate, config, setting)), None)
+
+
+def _inherited(candidate: Candidate, setting: Setting) -> dict[str, Scalar]:
+    """What of the user's own configuration `to_deepspeed` keeps for a candidate, of what the rules look at."""
+    return {
+        path: value
+        for path, value in setting.base
+        if (path.startswith("bf16.") and candidate.precision == "bf16")
+        or (path.startswith("data_types.") and candidate.precision in DTYPES)
+        or (path.endswith("nvme_path") and candidate.zero_stage > 0)
+    }

@@ -1,0 +1,153 @@
+"""The baseline's trial: decides which objectives can be measured, and measures the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autotune.errors import UserError
+from autotune.scoring import objective
+from autotune.scoring.convergence.learning_rate import NOISE_RULES
+from autotune.scoring.convergence.noise_scale import noise_scale_of
+from autotune.scoring.convergence.time_to_loss import Reference
+from autotune.scoring.metrics import GOODPUT
+from autotune.scoring.objective import Objective
+from autotune.space import feasibility
+from autotune.space.legality import why_illegal
+from autotune.study.events import EventSink
+from autotune.study.measure import TrialMeasurer
+from autotune.study.state import StudyState
+from autotune.study.storage import records
+from autotune.trial.result import Outcome, TrialResult
+
+# Micro-gradients of a step that the noise probe takes at least.
+MIN_NOISE_MICROS = 4
+
+
+class BaselineTrial:
+    """Measures the baseline and decides what the study can measure at all.
+
+    Args:
+        state: The study, which does not exist in the database yet.
+        measurer: Runs the trials.
+        events: Receives what is decided.
+    """
+
+    def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink) -> None:
+        self._state, self._measurer, self._events = state, measurer, events
+
+    def run(self) -> TrialResult:
+        """Runs the baseline's trial and settles objectives, reference and learning rate.
+
+        Raises:
+            UserError: None of the objectives can be measured.
+        """
+        result = self._measurer.execute(self._state.plan.baseline, self._state.trial_path(0), role="baseline")
+        complete = result.outcome is Outcome.COMPLETE
+        dropped = self._unmeasurable(result) if complete else self._without_baseline(result)
+        objectives = [o for o in self._state.objectives if o not in dropped]
+        self._state.settle(self._state.reference, objectives)
+        return result
+
+    def _unmeasurable(self, result: TrialResult) -> list[Objective]:
+        """The objectives that a complete baseline does not measure; measures the noise scale on the way."""
+        state = self._state
+        state.settle(Reference.of(result), state.objectives)
+        self._measure_noise()
+        found = objective.score(result, state.objectives, state.spec.constraints, state.reference)
+        dropped = [o for o in state.objectives if o.metric in found.missing]
+        left = [o for o in state.objectives if o not in dropped]
+        objective.check_measurable(result, left or state.objectives, state.spec.constraints, state.reference)
+        for each in dropped:
+            self._events.say(f"objective {each.name!r} is left out: {found.missing[each.metric]}")
+        return dropped
+
+    def _without_baseline(self, result: TrialResult) -> list[Objective]:
+        """The objectives that only a comparison with a complete baseline measures."""
+        how, objectives = f"{result.outcome}: {result.reason}", self._state.objectives
+        dropped = [o for o in objectives if o.metric in (GOODPUT, "time_to_loss_s")]
+        if len(dropped) == len(objectives):
+            raise UserError(f"convergence is measured against the baseline, which did not complete ({how})")
+        self._events.say(f"the baseline did not complete ({how}), so no speed-up can be stated")
+        return dropped
+
+    def restore(self) -> None:
+        """Narrows the space of a resumed study, if its noise scale could not be measured."""
+        reference = self._state.reference
+        if reference is not None and reference.noise is None and self._state.spec.global_batch != "keep":
+            self._keep_batch(reference.noise_problem)
+
+    def _measure_noise(self) -> None:
+        """Measures the gradient noise scale once, if an objective or the rule for the learning rate needs it."""
+        state = self._state
+        reference, rate = state.reference, state.learning_rate
+        assert reference is not None
+        needs_rate = rate.rule in NOISE_RULES
+        wanted = needs_rate or any(o.metric == GOODPUT for o in state.objectives)
+        if state.spec.global_batch == "keep" or not wanted:
+            return
+        problem = self._probe(reference)
+        if not problem:
+            return
+        state.settle(replace(reference, noise_problem=problem), state.objectives)
+        if needs_rate:
+            raise UserError(
+                f"--learning-rate-rule {rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`"
+            )
+        self._keep_batch(problem)
+
+    def _probe(self, reference: Reference) -> str:
+        """Measures the noise scale and settles it; returns why it could not, or an empty text."""
+        state = self._state
+        plan, spec, candidate, world = state.plan, state.spec, state.plan.baseline, state.plan.world_size
+        if plan.splits_batch:
+            steps = max(candidate.gradient_accumulation_steps, math.ceil(MIN_NOISE_MICROS / world))
+            micro = max(1, candidate.global_batch_size(world) // (steps * world))
+            candidate = replace(candidate, micro_batch_size=micro, gradient_accumulation_steps=steps)
+        if not plan.replicated:
+            return "the gradient noise scale is not measured where a model is split between ranks"
+        if candidate.gradient_accumulation_steps * world < 2:
+            return "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
+        self._events.say("measuring the gradient noise scale, for what other global batches are worth")
+        start = spec.from_checkpoint
+        result = self._measurer.execute(
+            candidate,
+            state.folder / "trials" / "noise",
+            role="noise",
+            weights=str(start) if start else None,
+            save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,
+        )
+        noise = noise_scale_of(result.noise) if result.noise is not None else None
+        if noise is None:
+            return f"its probe ended with {result.outcome}: {result.reason}"
+        if not noise.resolved:
+            return str(noise)
+        self._events.say(str(noise))
+        state.settle(replace(reference, noise=noise), state.objectives, plan.learning_rate(noise.samples))
+        return ""
+
+    def _keep_batch(self, problem: str) -> None:
+        """Searches the baseline's global batch alone, if goodput needs the noise scale that could not be measured.
+
+        Raises:
+            UserError: Then there is nothing to search.
+        """
+        plan = self._state.plan
+        name = next((o.name for o in self._state.objectives if o.metric == GOODPUT), None)
+        if name is None:
+            return
+        baseline, world = plan.baseline, plan.setting.world_size
+        batch = baseline.global_batch_size(world)
+        kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size)
+        space = feasibility.pruned(kept, baseline, plan.setting)
+        others = (c for c in space.candidates(baseline) if c != baseline)
+        if all(why_illegal(c, plan.setting) is not None for c in others):
+            raise UserError(
+                f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
+                " nothing else"
+            )
+        self._events.say(
+            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; raise"
+            f" trial_budget_s, or leave {name!r} out of the objectives to vary it all the same"
+        )
+        self._state.narrow(space)

@@ -1,0 +1,131 @@
+"""The branch check: trains a finalist and the baseline from one state on equal data, if their global batches differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.scoring.convergence.branch import Branch, Run, compare
+from autotune.scoring.measured import Measured
+from autotune.scoring.metrics import GOODPUT
+from autotune.study.budget import Budget
+from autotune.study.events import EventSink
+from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
+from autotune.study.numerics_check import MIN_STEPS, training_budget_s
+from autotune.study.state import StudyState, baseline_of
+from autotune.study.storage import records
+from autotune.trial.folder import result_in, write_record
+from autotune.trial.result import Outcome, TrialResult
+
+# A branch is this many times as long as the baseline's training in a trial.
+BRANCH_BUDGETS = 2
+
+
+class BranchCheck:
+    """Confirms by training what a finalist's global batch is worth; earlier branches are read from the folder.
+
+    Args:
+        state: The study.
+        measurer: Runs the branches.
+        budget: Ends the check.
+        events: Receives what is trained and found.
+    """
+
+    def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
+        self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
+
+    def run(self, found: Sequence[Measured]) -> bool:
+        """Checks the best of the candidates that still needs it.
+
+        Returns:
+            Whether one was checked, so that the ranking may have changed.
+        """
+        measured = self._state.measured()
+        baseline, wanted = baseline_of(measured), {m.trial for m in found}
+        done = sum(m.branch is not None for m in measured)
+        unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}
+        if baseline is None or not unchecked or done >= self._state.spec.finalists or self._budget.out_of_time():
+            return False
+        start = self._start()
+        if start is None:
+            return False
+        self._compare(next(unchecked[m.trial] for m in found if m.trial in unchecked), baseline, *start)
+        return True
+
+    def _compare(self, m: Measured, baseline: Measured, weights: Path, first_sample: int) -> None:
+        self._events.say(
+            f"training trial {m.trial} and the baseline from one state on equal data, to see what its global batch is"
+            " worth"
+        )
+        path = records.branch_path(self._state.folder, m.trial)
+        world = self._state.plan.data_parallel
+        n_samples = self._n_samples(baseline, m.candidate.global_batch_size(world))
+        runs = []
+        for each in (baseline, m):
+            result = self._train(each, n_samples, weights, first_sample)
+            if result.outcome is not Outcome.COMPLETE:
+                why = f"the branch of trial {each.trial} ended with {result.outcome}: {result.reason}"
+                confirmed = False if result.outcome is Outcome.DIVERGED and each is m else None
+                write_record(path, Branch(confirmed=confirmed, reason=why))
+                return
+            batch = each.candidate.global_batch_size(world)
+            runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.value("samples_per_s") or 1.0))
+        own, base = m.metrics.get(GOODPUT), baseline.metrics.get(GOODPUT)
+        verdict = compare(runs[1], runs[0], base / own if own and base else None, first_sample or None)
+        write_record(path, verdict)
+        self._events.say(f"trial {m.trial}: {verdict.reason}")
+
+    def _train(self, m: Measured, n_samples: int, weights: Path, first_sample: int) -> TrialResult:
+        path, spec = self._state.trial_path(m.trial) / f"branch-{n_samples}", self._state.spec
+        result = result_in(path)
+        if result is not None and result.outcome is not Outcome.LOST:
+            return result
+        return self._measurer.execute(
+            m.candidate,
+            path,
+            role="branch",
+            max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
+            min_samples=ENDLESS_SAMPLES,
+            budget_s=training_budget_s(spec, n_samples / (m.value("samples_per_s") or 1.0)),
+            weights=str(weights),
+            first_sample=first_sample,
+            deadline_s=spec.trial_deadline_s,
+        )
+
+    def _start(self) -> tuple[Path, int] | None:
+        """The weights that branches start from (the user's or warmed-up ones), and the samples that these have seen."""
+        if self._state.spec.from_checkpoint is not None:
+            return self._state.spec.from_checkpoint, 0
+        path, trials = records.warm_path(self._state.folder), self._state.folder / "trials"
+        if not path.exists():
+            self._measurer.execute(
+                self._state.plan.baseline,
+                trials / "warm",
+                role="warm",
+                min_samples=ENDLESS_SAMPLES,
+                save_weights=str(path),
+            )
+        # The noise probe saves its weights, too.
+        found = [result for name in ("warm", "noise") if (result := result_in(trials / name)) is not None]
+        if not path.exists() or not found:
+            self._events.say("no branch could be begun: no weights were warmed up for it")
+            return None
+        return path, len(found[0].losses) * (found[0].samples_per_step or 0)
+
+    def _n_samples(self, baseline: Measured, batch: int) -> int:
+        """Samples of a branch: as the user states, else a multiple of a trial's, but enough steps of a large batch."""
+        spec, plan = self._state.spec, self._state.plan
+        if spec.branch_tokens is not None:
+            tokens_per_s = baseline.metrics.get("tokens_per_s")
+            tokens_per_sample = tokens_per_s / baseline.metrics["samples_per_s"] if tokens_per_s else 1.0
+            return max(1, round(spec.branch_tokens / tokens_per_sample))
+        least = max(batch, plan.baseline.global_batch_size(plan.data_parallel)) * MIN_STEPS
+        wanted = max(least, round(BRANCH_BUDGETS * spec.trial_budget_s * baseline.metrics["samples_per_s"]))
+        # A branch of the baseline that was trained for another candidate will do.
+        kept = [int(path.name.removeprefix("branch-")) for path in self._state.trial_path(0).glob("branch-*")]
+        return min((n for n in kept if least <= n), default=wanted)
+
+
+def _needs_branch(m: Measured) -> bool:
+    trains_well = m.numerics_kept or (m.verdict is not None and bool(m.verdict.passed))
+    return m.branch_wanted and m.branch is None and trains_well

@@ -1,0 +1,245 @@
+"""Events of a run: one record, the sinks that receive it, and the journal file that another terminal replays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.system import redaction
+from autotune.trial.result import Outcome
+
+
+class Kind(StrEnum):
+    """What kind of event happened."""
+
+    NOTE = "note"  # a message worth a line
+    PHASE = "phase"  # the activity between trials has changed
+    TRIAL_STARTED = "trial_started"
+    TRIAL_ENDED = "trial_ended"
+    TURN_WAIT = "turn_wait"  # another study measures on this machine
+    QUEUE_WAIT = "queue_wait"  # the engine has no machine for a trial yet
+    TICK = "tick"  # the running trial still runs; sent several times a second
+
+
+# In JSON a candidate is its flat knob values: secrets are recognised by their names.
+Configuration = Annotated[
+    Candidate,
+    BeforeValidator(lambda given: given if isinstance(given, Candidate) else Candidate.of(given)),
+    PlainSerializer(Candidate.values),
+]
+
+
+class Leader(NamedTuple):
+    """The best compromise so far."""
+
+    trial: int
+    candidate: Configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The state of a study after a trial.
+
+    Attributes:
+        number: The trial.
+        role: `baseline`, `search` or `repeat`.
+        candidate: Its configuration.
+        outcome: How it ended.
+        reason: Why, unless it is complete.
+        metrics: What it measured, by metric.
+        wall_s: Its duration in seconds.
+        n_told: Trials told so far.
+        n_trials: The budget of trials.
+        best: The best compromise so far.
+        best_speedup: Its throughput over the baseline's.
+        left_s: Estimated seconds until the end of the study.
+    """
+
+    number: int
+    role: str
+    candidate: Configuration
+    outcome: Outcome
+    reason: str
+    metrics: dict[str, float]
+    wall_s: float
+    n_told: int
+    n_trials: int
+    best: Leader | None
+    best_speedup: float | None
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+        kind: What happened.
+        time_s: When, in Unix seconds.
+        text: The message of a note, a phase or a wait for the engine.
+        trial: Number of the trial that started.
+        role: Its role.
+        candidate: Its configuration.
+        progress: The state of the study, where a trial ended.
+    """
+
+    kind: Kind
+    time_s: float = field(default_factory=time.time)
+    text: str = ""
+    trial: int | None = None
+    role: str = ""
+    candidate: Configuration | None = None
+    progress: Progress | None = None
+
+
+class EventSink:
+    """Receives the events of a run in `emit`; this one drops them. The other methods build an event each."""
+
+    def emit(self, event: Event) -> None:
+        """Handles an event."""
+
+    def say(self, text: str) -> None:
+        """Emits a message that is worth a line."""
+        self.emit(Event(kind=Kind.NOTE, text=text))
+
+    def doing(self, text: str) -> None:
+        """Emits what the run does from now on."""
+        self.emit(Event(kind=Kind.PHASE, text=text))
+
+    def began(self, number: int, candidate: Candidate, role: str) -> None:
+        """Emits the start of a trial."""
+        self.emit(Event(kind=Kind.TRIAL_STARTED, trial=number, candidate=candidate, role=role))
+
+    def ended(self, progress: Progress) -> None:
+        """Emits the end of a trial."""
+        self.emit(Event(kind=Kind.TRIAL_ENDED, progress=progress))
+
+    def waiting(self) -> None:
+        """Emits that another study measures on this machine; may be called again and again."""
+        self.emit(Event(kind=Kind.TURN_WAIT))
+
+    def waits(self, why: str) -> None:
+        """Emits that the engine has no machine for a trial yet."""
+        self.emit(Event(kind=Kind.QUEUE_WAIT, text=why))
+
+    def tick(self) -> None:
+        """Emits that the running trial still runs."""
+        self.emit(Event(kind=Kind.TICK))
+
+
+SILENT = EventSink()
+
+
+class Broadcast(EventSink):
+    """Hands every event to several sinks, in order.
+
+    Args:
+        sinks: The sinks.
+    """
+
+    def __init__(self, *sinks: EventSink) -> None:
+        self._sinks = sinks
+
+    def emit(self, event: Event) -> None:
+        """Hands on an event."""
+        for sink in self._sinks:
+            sink.emit(event)
+
+
+_EVENT = TypeAdapter(Event)
+
+
+def path_in(folder: Path) -> Path:
+    """The journal of the latest run of a study."""
+    return folder / "trials" / "journal.jsonl"
+
+
+class Journal(EventSink):
+    """Appends the events of a run to a file, one JSON object a line; ticks and repeated waits are left out.
+
+    Args:
+        folder: The study's folder; the journal of an earlier run is replaced.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = path_in(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a process that reads the old file keeps it
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = self._waited = False
+        self._append({"run": os.getpid()})
+
+    def emit(self, event: Event) -> None:
+        """Writes an event down."""
+        if event.kind is Kind.TICK or (event.kind is Kind.TURN_WAIT and self._waited):
+            return
+        self._waited |= event.kind is Kind.TURN_WAIT
+        self._append(_EVENT.dump_python(event, mode="json", exclude_defaults=True))
+
+    def _append(self, data: dict[str, object]) -> None:
+        """Appends one line in one write; a full disk must not end a study."""
+        line = json.dumps(redaction.redact(data)).encode() + b"\n"
+        line = b"\n" + line if self._torn else line
+        try:
+            self._torn = os.write(self._file, line) < len(line)
+        except OSError:
+            return
+
+
+class JournalReader:
+    """Reads the journal of a run while it grows.
+
+    Args:
+        folder: The study's folder.
+        pid: The process that runs the study; the journal of another process is ignored.
+    """
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self._path, self._pid = path_in(folder), pid
+        self._descriptor: int | None = None
+        self._rest = b""
+
+    def events(self) -> Iterator[Event]:
+        """Yields the events added since the last call; skips lines that are cut short or of another version."""
+        if self._descriptor is None and not self._open():
+            return
+        assert self._descriptor is not None
+        while piece := os.read(self._descriptor, 1 << 16):
+            *whole, self._rest = (self._rest + piece).split(b"\n")
+            for line in whole:
+                with contextlib.suppress(ValueError, UserError):
+                    yield _EVENT.validate_python(json.loads(line))
+
+    def _open(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        first = os.read(descriptor, 4096).partition(b"\n")
+        try:
+            found = first[1] and json.loads(first[0]).get("run") == self._pid
+        except ValueError:
+            found = False
+        if not found:
+            os.close(descriptor)
+            return False
+        os.lseek(descriptor, len(first[0]) + 1, os.SEEK_SET)
+        self._descriptor = descriptor
+        return True
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

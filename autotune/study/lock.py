@@ -1,0 +1,99 @@
+"""The lock of a study: one run at a time, and a killed run's processes and files are removed before the next."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from autotune.errors import UserError
+from autotune.system import files, shared_memory
+from autotune.system.processes import run_mark, sweep
+
+LOCK_TRIES = 25  # processes that only check whether a study runs hold its lock for a moment
+
+
+@contextlib.contextmanager
+def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
+    """Locks a study for one run; ends and removes what a killed run left.
+
+    Args:
+        folder: The folder that the run writes to.
+        name: The study's name; by default the folder's.
+
+    Raises:
+        UserError: Another process runs this study.
+        OSError: The folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with open(path, "a+") as file:
+        for tries_left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if tries_left:
+                    time.sleep(0.01)
+                    continue
+                file.seek(0)
+                pid, name = _owner(file), name or folder.name
+                raise UserError(
+                    f"study {name!r} is being run by process {pid}; `autotune status {name}` shows how far it is"
+                ) from None
+        _clear_away(folder, file)
+        with files.naming(path):
+            note_agent(file, run_mark())
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):  # the lock counts, not its text
+                note_agent(file, "")
+
+
+def _clear_away(folder: Path, file: IO[str]) -> None:
+    """Ends and removes what the last run left, if it was killed: any other run erases its mark."""
+    file.seek(0)
+    try:
+        mark = json.loads(file.read() or "{}").get("agent")
+    except (ValueError, AttributeError):
+        mark = None
+    if mark:
+        sweep(mark)
+        for path in shared_memory.abandoned(since=os.fstat(file.fileno()).st_mtime):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    files.remove_drafts(folder)
+
+
+def _owner(file: IO[str]) -> int | str:
+    try:
+        return int(json.loads(file.read() or "{}").get("pid", "?"))
+    except (ValueError, TypeError, AttributeError):
+        return "?"
+
+
+def run_under_way(folder: Path) -> int | None:
+    """The PID of the process that runs the study of a folder; 0 if not yet known, None if none does."""
+    try:
+        with open(folder / ".lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = _owner(file)
+                return owner if isinstance(owner, int) else 0  # it has not written its PID yet
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def note_agent(file: IO[str], mark: str) -> None:
+    """Writes this process and the mark of its ranks' processes, which the next run ends if this one is killed."""
+    text = json.dumps({"pid": os.getpid(), "agent": mark}).encode()
+    os.ftruncate(file.fileno(), 0)
+    os.write(file.fileno(), text)  # the file is opened to append, so this writes at its new end, the beginning

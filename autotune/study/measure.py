@@ -1,0 +1,173 @@
+"""Measuring a trial: the request that its ranks get, and its run on an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig
+from autotune.study.budget import Budget
+from autotune.study.events import EventSink
+from autotune.study.state import StudyState
+from autotune.trial.folder import result_in
+from autotune.trial.request import TrialRequest, TrialToBeat
+from autotune.trial.result import BUSY_CORES, Outcome, TrialResult
+
+# Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
+MAX_BUSY_TRIES = 3
+# A number of samples that no trial reaches: it trains until its steps or its time are over.
+ENDLESS_SAMPLES = 10**15
+MIN_DEADLINE_S = 60.0
+
+
+class TrialMeasurer:
+    """Runs trials of a study, each in its own folder.
+
+    Args:
+        state: The study.
+        executor: The engine for trials that run alone.
+        events: Receives the start of each trial.
+        budget: Ends repeated tries.
+        bounds_to_beat: The measurements that a candidate must beat; a trial that cannot stops early.
+    """
+
+    def __init__(
+        self,
+        state: StudyState,
+        executor: Executor,
+        events: EventSink,
+        budget: Budget,
+        bounds_to_beat: Callable[[Candidate], tuple[TrialToBeat, ...]],
+    ) -> None:
+        self._state, self._executor, self._events, self._budget = state, executor, events, budget
+        self._bounds_to_beat = bounds_to_beat
+        self._built: set[str] = set()
+        self._n_tries = MAX_BUSY_TRIES
+
+    def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
+        """Runs a trial alone.
+
+        Args:
+            candidate: The configuration.
+            path: The trial's folder.
+            role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch` or `warm`.
+            request_fields: Fields of the request that differ from those of the study's trials.
+        """
+        request = replace(self.request(candidate, role), **request_fields)
+        return self.run(request, candidate, path, role, self._executor)
+
+    def request(self, candidate: Candidate, role: str) -> TrialRequest:
+        """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
+        plan, spec, rate = self._state.plan, self._state.spec, self._state.learning_rate
+        batch = candidate.global_batch_size(plan.data_parallel)
+        ds_config = plan.ds_config(candidate)
+        if plan.workload.script is None:  # a script's rates are followed where the script applies them
+            ds_config = rate.scaled(ds_config, batch)
+        self._build_ops(ds_config)
+        return TrialRequest(
+            target=str(spec.target),
+            candidate=candidate.values(),
+            ds_config=ds_config,
+            world_size=plan.world_size,
+            nodes=spec.nodes_for(plan.world_size),
+            seed=spec.seed,
+            budget_s=spec.trial_budget_s * (2 if role == "noise" else 1),
+            noise=role == "noise",
+            check_gradient=role in ("baseline", "search", "gate") and plan.data_parallel == plan.world_size,
+            min_samples=self._min_samples(role),
+            deadline_s=self._deadline_s(candidate),
+            device_memory_bytes=spec.device_memory_bytes,
+            script=plan.script(candidate),
+            learning_rate_factor=rate.factor(batch),
+            rivals=self._bounds_to_beat(candidate) if role == "search" else (),
+        )
+
+    def _min_samples(self, role: str) -> int:
+        if role not in ("baseline", "search"):
+            return 0
+        converging = any(o.metric == "time_to_loss_s" for o in self._state.objectives)
+        if not converging:
+            return self._state.spec.min_samples
+        if role == "baseline":
+            return ENDLESS_SAMPLES
+        baseline = result_in(self._state.trial_path(0))
+        n_baseline = len(baseline.step_times_s) * (baseline.samples_per_step or 0) if baseline is not None else 0
+        return max(self._state.spec.min_samples, n_baseline)
+
+    def _deadline_s(self, candidate: Candidate) -> float:
+        """Ten times the duration that the baseline leads to expect, at most the user's deadline: a hang ends sooner."""
+        plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
+        if result is None or result.steps is None:
+            return spec.trial_deadline_s
+        growth = max(1.0, candidate.global_batch_size(1) / plan.baseline.global_batch_size(1))
+        expected_s = result.wall_s + 20 * result.steps.median_s * growth + spec.trial_budget_s
+        return min(spec.trial_deadline_s, max(MIN_DEADLINE_S, 10 * expected_s))
+
+    def _build_ops(self, ds_config: DsConfig) -> None:
+        """Compiles the ops that a configuration needs before its trial, which would be timed or killed meanwhile."""
+        needed = [op for op in ops_needed(ds_config) if op not in self._built]
+        if not needed:
+            return
+        self._built.update(needed)
+        names = ", ".join(needed)
+        self._events.say(f"building DeepSpeed's {names} (once on this machine; may take a minute or two)")
+        if failure := self._executor.build_ops(needed):
+            self._events.say(
+                f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"
+            )
+
+    def run(
+        self,
+        request: TrialRequest,
+        candidate: Candidate,
+        path: Path,
+        role: str,
+        executor: Executor,
+        tick: Callable[[], None] = lambda: None,
+    ) -> TrialResult:
+        """Runs a trial to its end, again if its supervisor died; the part of a run that other threads may call."""
+
+        def ticked() -> None:
+            tick()
+            self._events.tick()
+
+        def waiting() -> None:
+            tick()
+            self._events.waiting()
+
+        number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
+        compared = role in ("baseline", "repeat")
+        n_left, lost = self._n_tries if compared else 1, False
+        while True:
+            with executor.turn(waiting):
+                self._events.began(number, candidate, role)
+                result = base.run(executor, path, request, ticked)
+            if result.outcome is Outcome.LOST:
+                if lost:  # no coincidence: this configuration kills its supervisor
+                    return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
+                lost, why = True, result.reason
+            else:
+                n_left -= 1
+                busy = result.other_cores > BUSY_CORES
+                if not n_left and busy and compared:
+                    self._n_tries = 1  # waiting does not help on this machine
+                if not n_left or not busy or self._budget.out_of_time():
+                    return result
+                why = f"other processes used {result.other_cores:.1f} cores meanwhile"
+            self._events.say(f"trial {number} is measured again: {why}")
+
+
+def ops_needed(ds_config: DsConfig) -> list[str]:
+    """DeepSpeed's compiled ops that a configuration calls for, by builder name."""
+    optimizer = ds_config.get("optimizer") or {}
+    zero = ds_config.get("zero_optimization") or {}
+    own = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    if not own or (optimizer.get("params") or {}).get("torch_adam"):
+        return []
+    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    return ["cpu_adam" if offloaded else "fused_adam"]

@@ -1,0 +1,197 @@
+"""The numerics check: compares the loss curves of finalists with references trained by the baseline's numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.scoring.convergence import quality_gate
+from autotune.scoring.convergence.quality_gate import GateVerdict
+from autotune.scoring.measured import Measured
+from autotune.space.candidate import Candidate
+from autotune.study.budget import Budget
+from autotune.study.events import EventSink
+from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
+from autotune.study.spec.spec import StudySpec
+from autotune.study.state import StudyState, baseline_of
+from autotune.study.storage import records
+from autotune.trial.folder import result_in, write_record
+from autotune.trial.result import Outcome, TrialResult
+
+# Share of the study's time so far that the check may cost.
+MAX_TIME_SHARE = 0.15
+# Steps of a reference's curve: fewer say little, more cost time.
+MIN_STEPS, MAX_STEPS = 12, 60
+REPLICATES = 2
+# A reference may train for this multiple of a trial's time, since slower numerics make longer curves; where that is too
+# short for the steps that are needed, for their time with the second factor to spare.
+MAX_TRIAL_BUDGETS, SPARE = 4, 1.5
+WITHIN_DEADLINE = 0.9  # at most this share of a trial's deadline
+
+
+class NumericsCheck:
+    """Checks how finalists with other numerics than the baseline train; earlier checks are read from the folder.
+
+    Args:
+        state: The study.
+        measurer: Runs the references.
+        budget: States the study's time so far.
+        events: Receives what is checked and refused.
+    """
+
+    def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
+        self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
+        self._spent_s = sum(_wall_s(path) for path in state.folder.glob("trials/*/*"))
+        self._baseline = state.plan.baseline
+        self._world = state.plan.data_parallel
+
+    def run(self, found: Sequence[Measured]) -> bool:
+        """Checks candidates, the best first.
+
+        The first one and those with the baseline's batch, for which its own trial is the reference, are checked at any
+        cost, the others while the checks keep to their share of the study's time.
+
+        Returns:
+            Whether one failed the check.
+        """
+        baseline = baseline_of(self._state.measured())
+        unchecked = [m for m in found if not m.numerics_kept and m.verdict is None]
+        if baseline is None or not unchecked:
+            return False
+        own_batch = self._baseline.global_batch_size(self._world)
+        by_batch: dict[int, list[Measured]] = {}
+        for m in unchecked:
+            by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
+        failed, left = False, list[str]()
+        for n, (batch, group) in enumerate(by_batch.items()):
+            names = ", ".join(str(m.trial) for m in group)
+            required = batch == own_batch or (n == 0 and group[0].trial == found[0].trial)
+            if not required and not self._affordable(batch, baseline):
+                left.append(names)
+                continue
+            self._events.say(
+                f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}"
+            )
+            reference, *replicates = self._references(batch, baseline)
+            for m in group:
+                verdict = self._verdict(m, baseline, batch, reference, replicates)
+                write_record(records.gate_path(self._state.folder, m.trial), verdict)
+                if not verdict.passed:
+                    failed = True
+                    self._events.say(f"trial {m.trial} {verdict.reason}")
+        if left:
+            self._events.say(
+                f"how trial {', '.join(left)} trained is not checked: that would take over {MAX_TIME_SHARE:.0%} of the"
+                " study's time"
+            )
+        return failed
+
+    def _verdict(
+        self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]
+    ) -> GateVerdict:
+        if reference.outcome is not Outcome.COMPLETE:
+            how = f"{reference.outcome}: {reference.reason}"
+            why = f"the baseline's numerics at a global batch of {batch} ended with {how}"
+            return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
+        path = self._state.trial_path(m.trial)
+        own = result_in(path) or TrialResult(outcome=Outcome.LOST)
+        if wrong := quality_gate.judge_gradient(own.gradient, reference.gradient, m.ds_config):
+            return GateVerdict(passed=False, reason=wrong, batch=batch)
+        if len(own.losses) < min(MIN_STEPS, len(reference.losses)):
+            if (passed := self._passed_alike(m, batch)) is not None:
+                return passed
+            step_s = m.value("step_time_s") or self._step_s(batch, baseline)
+            own = self._curve(m.candidate, path / "gate", len(reference.losses), step_s)
+        if own.outcome is Outcome.DIVERGED:
+            return GateVerdict(passed=False, reason=own.reason, batch=batch)
+        return quality_gate.judge(own.losses, reference.losses, [each.losses for each in replicates], batch)
+
+    def _passed_alike(self, m: Measured, batch: int) -> GateVerdict | None:
+        """The pass of another trial with the same numerics and global batch."""
+        own = quality_gate.numerics(m.ds_config)
+        for other in self._state.measured():
+            seen = other.verdict
+            if seen is None or not seen.passed or seen.batch != batch or seen.same_as is not None:
+                continue
+            # DeepSpeed's stage 0 has its own optimizer.
+            alike = bool(other.candidate.zero_stage) == bool(m.candidate.zero_stage)
+            if other.trial != m.trial and alike and quality_gate.numerics(other.ds_config) == own:
+                return replace(seen, same_as=other.trial)
+        return None
+
+    def _affordable(self, batch: int, baseline: Measured) -> bool:
+        """Whether references at a batch keep to the check's share of the time."""
+        if result_in(records.reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
+            return True
+        needed_s = (REPLICATES + 1) * (MIN_STEPS * self._step_s(batch, baseline) + 1)
+        return self._spent_s + needed_s <= MAX_TIME_SHARE * self._budget.spent_s()
+
+    def _step_s(self, batch: int, baseline: Measured) -> float:
+        """Estimated step time with the baseline's numerics."""
+        return baseline.metrics["step_time_s"] * max(1.0, batch / self._baseline.global_batch_size(self._world))
+
+    def _references(self, batch: int, baseline: Measured) -> list[TrialResult]:
+        """The baseline's numerics at a global batch (its own trial where it has that batch), and replicates."""
+        candidate = reference_candidate(self._baseline, batch, self._world)
+        first = result_in(self._state.trial_path(baseline.trial))
+        own = first if candidate == self._baseline and first is not None and len(first.losses) >= MIN_STEPS else None
+        folder = records.reference_path(self._state.folder, batch)
+        # Half of the time that is left, so that another batch can follow.
+        left_s = max(0.0, MAX_TIME_SHARE * self._budget.spent_s() - self._spent_s) / 2
+        step_s = self._step_s(batch, baseline)
+        n_steps = round(min(MAX_STEPS, max(MIN_STEPS, left_s / (REPLICATES + (0 if own else 1)) / step_s)))
+        reference = own or self._curve(candidate, folder / "0", n_steps, step_s)
+        if reference.outcome is not Outcome.COMPLETE:
+            return [reference]
+        replicates = [
+            self._curve(candidate, folder / str(n), n_steps, step_s, replicate=n) for n in range(1, REPLICATES + 1)
+        ]
+        return [reference, *(each for each in replicates if each.outcome is Outcome.COMPLETE)]
+
+    def _curve(
+        self, candidate: Candidate, path: Path, n_steps: int, step_s: float, *, replicate: int = 0
+    ) -> TrialResult:
+        """A loss curve of `n_steps` steps, each of about `step_s` seconds; read from the folder if it is there."""
+        kept = result_in(path)
+        if kept is not None and kept.outcome is not Outcome.LOST:
+            return kept
+        spec = self._state.spec
+        try:
+            result = self._measurer.execute(
+                candidate,
+                path,
+                role="gate",
+                max_steps=n_steps,
+                min_samples=ENDLESS_SAMPLES,
+                replicate=replicate,
+                budget_s=training_budget_s(spec, min(n_steps, MIN_STEPS) * step_s),
+                deadline_s=spec.trial_deadline_s,
+            )
+        except UserError as error:  # an engine that only replays what was measured
+            return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
+        self._spent_s += result.wall_s
+        return result
+
+
+def training_budget_s(spec: StudySpec, needed_s: float) -> float:
+    """Seconds that a check may train which needs `needed_s`, within a trial's deadline."""
+    wanted_s = max(MAX_TRIAL_BUDGETS * spec.trial_budget_s, SPARE * needed_s)
+    return min(wanted_s, WITHIN_DEADLINE * spec.trial_deadline_s)
+
+
+def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Candidate:
+    """The baseline with another global batch, in the largest micro-batches that surely fit: only numerics count."""
+    per_rank = max(1, batch // world_size)
+    micro = max(m for m in range(1, min(baseline.micro_batch_size, per_rank) + 1) if per_rank % m == 0)
+    if per_rank == baseline.micro_batch_size * baseline.gradient_accumulation_steps:
+        return baseline
+    return replace(baseline, micro_batch_size=micro, gradient_accumulation_steps=per_rank // micro)
+
+
+def _wall_s(path: Path) -> float:
+    """Seconds that a run of this check in a folder took; 0 for other folders."""
+    own = path.name == "gate" or path.parent.name.startswith("reference-")
+    result = result_in(path) if own else None
+    return result.wall_s if result is not None else 0.0

@@ -1,0 +1,253 @@
+"""Trials at once: the pool that runs them, and the engines that they run on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from optuna.trial import Trial
+
+from autotune.errors import UserError
+from autotune.executors.base import Executor
+from autotune.executors.local import LocalExecutor, machine_turn
+from autotune.space.candidate import Candidate
+from autotune.study.setup import engine
+from autotune.study.setup.plan import Plan
+from autotune.trial.result import TrialResult
+
+TICK_S = 0.2  # interval at which a wait checks for Ctrl-C
+BESIDE = "ran on this host at the same time"
+
+
+class Stopped(BaseException):
+    """Ends the thread of a trial; no `Exception`, so that no handler catches it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimedTrial:
+    """A trial that this coordinator runs and tells.
+
+    Attributes:
+        asked: The trial.
+        candidate: The configuration that it measures.
+        role: `search`, or the role that a dead coordinator gave it.
+        result: Its result, if it needs no run.
+    """
+
+    asked: Trial
+    candidate: Candidate
+    role: str = "search"
+    result: TrialResult | None = None
+
+
+# Runs a claimed trial on an engine; calls its second argument now and then, which raises to end the trial.
+Run = Callable[[Executor, Callable[[], None]], TrialResult]
+
+
+@dataclass
+class _Running:
+    claim: ClaimedTrial
+    executor: Executor
+    future: futures.Future[TrialResult]
+    most: int
+
+
+class TrialPool:
+    """The running trials of one coordinator: in its own thread if it has one engine, else in a thread each.
+
+    Args:
+        executors: One for each trial at once; may contain the same one several times.
+        side_by_side: Whether the trials share a host and so disturb one another.
+    """
+
+    def __init__(self, executors: Sequence[Executor], *, side_by_side: bool = False) -> None:
+        self._free, self._side_by_side = list(executors), side_by_side
+        n = len(executors)
+        self._pool = futures.ThreadPoolExecutor(n, thread_name_prefix="trial") if n > 1 else None
+        self._running: list[_Running] = []
+        self._stop = threading.Event()
+
+    @property
+    def n_free(self) -> int:
+        """The number of trials that may start now."""
+        return len(self._free)
+
+    @property
+    def claims(self) -> list[ClaimedTrial]:
+        """The trials that were started and not yet returned by `landed`."""
+        return [running.claim for running in self._running]
+
+    def start(self, claim: ClaimedTrial, run: Run) -> None:
+        """Starts a trial; with one engine, runs it to its end."""
+        executor = self._free.pop()
+        future: futures.Future[TrialResult] = futures.Future()
+        running = _Running(claim, executor, future, 0)
+        self._running.append(running)
+        under_way = [other for other in self._running if not other.future.done()]
+        for other in under_way:
+            other.most = max(other.most, len(under_way))
+        if claim.result is not None:
+            future.set_result(claim.result)
+        elif self._pool is None:
+            future.set_result(run(executor, lambda: None))
+        else:
+            running.future = self._pool.submit(run, executor, self._tick)
+
+    def landed(self, timeout_s: float | None = 0.0) -> list[tuple[ClaimedTrial, TrialResult]]:
+        """Waits for the first trial to end; returns all that have ended.
+
+        Args:
+            timeout_s: Longest wait in seconds; None for no limit.
+
+        Raises:
+            BaseException: The exception that ended the thread of a trial.
+        """
+        pending, wait_s = {running.future for running in self._running}, TICK_S if timeout_s is None else timeout_s
+        while pending and not futures.wait(pending, wait_s, futures.FIRST_COMPLETED).done:
+            if timeout_s is not None:
+                return []
+        ended = [running for running in self._running if running.future.done()]
+        results = [(running.claim, self._noted(running, running.future.result())) for running in ended]
+        for running in ended:
+            self._running.remove(running)
+            self._free.append(running.executor)
+        return results
+
+    def stop(self) -> None:
+        """Ends every running trial, and waits for its end."""
+        self._stop.set()
+        if self._pool is not None:
+            futures.wait([running.future for running in self._running])
+            self._pool.shutdown()
+
+    def close(self) -> None:
+        """Ends the threads, once all trials have been returned."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def results(self) -> dict[int, TrialResult]:
+        """The results, by trial number, of trials that ended just before `stop`."""
+        found = {}
+        for running in self._running:
+            if running.future.done():
+                with contextlib.suppress(BaseException):
+                    found[running.claim.asked.number] = self._noted(running, running.future.result())
+        return found
+
+    def _tick(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+    def _noted(self, running: _Running, result: TrialResult) -> TrialResult:
+        if running.most < 2 or not self._side_by_side or not result.wall_s:
+            return result
+        note = f"up to {running.most} trials {BESIDE}, so that they disturbed one another"
+        return replace(result, caveats=[*result.caveats, note])
+
+
+@contextlib.contextmanager
+def executors_for(
+    found: Plan, executor: Executor, folder: Path, say: Callable[[str], None]
+) -> Iterator[list[Executor]]:
+    """Starts an engine for each trial at once, as many as the study allows and there is room for.
+
+    Args:
+        found: The study.
+        executor: Its engine.
+        folder: The study's folder.
+        say: Receives a sentence if there is room for fewer.
+
+    Raises:
+        UserError: There are too few devices.
+    """
+    wanted = found.spec.parallel
+    if wanted == 1:
+        yield [executor]
+    elif found.spec.executor != "local":
+        # Each asks the engine for its own machines, and waits in the engine's queue until there are some.
+        with contextlib.ExitStack() as stack:
+            others = [engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", say) for n in range(1, wanted)]
+            for other in others:
+                stack.callback(other.close)
+                other.start()
+            yield [executor, *others]
+    elif not isinstance(executor, LocalExecutor):
+        say("trials run one at a time: each has all the hosts of the hostfile")
+        yield [executor]
+    elif not found.spec.overlap:
+        say(
+            "trials run one at a time: on one host they would disturb one another (--overlap lets them, and the report"
+            " says so)"
+        )
+        yield [executor]
+    else:
+        with contextlib.ExitStack() as stack:
+            slots = [
+                SlicedExecutor(found, share, folder / "trials" / f"server-{n}.log")
+                for n, share in enumerate(device_shares(found, wanted))
+            ]
+            for slot in slots:
+                stack.callback(slot.close)
+                slot.start()
+            say(
+                f"{wanted} trials run at once on this host and disturb one another; only what is measured again at the"
+                " end is undisturbed"
+            )
+            yield list(slots)
+
+
+def device_shares(found: Plan, n: int) -> list[list[int]]:
+    """Returns disjoint sets of this machine's devices, or of its cores if ranks run on these.
+
+    Raises:
+        UserError: There are not enough.
+    """
+    environment = found.workload.environment
+    on_cpu = environment.accelerator == "cpu"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+    units = sorted(os.sched_getaffinity(0)) if on_cpu else named or list(range(environment.n_devices))
+    each = len(units) // n if on_cpu else found.world_size
+    if not each or each * n > len(units):
+        what = "cores" if on_cpu else "devices"
+        raise UserError(
+            f"--parallel {n}: trials of {found.world_size} rank(s) need disjoint {what}, and this machine has"
+            f" {len(units)}"
+        )
+    return [units[k * each : (k + 1) * each] for k in range(n)]
+
+
+class SlicedExecutor(LocalExecutor):
+    """A warm server on some of this machine's devices or cores.
+
+    Args:
+        found: The study.
+        share: Numbers of the devices or cores.
+        log: File for the server's output.
+    """
+
+    def __init__(self, found: Plan, share: Sequence[int], log: Path) -> None:
+        environment = dict(found.spec.how().fixed_environment) if found.target.kind == "script" else {}
+        self._cores = list(share) if found.workload.environment.accelerator == "cpu" else []
+        if not self._cores:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, share))
+        super().__init__(found.target.imports, log, environment)
+
+    def start(self) -> None:
+        """Starts the server, which inherits the cores of the thread that starts it."""
+        before = os.sched_getaffinity(0)
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+        try:
+            super().start()
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Waits only for studies that take the whole machine, and keeps them waiting."""
+        return machine_turn(on_wait, shared=True)

@@ -1,0 +1,221 @@
+"""Proposals: which candidate the next trial measures, or why there is none."""
+
+from __future__ import annotations
+
+import zlib
+
+from optuna.distributions import BaseDistribution
+from optuna.trial import Trial, TrialState
+
+from autotune.scoring import objective
+from autotune.search.features import Prior
+from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.samplers import LegalSampler, encoded
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.legality import why_illegal
+from autotune.study import autocast
+from autotune.study.budget import Budget
+from autotune.study.events import EventSink
+from autotune.study.parallel import ClaimedTrial
+from autotune.study.state import StudyState
+from autotune.study.storage import records
+from autotune.study.tell import Teller
+from autotune.study.warm_start import WarmStart
+from autotune.system.signals import undisturbed
+from autotune.trial.request import TrialToBeat
+from autotune.trial.result import Outcome, TrialResult
+
+
+class Proposer:
+    """Claims the next trial of a study.
+
+    Args:
+        state: The study.
+        teller: Tells a trial that ends before it runs.
+        budget: Ends the search.
+        events: Receives what is no longer proposed.
+        warm: Knowledge of another study to start from.
+        leads: Whether this coordinator leads the study, or helps another one.
+    """
+
+    def __init__(
+        self,
+        state: StudyState,
+        teller: Teller,
+        budget: Budget,
+        events: EventSink,
+        warm: WarmStart | None = None,
+        *,
+        leads: bool = True,
+    ) -> None:
+        self._state, self._teller, self._budget, self._events = state, teller, budget, events
+        self._warm, self._leads = warm, leads
+        self._physics: PhysicsSampler | None = None
+        self._sampler: LegalSampler | None = None
+        self._nothing_since: int | None = None
+
+    def start(self) -> LegalSampler:
+        """Makes the sampler of the study."""
+        state = self._state
+        plan, spec = state.plan, state.spec
+        seed = spec.seed + len(state.trials())
+        if not self._leads:  # coordinators that join together must not draw alike
+            seed += zlib.crc32(str(state.leases.owner).encode())
+        if spec.sampler == "physics":
+            self._sampler = self.advisor()
+        else:
+            self._sampler = LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
+        state.study.sampler = self._sampler
+        return self._sampler
+
+    def advisor(self) -> PhysicsSampler:
+        """The physics sampler, which judges candidates also where another sampler proposes them."""
+        if self._physics is None:
+            state, warm = self._state, self._warm
+            plan, spec = state.plan, state.spec
+            prior: Prior = generic_prior(plan.workload, plan.setting)
+            self._physics = PhysicsSampler(
+                plan.space,
+                plan.baseline,
+                plan.setting,
+                spec.seed,
+                prior=warm.prior(prior) if warm is not None else prior,
+                metrics=[o.metric for o in state.objectives],
+                memory_limit_bytes=plan.memory_limit_bytes,
+                bounds=objective.bounds(state.objectives, spec.constraints).values(),
+            )
+            if warm is not None and warm.compromise:
+                self._physics.weights = [o.weight for o in state.objectives]
+            self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
+        return self._physics
+
+    def bounds_to_beat(self, candidate: Candidate) -> tuple[TrialToBeat, ...]:
+        """The measurements that a candidate must beat while it runs; none before the baseline is complete."""
+        state = self._state
+        if not state.exists or state.reference is None or not state.spec.stop_trials:
+            return ()
+        return self.advisor().rivals(state.study, candidate, state.measured())
+
+    def claim_baseline(self) -> Trial:
+        """Begins the trial of the baseline."""
+        baseline = self._state.plan.baseline
+        self.start().force(baseline)
+        asked = self._state.leases.claim(self._state.study, "baseline")
+        self._drawn(asked, baseline)
+        return asked
+
+    def next(self) -> ClaimedTrial | str | None:
+        """Claims the next trial.
+
+        Returns:
+            None while that depends on running trials; a text if there is none: the reason, empty at the end of the
+            budget.
+        """
+        state = self._state
+        if not self._leads and (why := state.study.user_attrs.get(records.ENDED_ATTR)):
+            return str(why)
+        self._budget.check_target_works()
+        n_running = len(records.running(state.study))
+        n_ended = len(state.trials()) - n_running
+        if self._budget.n_spent() + n_running >= state.spec.trials:
+            return None if n_running else ""
+        if n_running and self._nothing_since == n_ended:
+            return None
+        self._drop_unsafe_precisions()
+        assert self._sampler is not None
+        again = self._lost() or self._first() or autocast.next_under_autocast(state)
+        if again is not None:
+            self._sampler.force(again)
+        claimed = self._claim_or_reason(self._sampler)
+        if isinstance(claimed, str) and n_running:  # a running trial may change that
+            self._nothing_since = n_ended
+            return None
+        return claimed
+
+    def _claim_or_reason(self, sampler: LegalSampler) -> ClaimedTrial | str:
+        state, n_spent = self._state, self._budget.n_spent()
+        if self._leads and self._budget.out_of_time():
+            return f"the time budget of {state.spec.time_budget_s:.0f} s is spent after {n_spent} trials"
+        if state.spec.sampler == "physics" and sampler.forced is None:
+            with undisturbed():
+                if why := self.advisor().settled(state.study, state.spec.stop_below):
+                    return f"stopped after {n_spent} of {state.spec.trials} trials: {why}"
+        if claim := self.claim():
+            return claim
+        n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in state.outcomes())
+        return sampler.why_exhausted + (
+            f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else ""
+        )
+
+    def claim(self) -> ClaimedTrial | None:
+        """Begins the next trial; None if the sampler has nothing left."""
+        state, sampler = self._state, self._sampler
+        assert sampler is not None
+        forced, candidate, unfit = sampler.forced, None, None
+        sampler.exhausted = False
+        with undisturbed():
+            asked = state.leases.claim(state.study, "search")
+        try:
+            candidate = self._drawn(asked, forced)
+            # The physics sampler has weighed its own proposals already.
+            if candidate and forced is None and state.spec.memory_filter and state.spec.sampler != "physics":
+                unfit = self.advisor().unfit(state.study, candidate)
+        except BaseException:
+            with undisturbed():
+                if candidate is None:
+                    state.leases.tell(asked, TrialState.FAIL, None, {}, {})
+                else:
+                    lost = TrialResult(outcome=Outcome.LOST, reason="stopped by the user")
+                    self._teller.tell(asked, candidate, "search", lost, quiet=True)
+            raise
+        if candidate is None:
+            state.leases.tell(asked, TrialState.FAIL, None, {}, {})
+            return None
+        result = None
+        if unfit is not None:
+            result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
+        return ClaimedTrial(asked=asked, candidate=candidate, result=result)
+
+    def _drawn(self, asked: Trial, forced: Candidate | None) -> Candidate | None:
+        """The candidate of a claimed trial, noted in the database; None if nothing is left to measure."""
+        space, baseline = self._state.plan.space, self._state.plan.baseline
+        drawn = asked.relative_params  # has the sampler draw, and so use up a forced candidate
+        assert self._sampler is not None
+        if forced is not None:
+            candidate, params = forced, encoded(space, forced)
+        elif self._sampler.exhausted:
+            return None
+        else:
+            candidate = space.candidate(space.suggest(lambda p: p.decode(drawn[p.optuna_name]), baseline), baseline)
+            params = {name: drawn[name] for name in encoded(space, candidate)}
+        distributions: dict[str, BaseDistribution] = {
+            p.optuna_name: p.distribution() for p in space.parameters if p.optuna_name in params
+        }
+        self._state.leases.describe(asked, params, distributions, {CANDIDATE_ATTR: candidate.key})
+        return candidate
+
+    def _lost(self) -> Candidate | None:
+        """A candidate whose trial was lost and that has not been run since."""
+        failed = [t for t in self._state.trials() if t.state is TrialState.FAIL]
+        lost = [key for t in failed if (key := t.user_attrs.get(CANDIDATE_ATTR)) is not None]
+        known = self._state.known() if lost else set()
+        return next((Candidate.from_key(key) for key in lost if key not in known), None)
+
+    def _first(self) -> Candidate | None:
+        """The next of the other study's best configurations that is not measured here yet."""
+        first = self._warm.first if self._warm is not None else ()
+        known, setting = self._state.known() if first else set(), self._state.plan.setting
+        return next((c for c in first if c.key not in known and why_illegal(c, setting) is None), None)
+
+    def _drop_unsafe_precisions(self) -> None:
+        """Replaces the sampler once trials have shown that the model cannot train in a precision."""
+        unsafe = autocast.unsafe_precisions(self._state)
+        if unsafe == self._state.plan.setting.unsafe_precisions:
+            return
+        self._events.say(
+            f"{' and '.join(unsafe)} is no longer proposed: the model mixes types of numbers,"
+            f" {autocast.MAX_MISMATCHES} trials ended at that"
+        )
+        self._state.forbid_precisions(unsafe)
+        self._physics = None  # it holds the candidates that were legal before
+        self.start()

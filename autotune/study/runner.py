@@ -1,0 +1,238 @@
+"""The loop of a study: claim a trial, run it, tell it, until the budget is spent; then check the finalists."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import optuna
+import sqlalchemy
+from optuna.study import Study
+from threadpoolctl import threadpool_limits
+
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.scoring.convergence.time_to_loss import Reference
+from autotune.scoring.measured import Measured
+from autotune.scoring.objective import Objective
+from autotune.search import check_sampler
+from autotune.space.candidate import Candidate
+from autotune.study.baseline import BaselineTrial
+from autotune.study.budget import Budget
+from autotune.study.events import EventSink
+from autotune.study.finalists import Finalists
+from autotune.study.measure import TrialMeasurer
+from autotune.study.parallel import ClaimedTrial, TrialPool
+from autotune.study.proposals import Proposer
+from autotune.study.setup.plan import Plan
+from autotune.study.state import StudyState
+from autotune.study.storage import records
+from autotune.study.storage.leases import StudyLeases, TurnLost
+from autotune.study.tell import Teller
+from autotune.study.warm_start import WarmStart
+from autotune.system.signals import undisturbed
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+
+# Interval at which trials of other coordinators, or the baseline, are looked for.
+NEWS_S = 1.0
+
+
+class Runner:
+    """One run of a study, from its present state to its end.
+
+    Args:
+        plan: The study.
+        executor: The engine.
+        folder: The study's folder.
+        storage: The database, as its URL or as this coordinator's leases in it.
+        events: Receives what happens.
+        slots: Engines for the trials that run at once; by default one.
+        warm: Knowledge of another study to start from.
+        leads: Whether this coordinator leads the study, or helps another one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        folder: Path,
+        storage: str | StudyLeases,
+        events: EventSink,
+        slots: Sequence[Executor] = (),
+        *,
+        warm: WarmStart | None = None,
+        leads: bool = True,
+    ) -> None:
+        check_sampler(plan.spec.sampler)
+        if isinstance(storage, str):
+            storage = StudyLeases(records.open_storage(storage), plan.spec.name)
+        self.leases, self.storage = storage, storage.storage
+        self.storage.patience_s, self.storage.on_wait = records.PATIENCE_S, events.say
+        self._events, self._leads = events, leads
+        self._slots = list(slots) or [executor]
+        self.state = state = StudyState(plan, folder, storage)
+        self._budget = Budget(state)
+        self._teller = Teller(state, self._budget, events)
+        self.proposer = Proposer(state, self._teller, self._budget, events, warm, leads=leads)
+        self._measurer = TrialMeasurer(state, executor, events, self._budget, self.proposer.bounds_to_beat)
+        self._baseline = BaselineTrial(state, self._measurer, events)
+
+    @property
+    def plan(self) -> Plan:
+        """The study's plan, as far as the run has narrowed it."""
+        return self.state.plan
+
+    @property
+    def study(self) -> Study | None:
+        """The Optuna study; None before it is in the database."""
+        return self.state.study if self.state.exists else None
+
+    @property
+    def reference(self) -> Reference | None:
+        """The baseline's loss curve and noise scale."""
+        return self.state.reference
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """The objectives that can be measured."""
+        return self.state.objectives
+
+    def measured(self) -> list[Measured]:
+        """Every told trial as the analysis takes it."""
+        return self.state.measured()
+
+    def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
+        """Measures a configuration without telling a trial, to compare it with others measured in turns with it."""
+        return self._measurer.execute(candidate, path, role="repeat")
+
+    def open(self) -> None:
+        """Opens the study if a run has begun it.
+
+        Raises:
+            UserError: The study of that name is another one.
+        """
+        if self.state.exists or not self.state.load(delete_empty=self._leads):
+            return
+        self._baseline.restore()
+        self._budget.resume()
+        if self._leads and (n := self._budget.n_spent()):
+            self._events.say(f"resuming: {n} of {self.plan.spec.trials} trials are already there")
+
+    def run(self) -> None:
+        """Runs the study to the end of its budget; told trials stay told whatever interrupts the run.
+
+        Raises:
+            UserError: The study cannot go on, and why.
+        """
+        # The matrices of the search are small: with several threads they take 10 times as long on a busy machine.
+        with threadpool_limits(1, "blas"), self.leases.beating():
+            self.open()
+            if not self.state.exists:
+                self._begin()
+            records.note_end(self.state.study, "")
+            records.note_settings(self.state.study, self.plan.spec)
+            if why := self._search():
+                records.note_end(self.state.study, why)
+            Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+
+    def help(self) -> str:
+        """Runs trials of a study that another coordinator leads, until there is none left to start.
+
+        Returns:
+            Why there is none.
+
+        Raises:
+            UserError: The study cannot go on, and why.
+        """
+        with threadpool_limits(1, "blas"), self.leases.beating():
+            self.open()
+            return self._search() or f"the budget of {self.plan.spec.trials} trials is spent"
+
+    def _begin(self) -> None:
+        """Measures the baseline, which decides what can be measured at all, and begins the study with it."""
+        baseline = self.plan.baseline
+        result = self._baseline.run()
+        with undisturbed():
+            self.state.create()
+            asked = self.proposer.claim_baseline()
+            self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result))
+
+    def _search(self) -> str:
+        """Runs trials until none is left to start; returns why that is before the budget is spent."""
+        self.proposer.start()
+        pool = TrialPool(self._slots, side_by_side=self.plan.spec.overlap and len(self._slots) > 1)
+        try:
+            with self.state.nothing_measured_again():
+                while (why := self._step(pool)) is None:
+                    pass
+                while pool.claims:
+                    self._tell(pool.landed(None))
+        except BaseException as error:
+            pool.stop()
+            if not isinstance(error, sqlalchemy.exc.SQLAlchemyError | optuna.exceptions.StorageInternalError):
+                self._give_back(pool)
+            raise
+        pool.close()
+        self._budget.check_target_works()
+        if why:
+            self._events.say(why)
+        return why
+
+    def _step(self, pool: TrialPool) -> str | None:
+        """Tells the trials that have ended and starts the next one; a text ends the search."""
+        self._tell(pool.landed(0.0 if pool.n_free else None))
+        study, leases = self.state.study, self.leases
+        try:
+            with leases.turn():
+                with records.snapshot(study):
+                    abandoned = leases.abandoned(records.running(study))
+                    found = None if abandoned else self.proposer.next()
+                carried_on = self._teller.recover(abandoned, pool.n_free)
+        except TurnLost:
+            return None
+        if abandoned:
+            for claim in carried_on:
+                pool.start(claim, functools.partial(self._carry_on, claim))
+        elif isinstance(found, ClaimedTrial):
+            with records.snapshot(study, news=False):
+                request = self._measurer.request(found.candidate, found.role) if found.result is None else None
+            pool.start(found, functools.partial(self._run, found, request))
+        elif isinstance(found, str):
+            return found
+        elif pool.claims:
+            self._tell(pool.landed(None if leases.alone else NEWS_S))
+        else:  # another coordinator's trials are running
+            self._events.tick()
+            time.sleep(NEWS_S)
+        return None
+
+    def _tell(self, ended: Iterable[tuple[ClaimedTrial, TrialResult]]) -> None:
+        for claim, result in ended:
+            with undisturbed():
+                explained = self._teller.explained(claim.candidate, result)
+                self._teller.tell(claim.asked, claim.candidate, claim.role, explained)
+
+    def _run(
+        self, claim: ClaimedTrial, request: TrialRequest | None, executor: Executor, tick: Callable[[], None]
+    ) -> TrialResult:
+        assert request is not None
+        path = self.state.trial_path(claim.asked.number)
+        return self._measurer.run(request, claim.candidate, path, claim.role, executor, tick)
+
+    def _carry_on(self, claim: ClaimedTrial, executor: Executor, tick: Callable[[], None]) -> TrialResult:
+        """Waits for the end of a trial that went on in its engine after its coordinator died."""
+        self._events.began(claim.asked.number, claim.candidate, claim.role)
+        path = self.state.trial_path(claim.asked.number)
+        return base.resume(executor, path, tick) or self._teller.lost(claim.candidate)
+
+    def _give_back(self, pool: TrialPool) -> None:
+        """Tells the trials that ended while the pool stopped, and marks the others to be run again."""
+        ended = pool.results()
+        stopped = TrialResult(outcome=Outcome.LOST, reason="stopped by the user")
+        with undisturbed():
+            for claim in pool.claims:
+                result = ended.get(claim.asked.number, stopped)
+                self._teller.tell(claim.asked, claim.candidate, claim.role, result, quiet=True)

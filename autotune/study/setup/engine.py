@@ -1,0 +1,78 @@
+"""The engine that a study asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from autotune.errors import UserError, nearest
+from autotune.executors import cluster
+from autotune.executors.base import Executor
+from autotune.executors.cluster import ClusterExecutor, Engine
+from autotune.executors.local import LocalExecutor
+from autotune.executors.ssh import read_hostfile
+from autotune.study.spec.spec import StudySpec
+
+
+def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Executor:
+    """The engine of a study, not yet started.
+
+    Args:
+        spec: The study.
+        folder: The study's folder; other machines must see it under the same path.
+        on_queue: Told why a trial waits for machines.
+
+    Raises:
+        UserError: The study asks for something that the engine does not know.
+    """
+    target = spec.inspected
+    environment = dict(spec.how().fixed_environment) if target.kind == "script" else {}
+    nodes = spec.n_nodes
+    options = dict(spec.executor_options)
+    ranks_per_node = spec.ranks // nodes if spec.ranks else None
+    engine: Engine
+    match spec.executor:
+        case "slurm":
+            from autotune.executors import slurm
+
+            _check(spec.executor, options, slurm.OPTIONS)
+            engine = slurm.Slurm(options, ranks_per_node, f"autotune-{spec.name}")
+        case "ray":
+            from autotune.executors import ray
+
+            _check(spec.executor, options, ray.OPTIONS)
+            engine = ray.Ray(options, ranks_per_node)
+        case _ if spec.hostfile is not None:
+            from autotune.executors import ssh
+
+            _check("a hostfile", options, ssh.OPTIONS)
+            engine = ssh.Hosts(options, list(read_hostfile(spec.hostfile)))
+        case _:
+            _check(spec.executor, options, {})
+            if nodes > 1:
+                raise UserError("--nodes: several machines take --executor slurm or ray, or --hostfile")
+            return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
+    idle_s = cluster.seconds(options, "idle", 600.0)
+    return ClusterExecutor(
+        engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue
+    )
+
+
+def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
+    for name in options:
+        if name not in known:
+            raise UserError(
+                f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {', '.join(known) or 'none'}"
+            )
+
+
+@contextlib.contextmanager
+def executor_for(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Iterator[Executor]:
+    """The engine of a study, started and ended whatever happens; arguments and errors as for `executor_of`."""
+    executor = executor_of(spec, folder, on_queue)
+    try:
+        executor.start()
+        yield executor
+    finally:
+        executor.close()

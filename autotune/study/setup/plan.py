@@ -1,0 +1,301 @@
+"""A study worked out as far as it goes without a trial: workload, baseline, space, and what can run here."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.executors.base import Executor
+from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
+from autotune.space import feasibility
+from autotune.space.candidate import Candidate, from_deepspeed
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, check_retired, set_path
+from autotune.space.legality import Setting, inherited_settings, why_illegal
+from autotune.space.space import SearchSpace
+from autotune.study.setup import profile_cache
+from autotune.study.setup.script import (
+    DEFAULT_MICRO_BATCH,
+    SCRIPT_BATCH,
+    _frozen,
+    _moved,
+    inspect_workload,
+    script_request,
+)
+from autotune.study.spec.spec import StudySpec
+from autotune.system import redaction
+from autotune.system.machine import most_ranks
+from autotune.trial.target import Target
+from autotune.trial.workload import Script, Workload
+
+DEFAULT_LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A study with everything found out that does not need a trial.
+
+    Attributes:
+        spec: What the user asked for.
+        target: What the target file is.
+        workload: What the target turned out to be.
+        world_size: Ranks.
+        base_config: The user's DeepSpeed configuration, with an optimizer where the target brings none.
+        baseline: The candidate that it means.
+        space: What is tuned, dead values removed.
+        full_space: The same before anything was removed.
+        setting: What legality depends on.
+        notes: What the user should know.
+    """
+
+    spec: StudySpec
+    target: Target
+    workload: Workload
+    world_size: int
+    base_config: DsConfig
+    baseline: Candidate
+    space: SearchSpace
+    full_space: SearchSpace
+    setting: Setting
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
+        return self.spec.device_memory_bytes or self.workload.environment.share_bytes(self.world_size) or None
+
+    def ds_config(self, candidate: Candidate) -> DsConfig:
+        """The complete DeepSpeed configuration of a candidate of this study."""
+        config = candidate.to_deepspeed(self.base_config)
+        return self.workload.script.completed(config, candidate) if self.workload.script else config
+
+    def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
+        """How the learning rate follows the batch in this study's trials."""
+        rule: str = self.spec.learning_rate_rule
+        if rule == "auto":
+            rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
+        return LearningRate(
+            rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples
+        )
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank trains the whole model on separate data: neither layers nor experts are split."""
+        script = self.workload.script
+        parted = script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
+        return self.data_parallel == self.world_size and not parted
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether the target lets a batch be split into other micro-batches."""
+        script = self.workload.script
+        return script is None or set(SCRIPT_BATCH) <= set(script.movable)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with data of their own."""
+        return self.workload.data_parallel(self.world_size)
+
+    def script(self, candidate: Candidate) -> Script | None:
+        """How the script is run for a candidate; None where the target is a `model.py`."""
+        return (
+            script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What two runs of one study have in common; secrets are left out."""
+        spec = self.spec
+        return redaction.redact(
+            {
+                "target": hashlib.sha256(spec.target.read_bytes()).hexdigest()[:16],
+                "space": spec.space.to_data(),
+                "objectives": [o.model_dump() for o in spec.objectives],
+                "constraints": [c.model_dump() for c in spec.constraints],
+                "ranks": self.world_size,
+                **({"nodes": spec.n_nodes} if spec.n_nodes > 1 else {}),
+                **({"executor": spec.executor} if spec.executor != "local" else {}),
+                "base_config": spec.base_config,
+                "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
+                "device_memory_bytes": spec.device_memory_bytes,
+                "seed": spec.seed,
+                "learning_rate_rule": spec.learning_rate_rule,
+                **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),
+                "accelerator": self.workload.environment.accelerator,
+                **({"script": self._script_fingerprint()} if self.workload.script else {}),
+            }
+        )
+
+    def _script_fingerprint(self) -> dict[str, Any]:
+        """The command line, and what it made of the configuration, which may lie in other files."""
+        assert self.workload.script is not None
+        how = self.spec.how()
+        return {
+            "args": list(how.arguments),
+            "set": self.spec.script_set,
+            "working_dir": how.working_dir,
+            # Not its variables: a launcher may draw a port or name a folder for the day.
+            **({"command": self.spec.command} if self.spec.command else {}),
+            **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
+            "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
+        }
+
+
+def studies_folder(spec_path: Path) -> Path:
+    """Where the studies lie: `studies` around the study's own file, if it lies in one, else in the working directory."""
+    around = spec_path.absolute().parent.parent
+    return around if around.name == "studies" and spec_path.suffix in (".yaml", ".yml") else Path("studies").absolute()
+
+
+def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
+    """Loads the target in a rank and works out baseline, space and setting.
+
+    Raises:
+        UserError: The target, the baseline or the space cannot be used, and why.
+    """
+    target = spec.inspected
+    if not spec.runs_elsewhere and (spec.stated_ranks or 1) > (most := most_ranks()):
+        raise UserError(
+            f"--ranks: {spec.stated_ranks} ranks are more than this machine can hold at once ({most}); give fewer"
+        )
+    workload = inspect_workload(
+        spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.stated_ranks or 1
+    )
+    environment = workload.environment
+    nodes = spec.n_nodes
+    world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
+    if target.kind == "script" and world_size > 1 and not spec.stated_ranks:
+        workload = inspect_workload(
+            spec, executor, folder / "trials" / "inspect", world_size
+        )  # its configuration may depend on the ranks
+    if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
+        whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
+        have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
+        raise UserError(f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices")
+    base_config, baseline, setting = grounds(spec, target, workload, world_size)
+    space = spec.space
+    if target.kind == "script":
+        workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
+        space = space.pinned(_frozen(spec, workload, baseline))
+    if spec.global_batch == "keep":
+        space = space.keeping(
+            baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size
+        )
+    pruned = feasibility.pruned(space, baseline, setting)
+    if (
+        next((c for c in pruned.candidates(baseline) if c != baseline and why_illegal(c, setting) is None), None)
+        is None
+    ):
+        why = next(iter(feasibility.refusals(space, baseline, setting)), "the space holds nothing but the baseline")
+        raise UserError(f"no candidate of the search space can run here: {why}")
+    notes = list(workload.caveats)
+    on_each = world_size // spec.nodes_for(world_size)
+    if environment.n_cores < on_each and environment.accelerator == "cpu":
+        notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
+    if executor.cold_reason:
+        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
+    return Plan(
+        spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
+        space=pruned, full_space=space, setting=setting, notes=notes,
+    )  # fmt: skip
+
+
+def grounds(
+    spec: StudySpec, target: Target, workload: Workload, world_size: int
+) -> tuple[DsConfig, Candidate, Setting]:
+    """The complete configuration of a study's baseline, the baseline, and what legality depends on.
+
+    Raises:
+        UserError: The baseline cannot run here.
+    """
+    environment = workload.environment
+    base_config = _completed(spec, target, workload)
+    data_parallel = workload.data_parallel(world_size)
+    setting = Setting(
+        accelerator=environment.accelerator,
+        deepspeed_version=environment.versions["deepspeed"],
+        world_size=data_parallel,
+        ranks_per_node=max(1, data_parallel // spec.nodes_for(world_size)),
+        pipeline_stages=workload.script.pipeline_stages if workload.script else 0,
+        bf16=environment.bf16,
+        fp16=environment.fp16,
+        n_blocks=workload.n_blocks,
+        n_samples=workload.n_samples,
+        global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
+        client_optimizer=workload.client_optimizer
+        and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
+        plain_backward=workload.script is not None and workload.script.plain_backward,
+        base=inherited_settings(base_config),
+    )
+    check_retired(base_config, setting.deepspeed_version, "base config")
+    baseline = _baseline(spec, base_config, workload, data_parallel)
+    reason = why_illegal(baseline, _without_batch_bounds(setting))
+    if reason is not None:
+        raise UserError(f"the baseline cannot run here: {reason}")
+    return base_config, baseline, setting
+
+
+def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
+    """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
+    spec = found.spec
+    trials = folder / "trials"
+    engine = (
+        spec.executor,
+        sorted(spec.executor_options.items()),
+        str(spec.hostfile),
+        found.workload.environment.device_name,
+    )
+    where = engine if spec.runs_elsewhere else ()
+    place = profile_cache.Place(spec.nodes_for(found.world_size), where)
+    workload, notes = profile_cache.measure_missing(
+        found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait, place
+    )
+    if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it once more
+        profile_cache.save(
+            replace(workload, machine=None), profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
+        )
+    return replace(found, workload=workload, notes=[*found.notes, *notes])
+
+
+def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
+    """The user's configuration with what it leaves open and a trial needs.
+
+    AdamW where neither it nor the target brings an optimizer; buffers that follow 16-bit weights where the model has
+    any.
+    """
+    if workload.script is not None:
+        # What ran goes before what was configured: DeepSpeed never compares the two.
+        batch = {"train_micro_batch_size_per_gpu": workload.script.micro_batch_size}
+        config = {key: value for key, value in workload.script.ds_config.items() if key != "train_batch_size"}
+        config |= batch | {"gradient_accumulation_steps": workload.script.gradient_accumulation_steps}
+        wide = not any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        if workload.float_buffers and wide and "buffer_dtype" not in config.get("data_types", {}):
+            set_path(config, "data_types.buffer_dtype", "auto")
+        return config
+    config = copy.deepcopy(spec.base_config or {})
+    if "optimizer" not in config and "optimizer" not in target.defines:
+        # On CPU DeepSpeed would compile its own Adam for a minute; torch's runs at once.
+        extra = {"torch_adam": True} if workload.environment.accelerator == "cpu" else {}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, **extra}}
+    if workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
+        set_path(config, "data_types.buffer_dtype", "auto")
+    return config
+
+
+def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size: int) -> Candidate:
+    if not spec.batch_is_configured and workload.script is None:
+        micro = DEFAULT_MICRO_BATCH
+        if isinstance(spec.global_batch, tuple):
+            micro = max(1, min(micro, spec.global_batch[1] // world_size))
+        if workload.n_samples is not None:
+            micro = max(1, min(micro, workload.n_samples // world_size))
+        config = {**config, "train_micro_batch_size_per_gpu": micro}
+    own = workload.script.checkpoint_every if workload.script else 0
+    return replace(from_deepspeed(config, world_size), checkpoint_every=own)
+
+
+def _without_batch_bounds(setting: Setting) -> Setting:
+    return replace(setting, global_batch=None)

@@ -1,0 +1,170 @@
+"""The cache of profiles and machine rates, which ranks measure once before the first trial."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.system.machine import cache_dir, has_cuda_device, processor_name
+from autotune.trial.command import Invocation
+from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.links import Probe
+from autotune.trial.profile import Machine, Profile
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+from autotune.trial.target import sources
+from autotune.trial.workload import Workload
+
+# Part of every key: what was written in another form is found out again.
+FORMAT = 1
+PROFILE_DEADLINE_S = 180.0
+# Files that a script may read its configuration from, and the bytes up to which they are taken for that.
+SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
+T = TypeVar("T", Profile, Machine, Workload, Probe)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machines that trials run on.
+
+    Attributes:
+        nodes: How many the ranks are spread over.
+        where: What tells them from this one; nothing where it is this one.
+    """
+
+    nodes: int = 1
+    where: tuple[Any, ...] = ()
+
+
+HERE = Place()
+
+
+def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:
+    """The cache key of a target: its sources and arguments, the libraries, and the kind of device."""
+    parts = [FORMAT, *_libraries(), _accelerator(), given, str(target.absolute()), *where]
+    return _digest(*parts, *(path.read_text(errors="replace") for path in sources(target)))
+
+
+def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
+    """The cache key of a training script: as for a target, with the configuration files beside it."""
+    path, folder = Path(how.script), Path(how.working_dir)
+    files = [folder / argument for argument in how.arguments]
+    files += [file for place in {folder, path.parent} for file in sorted(place.glob("*")) if file.suffix in SETTINGS]
+    texts = {
+        str(file): file.read_text(errors="replace")
+        for file in files
+        if file.is_file() and file.stat().st_size <= LARGEST_SETTINGS
+    }
+    started = [how.arguments, how.working_dir, how.module, how.environment, how.world_size]
+    return workload_key(path, [*started, dict(assignments), ranks, texts])
+
+
+def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
+    """The cache key of the rates of this machine, or of others, with this number of ranks."""
+    if where:
+        return _digest(FORMAT, *_libraries(), *where, world_size)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return _digest(
+        FORMAT,
+        *_libraries(),
+        _accelerator(),
+        platform.node() + processor_name(),
+        cores,
+        os.environ.get("OMP_NUM_THREADS"),
+        world_size,
+    )
+
+
+def load(kind: type[T], key: str) -> T | None:
+    """What the cache holds under a key, if it can be read."""
+    try:
+        return read_record(_path(kind, key), kind)
+    except (OSError, ValueError):
+        return None
+
+
+def save(value: Profile | Machine | Workload | Probe, key: str) -> None:
+    """Puts something into the cache."""
+    write_record(_path(type(value), key), value, sync=False)
+
+
+def known(
+    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, where: Sequence[Any] = ()
+) -> Workload:
+    """The workload with whatever the cache knows of it and of the machine."""
+    profile = workload.profile or load(Profile, workload_key(target, ds_config.get("optimizer"), where))
+    machine = workload.machine or load(Machine, machine_key(world_size, where))
+    return replace(workload, profile=profile, machine=machine)
+
+
+def measure_missing(
+    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: Executor, folder: Path,
+    on_wait: Callable[[], None] = lambda: None, place: Place = HERE,
+) -> tuple[Workload, list[str]]:  # fmt: skip
+    """The workload with its profile and the machine's rates; ranks measure what the cache lacks.
+
+    Args:
+        workload: As a rank inspected it.
+        target: The user's file.
+        ds_config: The baseline's configuration.
+        world_size: Ranks.
+        executor: The engine.
+        folder: Where the trials' files lie.
+        on_wait: Called while another study measures on this machine.
+        place: The machines.
+
+    Returns:
+        The workload, and what the user should know.
+    """
+    if workload.script is None:
+        save(replace(workload, profile=None, machine=None), workload_key(target, None, place.where))
+    workload, notes = known(workload, target, ds_config, world_size, place.where), []
+    if workload.profile is None and workload.script is None:
+        request = TrialRequest(
+            target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S
+        )  # fmt: skip
+        result = base.run(executor, folder / "profile", request)
+        if result.outcome is Outcome.COMPLETE:
+            profile = read_record(TrialDir(folder / "profile").profile, Profile)
+            save(profile, workload_key(target, ds_config.get("optimizer"), place.where))
+            workload = replace(workload, profile=profile)
+        else:
+            notes.append(f"the model was not profiled ({result.reason}), so forecasts start from its size alone")
+    if workload.profile is not None:
+        notes += workload.profile.caveats
+    if workload.machine is None:
+        with executor.turn(on_wait):  # beside another study's trial it would read slow
+            request = TrialRequest(target="", mode="rates", world_size=world_size, nodes=place.nodes)
+            result = base.run(executor, folder / "rates", request)
+        if result.outcome is Outcome.COMPLETE:
+            machine = read_record(TrialDir(folder / "rates").machine, Machine)
+            save(machine, machine_key(world_size, place.where))
+            workload = replace(workload, machine=machine)
+        else:
+            notes.append(f"the machine's rates were not measured ({result.reason}), so usual ones are assumed")
+    return workload, notes
+
+
+def _path(kind: type[Any], key: str) -> Path:
+    return cache_dir() / "profiles" / f"{kind.__name__.lower()}-{key}.json"
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:20]
+
+
+def _libraries() -> list[str]:
+    return [platform.python_version(), *(metadata.version(name) for name in ("torch", "deepspeed"))]
+
+
+def _accelerator() -> str:
+    return os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")

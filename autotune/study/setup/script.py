@@ -1,0 +1,215 @@
+"""A training script as a target: run it untouched, and learn which knobs it lets move."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
+from autotune.study.spec.spec import StudySpec
+from autotune.system import redaction
+from autotune.system.files import shown
+from autotune.trial.command import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
+from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.workload import Probed, Script, Workload
+
+DEFAULT_MICRO_BATCH = 8
+SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
+# How argparse, and most who read a command line, end a script whose arguments are missing or wrong.
+USAGE_STATUS = "exited with status 2"
+# What the user can do where the tuner finds no way.
+REMEDY = {
+    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    f" (`--set NAME={{{name}}}`)"
+    for name in SCRIPT_BATCH
+}
+# The same for what a trial asked for and did not see, by the first word of its reason.
+UNSEEN_REMEDIES = {
+    **REMEDY,
+    "global batch": REMEDY["micro_batch_size"],
+    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
+    " command line), or leave `checkpointing` out of the space",
+}
+# What a template stands for in the untouched script.
+UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
+
+
+def remedy(reason: str) -> str:
+    """What the user can do where a setting had no effect on a script; empty where nothing is known."""
+    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
+    return "" if not found or found in reason else f". {found}"
+
+
+def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size: int) -> Workload:
+    """Loads a `model.py`, or runs a script untouched for a few steps, and says what it is.
+
+    Raises:
+        UserError: It cannot be, and why.
+    """
+    is_script = spec.inspected.kind == "script"
+    request = TrialRequest(
+        target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
+        nodes=spec.nodes_for(world_size), deadline_s=spec.trial_deadline_s,
+        # Loading a model takes host memory; whether it fits a device is for the baseline to find out.
+        device_memory_bytes=spec.device_memory_bytes if is_script else None,
+        script=script_request(spec, None, None, None) if is_script else None,
+        ds_config=_untouched_config(spec) if is_script else {},
+    )  # fmt: skip
+    result = base.run(executor, path, request)
+    if result.outcome is Outcome.LOST:  # its supervisor was killed, which may happen once
+        result = base.run(executor, path, request)
+    if result.outcome is not Outcome.COMPLETE:
+        how = "run as it is" if is_script else "loaded"
+        log = TrialDir(path).log(result.failed_rank or 0)
+        hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
+        raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
+    workload = read_record(TrialDir(path).workload, Workload)
+    if workload.script is not None:
+        for name in SCRIPT_BATCH:
+            if getattr(workload.script, name) is None:
+                raise UserError(
+                    f"{spec.target}: the {name} varies from step to step, so that no trial could be checked"
+                )
+    return workload
+
+
+def _usage(log: Path, target: Path) -> str:
+    """What a script that ended as argparse does said last, and how it is given arguments."""
+    with contextlib.suppress(OSError):
+        said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line]
+        last = f" ({said[-1].partition('error: ')[2][:200]})" if said else ""
+        return f"{last}; if it needs arguments: autotune run {target.name} -- ITS ARGUMENTS"
+    return ""
+
+
+def _untouched_config(spec: StudySpec) -> DsConfig:
+    """What `{ds_config}` stands for before anything is tuned."""
+    if DS_CONFIG not in spec.templated():
+        return {}
+    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1} | (
+        spec.base_config or {}
+    )
+
+
+def script_request(
+    spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None
+) -> Script:
+    """How the script is run for a candidate; for None as the user would, templates filled with the usual batch."""
+    how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
+    before = baseline.values() if baseline is not None else UNTOUCHED
+    values = candidate.values() if candidate is not None else UNTOUCHED
+    fillers = template_values(values)
+    arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
+    moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
+    shown = templates_in([*how.arguments, *how.environment.values()])
+    changes += [
+        f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown
+    ]
+    for name, flag in mappings.items():
+        if name in moved:
+            arguments = with_flag(arguments, (flag,), str(moved[name]))
+            changes.append(f"Command line: `{flag} {moved[name]}` instead of {before[name]}.")
+    for name, text in spec.script_set.items():
+        if set(templates_in([text])) & set(moved):
+            was, now = (fill(text, some) for some in (template_values(before), fillers))
+            changes.append(f"Constant: `{name} = {now}` in {spec.target.name} instead of {was}.")
+    return Script(
+        arguments=arguments,
+        working_dir=how.working_dir,
+        module=how.module,
+        environment=_told({name: fill(value, fillers) for name, value in how.environment.items()}, how),
+        # A probe leaves a constant that carries the batch as it is, and so learns its value.
+        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
+        micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
+        gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
+        precision=precision_of(without_auto(probed.ds_config)) if probed else "",
+        checkpoint_every=probed.checkpoint_every if probed else 0,
+        learning_rates=probed.learning_rates if probed else (),
+        carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
+        side_changes=tuple(changes),
+    )
+
+
+def _told(environment: dict[str, str], how: Invocation) -> dict[str, str]:
+    """The variables that a trial's file names; secrets are only in the environment of its processes."""
+    fixed, shown = how.fixed_environment, redaction.redact(environment)
+    return {name: value for name, value in environment.items() if name not in fixed or shown[name] == value}
+
+
+def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
+    """The flag that carries each field, from the study, else from `autotuning.arg_mappings` in the script's JSON.
+
+    A template goes before both.
+    """
+    section = (probed.ds_config.get("autotuning") or {}).get("arg_mappings") if probed is not None else None
+    own = {key: flag for key, flag in (section or {}).items() if key in MAPPED_KEYS and isinstance(flag, str)}
+    templated = spec.templated()
+    return {
+        MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated
+    }
+
+
+def _moved(
+    spec: StudySpec, executor: Executor, path: Path, workload: Workload, baseline: Candidate, world_size: int
+) -> Workload:
+    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed.
+
+    If it cannot run so, it is run with one of them changed at a time.
+    """
+    assert workload.script is not None
+    probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
+    # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
+    keeps = spec.global_batch == "keep"
+    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
+    wanted = {
+        "micro_batch_size": micro // 2 if micro > 1 else 2,
+        "gradient_accumulation_steps": halves if keeps else steps + 1,
+    }
+
+    def run(names: Iterable[str], folder: str) -> TrialResult:
+        candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
+        config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
+        request = TrialRequest(
+            target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size,
+            nodes=spec.nodes_for(world_size), seed=spec.seed, max_steps=2, budget_s=0.0,
+            deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
+            script=script_request(spec, probed, candidate, baseline),
+        )  # fmt: skip
+        return base.run(executor, path.with_name(folder), request)
+
+    both = run(SCRIPT_BATCH, path.name)
+    results = {name: both if both.observed is not None else run([name], f"{path.name}-{name}") for name in SCRIPT_BATCH}
+    movable, changes, caveats = [], list[str](), list(workload.caveats)
+    for name, result in results.items():
+        changes += [change for change in result.side_changes if change not in changes]
+        word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
+        if seen is None:
+            caveats.append(
+                f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
+            )
+        elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
+            movable.append(name)
+        else:
+            caveats.append(f"the {word} stays {was}: nothing that the tuner can reach moves it. {REMEDY[name]}")
+    flags = {name: names for result in results.values() for name, names in result.flags.items()}
+    flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
+    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
+    return replace(workload, script=probed, caveats=caveats)
+
+
+def _frozen(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:
+    """The knobs of the space that the script does not let move, with the values they keep."""
+    assert workload.script is not None
+    fixed = [name for name in SCRIPT_BATCH if name not in workload.script.movable]
+    if fixed and spec.global_batch == "keep":
+        fixed = list(SCRIPT_BATCH)  # where one of the two stays and the product too, so does the other
+    return {name: baseline.values()[name] for name in fixed}

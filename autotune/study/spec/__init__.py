@@ -1,0 +1,1 @@
+"""The specification of a study: `study.yaml`, flags and presets, validated."""

@@ -1,0 +1,256 @@
+"""The settings of a study: what each means and which option sets it.
+
+Made from this table: the options of the command line, the docstring of `autotune.run`, the comments in `study.yaml`, and
+`docs/reference.md`. Types, defaults and checks are `StudySpec`'s. Nothing heavy is imported: `autotune --help` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Setting(NamedTuple):
+    """What is said of one key of `study.yaml`.
+
+    Attributes:
+        help: What it is, in one sentence.
+        more: What `--help` leaves out.
+        metavar: The value's form on the command line; "" for a switch.
+        flag: Its option; "" for the key with dashes.
+        off: The option that switches it off, where there is one.
+        comment: The comment that stands above it, and those that follow it, in a written `study.yaml`.
+        variable: The environment variable that sets it, too.
+        repeatable: The option adds up where it is given several times.
+        option: Whether the command line has an option for it.
+        optional: It is written to `study.yaml` only where it says something.
+    """
+
+    help: str
+    more: str = ""
+    metavar: str = ""
+    flag: str = ""
+    off: str = ""
+    comment: str = ""
+    variable: str = ""
+    repeatable: bool = False
+    option: bool = True
+    optional: bool = False
+
+
+SETTINGS: dict[str, Setting] = {
+    "name": Setting(
+        "Name of the study (default: from the target).",
+        "Its folder below `studies/`; by default the target's file name, or its folder's.",
+        metavar="NAME",
+        flag="--study",
+    ),
+    "target": Setting(
+        "The user's `model.py` or training script; what `command` starts, where there is one.",
+        comment="The model or the training script, relative to this file.",
+        option=False,
+    ),
+    "command": Setting(
+        "A launch command, whose script is tuned.",
+        "The file keeps it instead of the target.",
+        comment="The launch command; it is run once to see which script it starts, and how.",
+        option=False,
+    ),
+    "script_args": Setting(
+        "The training script's own arguments.",
+        "`{micro_batch_size}` and other fields of a candidate in them are filled in. From Python a list, or one text that is"
+        " split as a shell does.",
+        comment="The script's command line, and constants in it that are replaced.",
+        option=False,
+        optional=True,
+    ),
+    "script_set": Setting(
+        "Replace a constant of the training script.",
+        'With the same templates: `{"BATCH": "{micro_batch_size}"}`.',
+        metavar="NAME={micro_batch_size}",
+        flag="--set",
+        repeatable=True,
+        optional=True,
+    ),
+    "arg_mappings": Setting(
+        "Flags of the script by DeepSpeed's name of the setting that they carry, as in DeepSpeed's own tuner.",
+        comment="Flags of the script that carry a setting.",
+        option=False,
+        optional=True,
+    ),
+    "working_dir": Setting(
+        "Folder that a script or a command runs in (default: the script's own).",
+        comment="Where the script runs.",
+        option=False,
+        optional=True,
+    ),
+    "space": Setting(
+        "Search spaces: presets or YAML files.",
+        "Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.",
+        metavar="A,B",
+        repeatable=True,
+        comment="What is tuned: each knob with its values; null leaves DeepSpeed's default.",
+    ),
+    "objectives": Setting(
+        "Objectives: presets or YAML files.",
+        "Or mappings with a `metric`. See `autotune ls objectives`.",
+        metavar="A,B",
+        flag="--objective",
+        repeatable=True,
+        comment="What is optimised.",
+    ),
+    "constraints": Setting(
+        "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.",
+        comment="Bounds that a solution must keep.",
+        option=False,
+    ),
+    "trials": Setting(
+        "Trials in all, resumed ones and the baseline included.",
+        metavar="N",
+        comment="The budget: trials in all, and wall time (null: no limit).",
+    ),
+    "time_budget_s": Setting(
+        "Wall time in all, after which no trial is started.",
+        "Seconds, or a text such as `10m`.",
+        metavar="10m",
+        flag="--time-budget",
+    ),
+    "ranks": Setting(
+        "Ranks of a trial (default: the launcher's, or one per GPU).",
+        "On a CPU the default is one on each machine.",
+        metavar="N",
+        comment="Ranks of every trial; null is one for each device.",
+    ),
+    "nodes": Setting(
+        "Machines that the ranks of a trial are spread over.",
+        "By default one, or all that `hostfile` names.",
+        metavar="N",
+        comment="Machines that they are spread over.",
+        optional=True,
+    ),
+    "executor": Setting(
+        "What runs the trials (default: local).",
+        "See `docs/clusters.md`.",
+        metavar="local|slurm|ray",
+        comment="The engine that runs trials, and what it is told.",
+    ),
+    "executor_options": Setting(
+        "What the executor is told, as partition=gpu; repeatable.",
+        metavar="NAME=VALUE",
+        flag="--executor-option",
+        repeatable=True,
+        optional=True,
+    ),
+    "hostfile": Setting(
+        "Machines for local, over your ssh: HOST slots=N a line.",
+        metavar="FILE",
+        comment="Machines that trials reach over ssh.",
+        optional=True,
+    ),
+    "base_config": Setting(
+        "Your DeepSpeed configuration: the baseline.",
+        "The path of its JSON, or a mapping. Candidates are laid over it.",
+        metavar="DS.JSON",
+        comment="The baseline's DeepSpeed configuration, which candidates are laid over.",
+    ),
+    "global_batch": Setting(
+        "Samples per optimizer step.",
+        "The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if your configuration sets"
+        " a batch.",
+        metavar="keep|free|LO..HI",
+        comment="Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST.",
+    ),
+    "device_memory_bytes": Setting(
+        "Memory limit of a device.",
+        "Bytes, or a text such as `4GiB`; by default what it has. On a CPU a watchdog holds the resident memory of each rank"
+        " to it.",
+        metavar="4GiB",
+        flag="--device-memory",
+        comment="Memory limit of a device; null is what it has.",
+    ),
+    "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
+    "memory_filter": Setting(
+        "Skip candidates that surely do not fit memory.",
+        flag="--filter",
+        off="--no-filter",
+    ),
+    "stop_below": Setting(
+        "End when no larger improvement is expected; 0: never.",
+        "A share of any objective, as 0.01 or `1%`; only `physics` expects.",
+        metavar="1%",
+    ),
+    "stop_trials": Setting(
+        "End trials that are clearly worse.",
+        "That is, worse than a measured one on every objective.",
+        off="--no-stop-trials",
+    ),
+    "storage": Setting(
+        "Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
+        "Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install -e '.[postgresql]'`, MySQL `.[mysql]`. Written"
+        " to the file without its password.",
+        metavar="URL",
+        variable="AUTOTUNE_STORAGE",
+        comment="null is SQLite in studies/autotune.db.",
+    ),
+    "parallel": Setting(
+        "Trials at once, on disjoint devices or nodes.",
+        metavar="N",
+        comment="Trials at once; on one host only if they may overlap, where they disturb one another.",
+    ),
+    "overlap": Setting(
+        "Let trials share a host, where they disturb one another.",
+        "On disjoint devices or cores; the report says which trials did.",
+    ),
+    "learning_rate_rule": Setting(
+        "How the learning rate follows the batch: auto, none, linear, sqrt, adascale, surge.",
+        "`auto` is linear for SGD and sqrt for others.",
+        metavar="RULE",
+    ),
+    "seed": Setting("Seed of weights, data order and search.", metavar="N"),
+    "trial_budget_s": Setting(
+        "Training time of one trial, warm-up included.",
+        "Seconds, or a text such as `20s`.",
+        option=False,
+        comment="Training time of one trial, and when its processes are killed.",
+    ),
+    "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False),
+    "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False),
+    "finalists": Setting(
+        "Candidates that are checked and measured again at the end, beside the baseline; 0: none.",
+        option=False,
+        comment="The best are checked and measured again at the end, this many, this often.",
+    ),
+    "repeats": Setting("How often each of them is measured again.", option=False),
+    "branch": Setting(
+        "Check other global batches by a branch.",
+        "Unchecked, a candidate with another global batch is not recommended.",
+        off="--no-branch",
+        comment="Other global batches are checked by a branch from the baseline's state, on this many tokens.",
+    ),
+    "branch_tokens": Setting(
+        "Tokens that each side of a branch trains on.",
+        "Samples, where those are no sequences; by default twice what the baseline trains on in a trial.",
+        metavar="N",
+    ),
+    "from_checkpoint": Setting(
+        "Weights that noise probe and branches start from: DeepSpeed's, or a state dict.",
+        "By default those that a probe has warmed up.",
+        metavar="DIR",
+        optional=True,
+    ),
+}
+
+
+def flag(key: str) -> str:
+    """The command-line option of a setting."""
+    stated = SETTINGS[key].flag if key in SETTINGS else ""
+    return stated or f"--{key.replace('_', '-')}"
+
+
+def with_settings(docstring: str, left_out: tuple[str, ...] = ()) -> str:
+    """A docstring whose line `{settings}` is replaced by the settings, one below the other."""
+    rows = [
+        f"{key}: {' '.join(filter(None, (each.help, each.more)))}"
+        for key, each in SETTINGS.items()
+        if key not in left_out
+    ]
+    return docstring.replace("{settings}", "\n        ".join(rows))

@@ -1,0 +1,194 @@
+"""The state that the parts of a run share: the plan, the Optuna study, and what the baseline decided."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.errors import UserError
+from autotune.scoring import objective
+from autotune.scoring.convergence.learning_rate import LearningRate
+from autotune.scoring.convergence.time_to_loss import Reference
+from autotune.scoring.measured import Measured
+from autotune.scoring.metrics import METRICS
+from autotune.scoring.objective import Objective
+from autotune.space.candidate import CANDIDATE_ATTR
+from autotune.space.space import SearchSpace
+from autotune.study.setup.plan import Plan
+from autotune.study.spec.spec import StudySpec
+from autotune.study.storage import records
+from autotune.study.storage.leases import StudyLeases
+from autotune.study.storage.records import SearchRecord, StudyRecord
+from autotune.trial.result import Outcome
+
+
+class StudyState:
+    """A study while it runs.
+
+    Args:
+        plan: The study's plan.
+        folder: The study's folder.
+        leases: The rights of this coordinator in the study's database.
+
+    Attributes:
+        plan: The plan, narrowed by `narrow` and `forbid_precisions` as the run learns.
+        reference: The baseline's loss curve and noise scale; None before it completes.
+        objectives: The objectives, without those that the baseline could not measure.
+        learning_rate: How the learning rate follows the global batch.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, leases: StudyLeases) -> None:
+        self.plan, self.folder, self.leases, self.storage = plan, folder, leases, leases.storage
+        self.reference: Reference | None = None
+        self.objectives: list[Objective] = list(plan.spec.objectives)
+        self.learning_rate: LearningRate = plan.learning_rate()
+        self._study: Study | None = None
+        self._measured: dict[int, Measured] | None = None
+
+    @property
+    def spec(self) -> StudySpec:
+        """The study as the user stated it."""
+        return self.plan.spec
+
+    @property
+    def exists(self) -> bool:
+        """Whether the study is in the database."""
+        return self._study is not None
+
+    @property
+    def study(self) -> Study:
+        """The Optuna study, once it exists."""
+        assert self._study is not None
+        return self._study
+
+    # Changes.
+
+    def load(self, *, delete_empty: bool) -> bool:
+        """Loads the study from the database, if a run has told a trial of it.
+
+        Args:
+            delete_empty: Delete a study whose run died before it told a trial.
+
+        Raises:
+            UserError: The study of that name is another one.
+        """
+        name = self.spec.name
+        try:
+            study = records.load_study(self.storage, name)
+        except records.StoreError:
+            return False
+        kept = records.record(study)
+        if kept is None and study.get_trials(deepcopy=False):
+            raise UserError(f"study {name!r} in this database was not made by autotune; choose another --study name")
+        if kept is None or not records.told_trials(study):
+            if delete_empty:
+                records.delete_study(self.storage, name)
+            return False
+        self._check_same(kept)
+        self._study = study
+        self.settle(kept.reference, kept.objectives, kept.learning_rate)
+        return True
+
+    def _check_same(self, kept: StudyRecord) -> None:
+        now = json.loads(json.dumps(self.plan.fingerprint()))
+        changed = [name for name in {**kept.fingerprint, **now} if kept.fingerprint.get(name) != now.get(name)]
+        if changed:
+            raise UserError(
+                f"study {self.spec.name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be"
+                " compared with new ones. Choose another --study name, or start over with --fresh"
+            )
+
+    def settle(
+        self, reference: Reference | None, objectives: list[Objective], learning_rate: LearningRate | None = None
+    ) -> None:
+        """Takes over what the baseline decided."""
+        self.reference, self.objectives = reference, objectives
+        self.learning_rate = learning_rate or self.learning_rate
+
+    def create(self) -> None:
+        """Creates the study in the database, with its record."""
+        names = [f"{o.name} ({METRICS[o.metric].unit})" for o in self.objectives]
+        directions = [o.direction for o in self.objectives]
+        self._study = records.create_study(self.storage, self.spec.name, directions, names)
+        records.keep(self._study, self.record())
+
+    def narrow(self, space: SearchSpace) -> None:
+        """Searches only this space from now on."""
+        self.plan = replace(self.plan, space=space)
+
+    def forbid_precisions(self, names: tuple[str, ...]) -> None:
+        """Proposes none of these precisions from now on."""
+        self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=names))
+
+    # Reading.
+
+    def record(self) -> StudyRecord:
+        """The record that is kept with the study."""
+        plan = self.plan
+        return StudyRecord(
+            fingerprint=plan.fingerprint(),
+            target=os.path.relpath(plan.spec.target, self.folder),
+            world_size=plan.world_size,
+            base_config=plan.base_config,
+            baseline=plan.baseline.key,
+            objectives=self.objectives,
+            reference=self.reference,
+            workload=plan.workload,
+            learning_rate=self.learning_rate,
+            invocation=plan.spec.how() if plan.workload.script else None,
+            branches=plan.spec.branch and plan.replicated,
+            search=SearchRecord(
+                space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
+                memory_limit_bytes=plan.memory_limit_bytes,
+                bounds=list(objective.bounds(self.objectives, plan.spec.constraints).values()),
+            ),
+        )  # fmt: skip
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials, lost and running ones included."""
+        return self.study.get_trials(deepcopy=False)
+
+    def told(self) -> list[FrozenTrial]:
+        """The trials that ended as results."""
+        return records.told_trials(self.study) if self.exists else []
+
+    def outcomes(self) -> list[Outcome]:
+        """The outcome of every told trial."""
+        return [Outcome(records.told_data(told)["outcome"]) for told in self.told()]
+
+    def known(self) -> set[str]:
+        """Keys of the candidates that were told or are running."""
+        return {
+            t.user_attrs[CANDIDATE_ATTR]
+            for t in self.trials()
+            if t.state is not TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs
+        }
+
+    def measured(self) -> list[Measured]:
+        """Every told trial as the analysis takes it."""
+        return records.measured(self.study, self.folder, self.record(), self._measured) if self.exists else []
+
+    @contextlib.contextmanager
+    def nothing_measured_again(self) -> Iterator[None]:
+        """Lets `measured` read each trial's files once, while no trial is measured again."""
+        self._measured = {}
+        try:
+            yield
+        finally:
+            self._measured = None
+
+    def trial_path(self, number: int) -> Path:
+        """The folder of a trial."""
+        return records.trial_path(self.folder, number)
+
+
+def baseline_of(measured: Sequence[Measured]) -> Measured | None:
+    """The baseline's measurements; None if its trial did not complete."""
+    return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)

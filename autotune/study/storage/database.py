@@ -1,0 +1,300 @@
+"""Opening the study database by its URL, retries while its server is away, and plain messages for its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optuna
+import sqlalchemy
+from optuna.storages import RDBStorage
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from autotune.errors import UserError
+from autotune.study.storage import urls
+from autotune.system import files, redaction
+
+BUSY_TIMEOUT_S = 60
+# How long a study waits for a database that stopped answering, and the pauses between its attempts.
+PATIENCE_S = 300.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+SAID_AFTER_S = 2.0
+# Errors that pass without a change of the request, as SQLSTATE or MySQL's number: deadlocks, serialisation failures,
+# lock timeouts, too many connections, a server that starts or stops, a lost connection.
+PASSING = {
+    "40001", "40P01", "55P03", "53300", "57P01", "57P02", "57P03", "25P03",
+    1040, 1053, 1205, 1213, 2003, 2006, 2013, 2055,
+}  # fmt: skip
+PASSING_CLASS = "08"  # connection exceptions
+# A server that answers with one of these refuses the request, so waiting does not help. libpq gives no code for it.
+REFUSALS = (
+    "authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "access denied",
+    "unknown database", "permission denied", "not permitted",
+)  # fmt: skip
+PASSWORD = ("password", "access denied")
+MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "duplicate entry")
+T = TypeVar("T")
+
+
+class StoreError(UserError):
+    """The database cannot be used, or lacks the study."""
+
+
+class Storage(RDBStorage):
+    """Optuna's relational storage, with retries for a server that is away.
+
+    Attributes:
+        patience_s: Seconds to wait for the server; 0 for a command that only reads.
+        on_wait: Called once with a message when a wait gets long.
+    """
+
+    patience_s = 0.0
+
+    def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
+        self.on_wait: Callable[[str], None] = lambda _: None
+        # Optuna takes the URL for a template, and a password may hold braces.
+        super().__init__(url.replace("{", "{{").replace("}", "}}"), engine_kwargs)
+
+    @property
+    def shown(self) -> str:
+        """The URL without its secrets."""
+        return urls.redact_url(str(self.url))
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether the database is a file."""
+        return urls.is_sqlite(str(self.url))
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """Return the action's result; repeat it with growing pauses while the database is away.
+
+        The action may be carried out twice: a lost connection can hide that the first attempt succeeded.
+        """
+        began, pause, said = time.monotonic(), FIRST_PAUSE_S, False
+        while True:
+            try:
+                return action()
+            except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+                waited = time.monotonic() - began
+                if not passes(error) or waited + pause > self.patience_s:
+                    raise
+                if not said and waited > SAID_AFTER_S:
+                    said = True
+                    self.on_wait(
+                        f"the database {self.shown} is away ({_reason(error)});"
+                        f" trying again for {self.patience_s / 60:.0f} min"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def open_storage(url: str, *, create: bool = True) -> Storage:
+    """Open the database, or create it.
+
+    SQLite uses a write-ahead log, in which readers and one writer do not block each other, and waits for locks.
+
+    Args:
+        url: SQLAlchemy's URL of the database.
+        create: Whether to create a missing SQLite file.
+
+    Raises:
+        StoreError: The URL is wrong, its driver is missing, or the database does not answer.
+    """
+    if urls.is_sqlite(url):
+        _check_file(url, create=create)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    connect = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if urls.is_sqlite(url) else {"pool_pre_ping": True}
+    full = urls.with_driver(urls.with_password(url))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            storage = _made(full, connect)
+        if urls.is_sqlite(url):
+            _tune_sqlite(storage.engine)
+            _File(storage)
+    except ImportError:
+        raise StoreError(f"storage {urls.redact_url(url)}: {_missing_driver(url)}") from None
+    except UserError:
+        raise
+    except Exception as error:  # drivers raise errors of any type for a wrong option or host
+        raise StoreError(
+            f"storage {urls.redact_url(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}"
+        ) from None
+    return storage
+
+
+def _made(url: str, connect: dict[str, Any]) -> Storage:
+    """Open the storage; try again where another process creates its tables at the same moment."""
+    for _ in range(4):
+        try:
+            return Storage(url, connect)
+        except DBAPIError as error:
+            if not any(words in str(error.orig).lower() for words in MADE_MEANWHILE):
+                raise
+            time.sleep(0.2)
+    return Storage(url, connect)
+
+
+def _missing_driver(url: str) -> str:
+    dialect, extra = url.partition(":")[0], urls.extra(url)
+    how = f'. Install it: pip install "autotune[{extra}]"' if extra else ""
+    return f"SQLAlchemy's driver for {dialect} is not installed{how}"
+
+
+def _hint(url: str, error: BaseException) -> str:
+    said = _reason(error).lower()
+    if any(words in said for words in PASSWORD):
+        if redaction.HIDDEN in url or urls.with_password(url) != url:
+            return f"The file does not keep the password: pass --storage URL, or set {urls.VARIABLE} or PGPASSWORD"
+        return f"Check user and password in --storage or {urls.VARIABLE}"
+    if "does not exist" in said or "unknown database" in said:
+        return "Make it first (createdb, CREATE DATABASE); autotune makes its tables itself"
+    if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
+        return "Is the server running, and are host and port right?"
+    return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"
+
+
+def _check_file(url: str, *, create: bool) -> None:
+    """Create the folder of an SQLite database; refuse a missing file (unless `create`) and a database in memory."""
+    try:
+        name = sqlalchemy.make_url(url).database
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return  # opening it gives the better message
+    if not name or name == ":memory:":
+        gone = "it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db"
+        raise StoreError(f"storage {urls.redact_url(url)}: {gone}")
+    if not create and not os.path.exists(name):
+        raise StoreError(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{error.strerror}: {Path(name).parent}; name a folder that you may write to"
+        raise StoreError(f"storage {urls.redact_url(url)}: {where}") from None
+    except ValueError:
+        raise StoreError(f"storage {urls.redact_url(url)}: {name!r} cannot be the name of a file") from None
+
+
+UNKNOWN = (-1, -1)
+
+
+class _File:
+    """Check at every use that an SQLite database is still the file that was opened.
+
+    SQLite goes on writing to a removed file without an error. A run (`patience_s` above 0) stops when its file was
+    removed or replaced; a command that only reads goes on with the new file.
+
+    Args:
+        storage: The database.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._path = Path(str(sqlalchemy.make_url(str(storage.url)).database)).absolute()
+        self._first = _identity(self._path)
+        if self._first is None:
+            return  # a name that only SQLite understands
+        listeners = ("do_connect", self._before), ("connect", self._connected), ("checkout", self._checked_out)
+        for name, listener in listeners:
+            sqlalchemy.event.listen(storage.engine, name, listener)
+
+    def _before(self, *_: object) -> None:
+        if _identity(self._path) is None:  # SQLite would create an empty one
+            raise StoreError(
+                f"storage {self._storage.shown}: the file is gone. Put it back, and run the same command again"
+            )
+
+    def _connected(self, _: object, record: Any) -> None:
+        record.info["file"] = _identity(self._path)
+
+    def _checked_out(self, _: object, record: Any, __: object) -> None:
+        now = _identity(self._path)
+        if now == UNKNOWN or now == record.info.setdefault("file", self._first) == self._first:
+            return
+        if now is None or self._storage.patience_s > 0:
+            how = "removed" if now is None else "replaced by another one"
+            said = f"the file was {how} while it was in use. Put the old one back, and run the same command again"
+            raise StoreError(f"storage {self._storage.shown}: {said}")
+        if now != record.info["file"]:
+            raise sqlalchemy.exc.DisconnectionError("the file was replaced")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it does not exist, `UNKNOWN` if the file system does not answer."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return UNKNOWN
+    return found.st_dev, found.st_ino
+
+
+@contextlib.contextmanager
+def failing_in_words(url: str) -> Iterator[None]:
+    """Turn errors of the database or the disk (full, unmounted) inside the block into one sentence.
+
+    Raises:
+        StoreError: Instead of the error of SQLAlchemy, Optuna or the operating system.
+    """
+    try:
+        yield
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        away = (
+            f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
+        )
+        full = ". Free some space" if "disk is full" in _reason(error) else ""
+        reason = urls.without_password(_reason(error), url)
+        raise StoreError(
+            f"storage {urls.redact_url(url)}: {reason}{away}{full};"
+            " what was told before is kept. Run the same command again to go on"
+        ) from None
+    except OSError as error:
+        said = files.words(error)
+        if said is None:
+            raise
+        raise StoreError(f"{said}; what was told before is kept. Run the same command again to go on") from None
+
+
+def passes(error: BaseException) -> bool:
+    """Whether a database error passes with time: the server is away or busy, and the request is valid."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DBAPIError):
+        # Optuna repeats a query over the connection that it has just lost.
+        if isinstance(cause, sqlalchemy.exc.PendingRollbackError):
+            return True
+        cause = cause.__cause__
+    if cause is None:
+        return isinstance(error, sqlalchemy.exc.TimeoutError)
+    said = str(cause.orig).lower()
+    if cause.connection_invalidated or "database is locked" in said:
+        return True
+    state, number = getattr(cause.orig, "sqlstate", None), next(iter(getattr(cause.orig, "args", ())), None)
+    if state in PASSING or number in PASSING or (isinstance(state, str) and state.startswith(PASSING_CLASS)):
+        return True
+    # No code at all: connecting failed.
+    unknown = state is None and not isinstance(number, int) and "sqlite3" not in type(cause.orig).__module__
+    connecting = isinstance(cause, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError) and unknown
+    return connecting and not any(words in said for words in REFUSALS)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, optuna.exceptions.StorageInternalError) and error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _tune_sqlite(engine: sqlalchemy.Engine) -> None:
+    def on_connect(connection: Any, _record: object) -> None:
+        # NORMAL cannot corrupt a database with a write-ahead log, and results are synced to files before they are told.
+        connection.execute("PRAGMA synchronous=NORMAL")
+
+    sqlalchemy.event.listen(engine, "connect", on_connect)
+    engine.dispose()
+    with engine.connect() as connection:
+        connection.execute(sqlalchemy.text("PRAGMA journal_mode=WAL"))

@@ -1,0 +1,296 @@
+"""The history of all studies: measurements and their environments, recommendations, re-tuning decisions, schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sqlalchemy as sql
+from sqlalchemy.exc import IntegrityError
+
+from autotune.errors import UserError
+from autotune.study.storage.tables import (
+    DECISION,
+    ENVIRONMENT,
+    MEASUREMENT,
+    MIGRATION,
+    OF_A_STUDY,
+    RECOMMENDATION,
+    SCHEDULE,
+    STUDIES,
+    migrate,
+)  # fmt: skip
+from autotune.system import redaction
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+class GoneError(UserError):
+    """Another process deleted the study."""
+
+    def __init__(self, study: str) -> None:
+        super().__init__(f"study {study!r} is gone: it was deleted meanwhile, so nothing is kept of this run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One trial or re-measurement, with its environment.
+
+    Attributes:
+        study: The study.
+        generation: 0 for the study itself, n for its n-th re-tuning.
+        trial: Number of the trial.
+        role: `baseline`, `search`, `repeat`, or `check` for one that a re-tuning began with.
+        at: Unix time.
+        environment: Fields of `trial.Environment`.
+        structure: Digest of the model.
+        n_parameters: Its parameters.
+        world_size: Ranks.
+        candidate: `Candidate.key`.
+        outcome: How it ended.
+        metrics: Its metrics by name.
+        wall_s: Wall time of the trial.
+    """
+
+    study: str
+    generation: int
+    trial: int
+    role: str
+    environment: Mapping[str, Any]
+    structure: str
+    n_parameters: int
+    world_size: int
+    candidate: str
+    outcome: str
+    metrics: Mapping[str, float]
+    wall_s: float
+    at: float = field(default_factory=time.time)
+
+
+class History:
+    """The history in one database; missing tables are created.
+
+    Args:
+        engine: The database.
+    """
+
+    def __init__(self, engine: sql.Engine) -> None:
+        self.engine = engine
+        migrate(engine)
+
+    # Measurements and recommendations
+
+    def measured(self, row: Measurement) -> None:
+        """Store a measurement of an existing study.
+
+        Raises:
+            GoneError: The study was deleted.
+        """
+        for attempt in range(3):
+            try:
+                with self._of(row.study) as connection:
+                    # A repeated call after a lost answer: the measurement is there.
+                    there = [
+                        getattr(MEASUREMENT.c, name) == getattr(row, name)
+                        for name in ("study", "generation", "trial", "role", "at")
+                    ]
+                    if connection.scalar(sql.select(sql.func.count()).select_from(MEASUREMENT).where(*there)):
+                        break
+                    values = {**vars(row), "environment": self._environment(connection, row.environment)}
+                    connection.execute(MEASUREMENT.insert().values(**values))
+                    break
+            except IntegrityError:  # another process has just stored the same environment, or removed it as unused
+                if attempt == 2:
+                    raise
+
+    def recommended(self, study: str, generation: int, pick: Row) -> None:
+        """Store a recommendation of `recommended.json`, unless it equals the last one.
+
+        Raises:
+            GoneError: The study was deleted.
+        """
+        low, high = pick.get("speedup_ci95") or (None, None)
+        values: dict[str, Any] = {
+            "study": study, "generation": generation, "trial": pick["trial"],
+            "candidate": json.dumps(pick["candidate"], sort_keys=True), "ds_config": pick["ds_config"],
+            "metrics": pick["metrics"], "speedup": pick.get("speedup"), "speedup_low": low, "speedup_high": high,
+        }  # fmt: skip
+        with self._of(study) as connection:
+            last = connection.execute(
+                sql.select(RECOMMENDATION)
+                .where(RECOMMENDATION.c.study == study)
+                .order_by(RECOMMENDATION.c.id.desc())
+                .limit(1)
+            ).first()
+            if last is None or any(last._mapping[name] != value for name, value in values.items()):
+                connection.execute(RECOMMENDATION.insert().values(at=time.time(), **values))
+
+    def measurements(self, study: str | None = None, limit: int | None = None) -> list[Row]:
+        """Measurements, newest first, each with its whole environment."""
+        query = (
+            sql.select(MEASUREMENT, ENVIRONMENT.c.data).join(ENVIRONMENT).order_by(MEASUREMENT.c.id.desc()).limit(limit)
+        )
+        rows = self._rows(query if study is None else query.where(MEASUREMENT.c.study == study))
+        return [
+            {**{name: value for name, value in row.items() if name != "data"}, "environment": row["data"]}
+            for row in rows
+        ]
+
+    def recommendations(self, study: str | None = None) -> list[Row]:
+        """Recommendations, newest first."""
+        query = sql.select(RECOMMENDATION).order_by(RECOMMENDATION.c.id.desc())
+        return self._rows(query if study is None else query.where(RECOMMENDATION.c.study == study))
+
+    def studies_alike(self, structure: str, machine: Mapping[str, Any]) -> list[Row]:
+        """Studies with completed measurements on a machine like this, the same model first.
+
+        A row holds study, generation, structure, n_parameters, world_size, and the number n of measurements.
+
+        Args:
+            structure: Digest of the model.
+            machine: Fields of `trial.Environment`.
+        """
+        m = MEASUREMENT.c
+        grouped = (m.study, m.generation, m.structure, m.n_parameters, m.world_size, m.environment)
+        query = (
+            sql.select(*grouped, ENVIRONMENT.c.data, sql.func.count().label("n"), sql.func.max(m.at).label("at"))
+            .select_from(MEASUREMENT.join(ENVIRONMENT))
+            .where(m.outcome == "complete", m.role.in_(("baseline", "search")))
+            .group_by(*grouped, ENVIRONMENT.c.digest)
+        )
+        same = ("accelerator", "device_name")
+        rows = [row for row in self._rows(query) if all(row["data"].get(name) == machine.get(name) for name in same)]
+        return sorted(rows, key=lambda row: (row["structure"] != structure or not structure, -row["at"]))
+
+    # Decisions of re-tuning
+
+    def begin(self, study: str, cause: str) -> int:
+        """Store that a re-tuning begins; returns its number in the database.
+
+        Raises:
+            GoneError: The study was deleted.
+        """
+        with self._of(study) as connection:
+            last = connection.scalar(sql.select(sql.func.max(DECISION.c.generation)).where(DECISION.c.study == study))
+            values: dict[str, Any] = {
+                "study": study,
+                "generation": (last or 0) + 1,
+                "cause": cause,
+                "began_at": time.time(),
+                "evidence": {},
+            }
+            done = connection.execute(DECISION.insert().values(**values))
+            return int(done.inserted_primary_key[0])  # type: ignore[index]
+
+    def decide(self, study: str, number: int, **values: Any) -> None:
+        """Update the row of a re-tuning.
+
+        Raises:
+            GoneError: It was deleted, with its study.
+        """
+        with self.engine.begin() as connection:
+            if not connection.execute(
+                DECISION.update().where(DECISION.c.id == number).values(**redaction.redact(values))
+            ).rowcount:
+                raise GoneError(study)
+
+    def decisions(self, study: str | None = None) -> list[Row]:
+        """Decisions, newest first."""
+        query = sql.select(DECISION).order_by(DECISION.c.id.desc())
+        return self._rows(query if study is None else query.where(DECISION.c.study == study))
+
+    def interrupted(self, study: str) -> Row | None:
+        """The last re-tuning of a study, if it has not ended."""
+        rows = self.decisions(study)
+        return rows[0] if rows and rows[0]["verdict"] is None else None
+
+    # Schedules
+
+    def schedules(self, study: str | None = None) -> list[Row]:
+        """Schedules, in the order in which they were made."""
+        query = sql.select(SCHEDULE).order_by(SCHEDULE.c.id)
+        return self._rows(query if study is None else query.where(SCHEDULE.c.study == study))
+
+    def add_schedule(self, **values: Any) -> int:
+        """Store a schedule; returns its number.
+
+        Raises:
+            GoneError: The study is not there.
+        """
+        with self._of(values["study"]) as connection:
+            done = connection.execute(SCHEDULE.insert().values(created_at=time.time(), **values))
+            return int(done.inserted_primary_key[0])  # type: ignore[index]
+
+    def update_schedule(self, number: int, **values: Any) -> None:
+        """Change a schedule; a removed one is no error."""
+        with self.engine.begin() as connection:
+            connection.execute(SCHEDULE.update().where(SCHEDULE.c.id == number).values(**values))
+
+    def remove_schedule(self, number: int) -> bool:
+        """Remove a schedule; False if there is none of that number."""
+        with self.engine.begin() as connection:
+            return bool(connection.execute(SCHEDULE.delete().where(SCHEDULE.c.id == number)).rowcount)
+
+    # A study's end
+
+    def forget(self, study: str, *, schedules: bool = False) -> None:
+        """Remove all rows of a study, and environments that no measurement uses any more.
+
+        Args:
+            study: The study.
+            schedules: Whether to remove its schedules, too.
+        """
+        with self.engine.begin() as connection:
+            for table in (*OF_A_STUDY, *((SCHEDULE,) if schedules else ())):
+                connection.execute(table.delete().where(table.c.study == study))
+            used = sql.select(MEASUREMENT.c.environment)
+            connection.execute(ENVIRONMENT.delete().where(ENVIRONMENT.c.digest.not_in(used)))
+
+    def drop_orphans(self) -> None:
+        """Remove the rows of studies that another program deleted."""
+        names = sql.select(STUDIES.c.study_name)
+        found = {
+            row["study"]
+            for table in OF_A_STUDY
+            for row in self._rows(sql.select(table.c.study).where(table.c.study.not_in(names)))
+        }
+        for study in found:
+            self.forget(study)
+
+    @contextlib.contextmanager
+    def _of(self, study: str) -> Iterator[sql.Connection]:
+        """A transaction on a study's rows; it fails if the study does not exist at its end."""
+        with self.engine.begin() as connection:
+            yield connection
+            if (
+                connection.scalar(
+                    sql.select(sql.func.count()).select_from(STUDIES).where(STUDIES.c.study_name == study)
+                )
+                != 1
+            ):
+                raise GoneError(study)
+
+    def _environment(self, connection: sql.Connection, data: Mapping[str, Any]) -> str:
+        text = json.dumps(data, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        known = connection.scalar(
+            sql.select(sql.func.count()).select_from(ENVIRONMENT).where(ENVIRONMENT.c.digest == digest)
+        )
+        if not known:
+            connection.execute(ENVIRONMENT.insert().values(digest=digest, data=json.loads(text)))
+        return digest
+
+    def _rows(self, query: sql.Select[Any]) -> list[Row]:
+        with self.engine.connect() as connection:
+            return [dict(row._mapping) for row in connection.execute(query)]
+
+
+def forget(engine: sql.Engine, study: str) -> None:
+    """Remove a deleted study's rows, if the database has these tables."""
+    if sql.inspect(engine).has_table(MIGRATION.name):
+        History(engine).forget(study)

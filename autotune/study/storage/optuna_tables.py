@@ -1,0 +1,149 @@
+"""The only use of Optuna's internals: a storage that can hold still, ids of studies and trials, reserved attributes.
+
+`tests/study/storage/test_optuna_conformance.py` checks each of them against the installed Optuna.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.storages._cached_storage import _CachedStorage
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from autotune.study.storage.database import Storage
+
+NOTE_PIECE_CHARS = 2045  # optuna-dashboard spreads the text of a note over attributes of this length
+T = TypeVar("T")
+
+
+class CachedStorage(_CachedStorage):
+    """Optuna's cache of trials over our storage; it retries while the database is away, and can hold still.
+
+    Args:
+        storage: The database.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self.patiently = storage.patiently
+        self._holds = False
+        self._seen: dict[int, list[FrozenTrial]] = {}
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """Return a study's trials by number: as they are now or, inside `still`, as they were last read."""
+        if not (self._holds and study_id in self._seen):
+            self._seen[study_id] = self.patiently(lambda: super(CachedStorage, self).get_all_trials(study_id, False))
+        found = [trial for trial in self._seen[study_id] if states is None or trial.state in states]
+        return copy.deepcopy(found) if deepcopy else found
+
+    @contextlib.contextmanager
+    def still(self, study_id: int, *, news: bool = True) -> Iterator[None]:
+        """Show the same trials throughout the block, at the price of one query.
+
+        Args:
+            study_id: The study.
+            news: False shows the trials as they were last read, without a query.
+        """
+        if news or study_id not in self._seen:
+            self.get_all_trials(study_id, deepcopy=False)
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
+
+
+def _patient(method: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(method)
+    def patient(self: CachedStorage, *args: Any, **kwargs: Any) -> T:
+        return self.patiently(lambda: method(self, *args, **kwargs))
+
+    return patient
+
+
+# Each may be repeated after a lost answer. A trial that was created twice has no lease and is failed later
+# (`StudyLeases.abandoned`).
+PATIENT = (
+    "create_new_study", "create_new_trial", "get_study_id_from_name", "get_study_name_from_id", "get_study_directions",
+    "get_study_user_attrs", "get_study_system_attrs", "get_all_studies", "get_trial", "set_study_user_attr",
+    "set_study_system_attr", "set_trial_user_attr", "set_trial_system_attr",
+)  # fmt: skip
+for _name in PATIENT:
+    setattr(CachedStorage, _name, _patient(getattr(_CachedStorage, _name)))
+
+
+def storage_of(study: Study) -> BaseStorage:
+    """The storage that a study was opened with."""
+    return study._storage
+
+
+def study_id(study: Study) -> int:
+    """The study's id in its storage."""
+    return study._study_id
+
+
+def trial_id(trial: Trial | FrozenTrial) -> int:
+    """The trial's id in its storage."""
+    return trial._trial_id
+
+
+def constraint_attrs(constraints: Mapping[str, float]) -> dict[str, Any]:
+    """System attributes that Optuna takes for constraints (violated if positive): by name since Optuna 5."""
+    if hasattr(optuna.trial.Trial, "set_constraint"):
+        return {f"constraints:{name}": value for name, value in constraints.items()}
+    return {"constraints": list(constraints.values())} if constraints else {}
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note of optuna-dashboard.
+
+    Attributes:
+        key: Beginning of its attributes' names.
+        version: Incremented with each change; 0 if there is no note.
+        text: Markdown.
+        n_pieces: Attributes that the text is spread over.
+    """
+
+    key: str
+    version: int
+    text: str
+    n_pieces: int
+
+
+def note_of(attrs: Mapping[str, Any], owner: int | str | None = None) -> Note:
+    """The note in a study's system attributes.
+
+    Args:
+        attrs: The attributes.
+        owner: Id of the trial that the note belongs to, or `Note.key`; None for the study's own.
+    """
+    key = owner if isinstance(owner, str) else "dashboard:" if owner is None else f"dashboard:{owner}:"
+    n_pieces = next(n for n in itertools.count() if f"{key}note_str:{n}" not in attrs)
+    text = "".join(str(attrs[f"{key}note_str:{n}"]) for n in range(n_pieces))
+    return Note(key=key, version=int(attrs.get(f"{key}note_ver", 0)), text=text, n_pieces=n_pieces)
+
+
+def note_attrs(text: str, before: Note) -> dict[str, Any]:
+    """System attributes of a study that optuna-dashboard shows as a note.
+
+    Args:
+        text: Markdown.
+        before: The note that it replaces.
+    """
+    pieces = [text[start : start + NOTE_PIECE_CHARS] for start in range(0, len(text), NOTE_PIECE_CHARS)]
+    pieces += [""] * (before.n_pieces - len(pieces))
+    return {f"{before.key}note_ver": before.version + 1} | {
+        f"{before.key}note_str:{n}": piece for n, piece in enumerate(pieces)
+    }

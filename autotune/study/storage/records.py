@@ -1,0 +1,424 @@
+"""What a study stores in the database: its record, the results of its trials, and how both are read back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import TypeAdapter, ValidationError
+
+from autotune.scoring import metrics
+from autotune.scoring.convergence.branch import Branch
+from autotune.scoring.convergence.learning_rate import LearningRate
+from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
+from autotune.scoring.convergence.time_to_loss import Reference
+from autotune.scoring.measured import Measured
+from autotune.scoring.metrics import Direction
+from autotune.scoring.objective import Objective
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.deepspeed import DsConfig
+from autotune.space.legality import Setting
+from autotune.study.spec.spec import StudySpec, check_name
+from autotune.study.storage import database, history
+from autotune.study.storage.database import Storage
+from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
+from autotune.system import redaction
+from autotune.trial.command import Invocation
+from autotune.trial.folder import read_record, result_in
+from autotune.trial.result import Outcome
+from autotune.trial.workload import Workload
+
+PATIENCE_S, StoreError = database.PATIENCE_S, database.StoreError
+open_storage, failing_in_words = database.open_storage, database.failing_in_words
+
+# System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
+RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
+# Where releases before 0.2 kept them, as user attributes.
+OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
+ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "settings"
+# Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
+SETTINGS = (
+    "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
+    "trial_deadline_s", "min_samples",
+)  # fmt: skip
+# Stored for those who watch the study; a worker has its own time budget.
+WATCHED = ("time_budget_s",)
+# Name of the re-tuning's study that holds this study's answer today.
+SUCCESSOR_ATTR = "successor"
+SQLITE = "sqlite:///"
+# Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
+READABLE = (
+    ("step_time_s", "step time (ms)", 1e-3, 2), ("samples_per_s", "throughput (samples/s)", 1.0, 2),
+    ("peak_memory_bytes", "peak memory (MiB)", 2**20, 1),
+)  # fmt: skip
+
+
+def default_url(studies: Path) -> str:
+    """The database beside the study folders."""
+    return f"{SQLITE}{(studies / 'autotune.db').as_posix()}"
+
+
+def study_names(storage: Storage) -> list[str]:
+    """Names of the studies in the database, sorted."""
+    return sorted(study.study_name for study in CachedStorage(storage).get_all_studies())
+
+
+def load_study(storage: Storage, name: str) -> Study:
+    """The study of that name.
+
+    Raises:
+        StoreError: It is not there; the message lists those that are.
+    """
+    try:
+        return optuna.load_study(study_name=name, storage=CachedStorage(storage))
+    except KeyError:
+        names = study_names(storage)
+        known = f"Known: {', '.join(names)}." if names else "There is none yet."
+        raise StoreError(f"no study {name!r} in {storage.shown}. {known}") from None
+
+
+def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
+    """Create the study, or open it if it exists.
+
+    Args:
+        storage: The database.
+        name: The study.
+        directions: Direction of each objective.
+        metric_names: Name of each objective.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = optuna.create_study(
+            study_name=name, storage=CachedStorage(storage), directions=list(directions), load_if_exists=True
+        )
+        study.set_metric_names(list(metric_names))
+    return study
+
+
+def delete_study(storage: Storage, name: str) -> None:
+    """Remove a study with its trials, its re-tunings and its history; a missing study is no error."""
+    for own in [name, *(other for other in study_names(storage) if other != name and generation_of(other)[0] == name)]:
+        with contextlib.suppress(KeyError):
+            optuna.delete_study(study_name=own, storage=CachedStorage(storage))
+    history.forget(storage.engine, name)
+
+
+def note_settings(study: Study, spec: StudySpec) -> None:
+    """Store the run's budget and search settings for its workers."""
+    stated = {name: getattr(spec, name) for name in (*SETTINGS, *WATCHED)}
+    if study.user_attrs.get(SETTINGS_ATTR) != stated:
+        study.set_user_attr(SETTINGS_ATTR, stated)
+
+
+def settings(study: Study) -> dict[str, Any]:
+    """Settings of the run that leads a study, by field of `StudySpec`."""
+    return {name: value for name, value in study.user_attrs.get(SETTINGS_ATTR, {}).items() if name in SETTINGS}
+
+
+def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Show the same trials throughout the block, at the price of one query.
+
+    Args:
+        study: The study.
+        news: False shows the trials as they were last read, without a query.
+    """
+    storage = storage_of(study)
+    if not isinstance(storage, CachedStorage):
+        return contextlib.nullcontext()
+    return storage.still(study_id(study), news=news)
+
+
+def running(study: Study) -> list[FrozenTrial]:
+    """Trials that have begun and not ended."""
+    return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRecord:
+    """Inputs of a study's search, from which its beliefs can be computed again.
+
+    Attributes:
+        space: The knobs that were tuned, as `SearchSpace.parse` reads them.
+        samples_per_rank: Samples per rank and step, where the global batch was fixed.
+        setting: The machine and model that legality depended on.
+        memory_limit_bytes: Memory available to a rank; None if unknown.
+        bounds: Constraints: metric, `min` or `max`, amount.
+    """
+
+    space: dict[str, Any]
+    samples_per_rank: int | None
+    setting: Setting
+    memory_limit_bytes: float | None
+    bounds: list[tuple[str, Literal["min", "max"], float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRecord:
+    """Everything stored with a study to resume, report and export it without its target.
+
+    Attributes:
+        fingerprint: Settings that two runs of one study share.
+        target: The user's file, relative to the study's folder where possible.
+        world_size: Ranks of every trial.
+        base_config: DeepSpeed configuration that candidates change.
+        baseline: Key of the baseline's candidate.
+        objectives: The objectives that the baseline could measure.
+        reference: Loss target and noise, from the baseline's loss curve.
+        workload: The model, its data and its machine.
+        learning_rate: How the learning rate followed the batch.
+        invocation: How the script is started; None for a `model.py`.
+        branches: Whether another global batch must be confirmed by a branch.
+        search: Inputs of the search; None in studies of earlier versions.
+    """
+
+    fingerprint: dict[str, Any]
+    target: str
+    world_size: int
+    base_config: DsConfig
+    baseline: str
+    objectives: list[Objective]
+    reference: Reference | None
+    workload: Workload
+    learning_rate: LearningRate = field(default_factory=LearningRate)
+    invocation: Invocation | None = None
+    branches: bool = False
+    search: SearchRecord | None = None
+
+    def ds_config(self, candidate: Candidate) -> DsConfig:
+        """The DeepSpeed configuration of a candidate's trial."""
+        config, probed = candidate.to_deepspeed(self.base_config), self.workload.script
+        config = probed.completed(config, candidate) if probed is not None else config
+        return self.learning_rate.scaled(config, candidate.global_batch_size(self.data_parallel))
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different samples."""
+        return self.workload.data_parallel(self.world_size)
+
+
+def record(study: Study) -> StudyRecord | None:
+    """The study's record; None if autotune did not create the study, or died while it did.
+
+    Raises:
+        StoreError: Another version of autotune wrote it.
+    """
+    attrs = storage_of(study).get_study_system_attrs(study_id(study))
+    text = attrs.get(RECORD_ATTR) or study.user_attrs.get(OLD_RECORD_ATTR)
+    try:
+        return None if text is None else TypeAdapter(StudyRecord).validate_json(text)
+    except ValidationError:
+        raise StoreError(
+            f"study {study.study_name!r} was made by another version of autotune;"
+            " run it again with --fresh, or choose another --study name"
+        ) from None
+
+
+def keep(study: Study, kept: StudyRecord) -> None:
+    """Store the record with the study."""
+    text = json.dumps(redaction.redact(TypeAdapter(StudyRecord).dump_python(kept, mode="json")))
+    storage_of(study).set_study_system_attr(study_id(study), RECORD_ATTR, text)
+
+
+def note_end(study: Study, why: str) -> None:
+    """Store why a study ended before its budget of trials; an empty text if it did not."""
+    if study.user_attrs.get(ENDED_ATTR, "") != why:
+        study.set_user_attr(ENDED_ATTR, why)
+
+
+def told_trials(study: Study) -> list[FrozenTrial]:
+    """Trials that ended with a result, in order; lost trials are left out."""
+    states = (TrialState.COMPLETE, TrialState.PRUNED)
+    return [told for told in study.get_trials(deepcopy=False, states=states) if _measured_text(told) is not None]
+
+
+def told_data(told: FrozenTrial) -> dict[str, Any]:
+    """Result of a told trial: outcome, reason, phase, wall_s, metrics, ci95, caveats and more."""
+    return _parsed(_measured_text(told) or "")
+
+
+def _measured_text(told: FrozenTrial) -> str | None:
+    return told.system_attrs.get(MEASURED_ATTR) or told.user_attrs.get(OLD_MEASURED_ATTR)
+
+
+def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
+
+    Args:
+        study: The study; None before its baseline, trial 0, was told.
+        candidate: The trial's configuration.
+        data: Its result, as in `told_data`.
+    """
+    found: dict[str, Any] = {"configuration": candidate.describe()}
+    measured = data["metrics"]
+    for name, key, scale, digits in READABLE:
+        if name in measured:
+            found[key] = round(measured[name] / scale, digits)
+    first = told_trials(study)[:1] if study is not None else []
+    own, base = (
+        values.get("samples_per_s") for values in (measured, told_data(first[0])["metrics"] if first else measured)
+    )
+    if own and base:
+        found["speed-up"] = round(own / base, 3)
+    return found
+
+
+@functools.lru_cache(maxsize=20_000)
+def _parsed(text: str) -> dict[str, Any]:
+    """JSON text parsed once, since every step of a study reads every trial; callers must not change it."""
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def told_candidate(told: FrozenTrial) -> Candidate:
+    """The configuration of a told trial."""
+    return _candidate(told.user_attrs[CANDIDATE_ATTR])
+
+
+_candidate = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
+
+
+def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Measured] | None = None) -> list[Measured]:
+    """Every told trial of a study with its re-measurements.
+
+    Args:
+        study: The study.
+        folder: Its folder, which holds the re-measurements.
+        kept: Its record.
+        seen: Trials that were read before and have not changed since, by number; newly read ones are added.
+    """
+    seen = {} if seen is None else seen
+    told, own = told_trials(study), numerics(kept.ds_config(Candidate.from_key(kept.baseline)))
+    seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
+    return [seen[each.number] for each in told]
+
+
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
+    data, candidate = told_data(told), told_candidate(told)
+    repeats = {}
+    # Re-measurements time steps; they are too short for a loss curve.
+    reference = replace(kept.reference, loss_target=None) if kept.reference is not None else None
+    for n, path in repeat_paths(folder, told.number).items():
+        result = result_in(path)
+        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
+            repeats[n] = {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
+    ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
+    baseline = Candidate.from_key(kept.baseline)
+    refused = verdict is not None and verdict.passed is False
+    return Measured(
+        trial=told.number,
+        candidate=candidate,
+        ds_config=ds_config,
+        outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
+        verdict=verdict,
+        branch=branch_in(folder, told.number),
+        branch_wanted=kept.branches
+        and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
+        numerics_kept=numerics(ds_config) == own_numerics,
+        metrics=data["metrics"],
+        ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
+        feasible=data["feasible"],
+        repeats=repeats,
+        script_side_changes=data.get("side_changes", ()),
+        unreproducible=data.get("unreproducible", ()),
+    )
+
+
+def branch_in(folder: Path, number: int) -> Branch | None:
+    """Result of a trial's branch; None if it has none."""
+    try:
+        return read_record(branch_path(folder, number), Branch)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def verdict_in(folder: Path, number: int) -> GateVerdict | None:
+    """The quality gate's verdict on a trial; None if it was not checked."""
+    try:
+        return read_record(gate_path(folder, number), GateVerdict)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def trial_path(folder: Path, number: int) -> Path:
+    """The folder of a trial."""
+    return folder / "trials" / f"{number:04d}"
+
+
+def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
+    """The folders of a trial's re-measurements by round."""
+    found = {path.name.removeprefix("repeat-"): path for path in trial_path(folder, number).glob("repeat-*")}
+    return dict(sorted((int(n), path) for n, path in found.items() if n.isdigit()))
+
+
+def gate_path(folder: Path, number: int) -> Path:
+    """File of the quality gate's verdict on a trial."""
+    return trial_path(folder, number) / "verdict.json"
+
+
+def branch_path(folder: Path, number: int) -> Path:
+    """File of a branch's result."""
+    return trial_path(folder, number) / "branch.json"
+
+
+def warm_path(folder: Path) -> Path:
+    """File of the weights that branches start from."""
+    return folder / "trials" / "warm.pt"
+
+
+def reference_path(folder: Path, batch: int) -> Path:
+    """Folder of the trials that train the baseline's numerics at a global batch."""
+    return folder / "trials" / f"reference-{batch}"
+
+
+def repeat_path(folder: Path, number: int, n: int) -> Path:
+    """The folder of a trial's n-th re-measurement."""
+    return trial_path(folder, number) / f"repeat-{n}"
+
+
+def study_folder(name: str, studies: Path, url: str) -> Path:
+    """The folder of a study: below `studies`, or beside its SQLite database where only that has one.
+
+    Raises:
+        StoreError: The name is no plain folder name, so it may come from another program and lead anywhere.
+    """
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
+    beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
+    base, generation = generation_of(name)
+    own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)
+    return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
+
+
+def generation_name(name: str, generation: int) -> str:
+    """Name in the database of the study of a study's n-th re-tuning."""
+    return f"{name}.retune-{generation}"
+
+
+def generation_of(name: str) -> tuple[str, int]:
+    """The study that a name in the database belongs to, and the number of its re-tuning (0: none)."""
+    found = re.fullmatch(r"(.+)\.retune-([0-9]+)", name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def current(study: Study) -> str:
+    """Name of the study that holds the answer today: the last re-tuning that replaced it, else the study itself."""
+    later = str(study.user_attrs.get(SUCCESSOR_ATTR, ""))
+    names = {each.study_name for each in storage_of(study).get_all_studies()} if later else set()
+    return later if later in names else study.study_name
+
+
+def succeed(study: Study, later: str) -> None:
+    """Make a re-tuning's study the holder of a study's answer."""
+    study.set_user_attr(SUCCESSOR_ATTR, later)

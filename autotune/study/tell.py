@@ -1,0 +1,190 @@
+"""Telling a trial: its score and forecast go to the database, its end and the study's progress to the events."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from autotune.forecast.predictor import Predictor, settings_of
+from autotune.scoring import objective, recommend
+from autotune.scoring.measured import log_ratio
+from autotune.scoring.objective import Score
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.study import autocast
+from autotune.study.budget import Budget
+from autotune.study.events import EventSink, Leader, Progress
+from autotune.study.parallel import ClaimedTrial
+from autotune.study.setup.script import remedy
+from autotune.study.state import StudyState, baseline_of
+from autotune.study.storage import records
+from autotune.study.storage.leases import Lease
+from autotune.system.signals import undisturbed
+from autotune.trial.folder import TrialDir, result_in
+from autotune.trial.profile import Machine, Profile
+from autotune.trial.result import Outcome, TrialResult
+
+# The constraint that a trial has completed, in Optuna's study.
+COMPLETED = "completed"
+ABANDONED = "the run ended before the trial did"
+
+
+class Teller:
+    """Ends the trials of a study.
+
+    Args:
+        state: The study.
+        budget: States how much is spent and left.
+        events: Receives the progress.
+    """
+
+    def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
+        self._state, self._budget, self._events = state, budget, events
+        self._learned: set[int] = set()
+
+    def tell(
+        self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False
+    ) -> None:
+        """Ends a trial with its result; a lost trial is left to be run again."""
+        state = self._state
+        # The loss curve of a trial that was stopped early does not show the time to the target.
+        reference = state.reference if result.outcome is not Outcome.STOPPED_EARLY else None
+        score = objective.score(result, state.objectives, state.spec.constraints, reference)
+        done = result.outcome is Outcome.COMPLETE and score.values is not None
+        attrs: dict[str, Any] = {"outcome": str(result.outcome)} | ({"reason": result.reason} if result.reason else {})
+        with records.snapshot(state.study, news=False):
+            measured = _measured_data(result, score) | {"forecast": self._forecast(candidate)}
+            attrs[records.MEASURED_ATTR] = json.dumps(measured)
+            attrs |= records.readable_attrs(state.study, candidate, measured)
+        constraints = {COMPLETED: 0.0 if done else 1.0}
+        constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}
+        ended = TrialState.COMPLETE if done else TrialState.PRUNED
+        ended = TrialState.FAIL if result.outcome is Outcome.LOST else ended
+        values = list(score.values) if done and score.values is not None else None
+        if not state.leases.tell(asked, ended, values, attrs, constraints):
+            self._events.say(
+                f"trial {asked.number} was taken for lost, since this process was not heard of for a long time;"
+                " another process has it now, and this measurement is not used"
+            )
+        elif not quiet:
+            with records.snapshot(state.study):
+                self.progress(asked.number, role, candidate, result, score.metrics)
+
+    def recover(self, abandoned: Sequence[tuple[FrozenTrial, Lease | None]], room: int) -> list[ClaimedTrial]:
+        """Takes over trials of dead coordinators: tells those with a result, marks the others lost.
+
+        Args:
+            abandoned: These trials, with the dead coordinator's leases on them.
+            room: Number of trials that can be carried on.
+
+        Returns:
+            Trials that still run in their engine, to be carried on.
+        """
+        carried_on: list[ClaimedTrial] = []
+        for left, lease in abandoned:
+            path = self._state.trial_path(left.number)
+            runs = TrialDir(path).job.exists() and result_in(path) is None
+            if (runs and len(carried_on) >= room) or not self._state.leases.take_over(left, lease):
+                continue
+            key = left.user_attrs.get(CANDIDATE_ATTR)
+            if key is None:
+                self._state.leases.tell(left, TrialState.FAIL, None, {"reason": ABANDONED}, {})
+                continue
+            candidate, role = Candidate.from_key(key), left.user_attrs.get(records.ROLE_ATTR, "search")
+            if runs:
+                asked = Trial(self._state.study, left._trial_id)
+                carried_on.append(ClaimedTrial(asked=asked, candidate=candidate, role=role))
+                continue
+            result = result_in(path)
+            if result is None or result.outcome is Outcome.LOST or result.candidate != candidate.values():
+                result = self.lost(candidate)
+            with undisturbed():
+                self.tell(left, candidate, role, result)
+        return carried_on
+
+    def lost(self, candidate: Candidate) -> TrialResult:
+        """The result of a trial whose coordinator died without a trace; a second time it counts as a crash."""
+        lost = TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
+        for before in self._state.trials():
+            attrs = before.user_attrs if before.state is TrialState.FAIL else {}
+            if attrs.get(CANDIDATE_ATTR) == candidate.key and attrs.get("reason") == ABANDONED:
+                # No coincidence: this configuration kills its coordinator.
+                return replace(lost, outcome=Outcome.CRASHED, reason=f"twice: {ABANDONED}")
+        return lost
+
+    def explained(self, candidate: Candidate, result: TrialResult) -> TrialResult:
+        """The result, with what is done, or can be done, about its failure."""
+        if result.outcome is Outcome.NOT_APPLIED and self._state.plan.target.kind == "script":
+            return replace(result, reason=result.reason + remedy(result.reason))
+        return autocast.with_remedy(self._state, candidate, result)
+
+    def progress(
+        self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
+    ) -> None:
+        """Emits that a trial ended, and the state of the study."""
+        measured = self._state.measured()
+        baseline = baseline_of(measured)
+        best = next(iter(recommend.rank(measured, baseline, self._state.objectives)), None)
+        event = Progress(
+            number=number,
+            role=role,
+            candidate=candidate,
+            outcome=result.outcome,
+            reason=result.reason,
+            metrics=dict(metrics),
+            wall_s=result.wall_s,
+            n_told=self._budget.n_spent(),
+            n_trials=self._state.spec.trials,
+            best=Leader(best.trial, best.candidate) if best else None,
+            best_speedup=math.exp(log_ratio(best, baseline, "samples_per_s")) if best and baseline else None,
+            left_s=self._budget.left_s(),
+        )
+        self._events.ended(event)
+
+    def _forecast(self, candidate: Candidate) -> dict[str, list[float]]:
+        """What the trials before this one led to expect of it: value, low and high end of a 90 % interval by metric."""
+        predictor = self._predictor
+        for told in self._state.told():
+            data = records.told_data(told)
+            if told.number not in self._learned and data["outcome"] == Outcome.COMPLETE:
+                self._learned.add(told.number)
+                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
+                predictor.learn(records.told_candidate(told), **metrics)
+        totals = {
+            "peak_memory_bytes": predictor.memory(candidate).total,
+            "step_time_s": predictor.step_time(candidate).total,
+        }
+        return {name: [total.value, total.low, total.high] for name, total in totals.items()}
+
+    @functools.cached_property
+    def _predictor(self) -> Predictor:
+        """Forecasts from the profile, corrected by the trials that were told."""
+        plan, workload = self._state.plan, self._state.plan.workload
+        profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+        machine = workload.machine or Machine.guess(
+            plan.setting.accelerator, plan.world_size, workload.environment.n_cores
+        )
+        return Predictor(profile, machine, settings_of(plan.base_config))
+
+
+def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
+    return {
+        "outcome": str(result.outcome),
+        "reason": result.reason,
+        "phase": result.phase,
+        "wall_s": result.wall_s,
+        "metrics": {k: v for k, v in score.metrics.items() if math.isfinite(v)},
+        "ci95": {k: list(v) for k, v in score.ci95.items() if all(map(math.isfinite, v))},
+        "censored": list(score.censored),
+        "feasible": score.feasible,
+        "caveats": result.caveats,
+        "phase_times_s": result.phase_times_s,
+        "micro_step_s": result.micro_step_s,
+        "side_changes": result.side_changes,
+        "unreproducible": result.unreproducible,
+    }

@@ -1,0 +1,82 @@
+"""A traced run: repeats a trial of a study under torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.study.spec.yaml_file import read_yaml
+from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+from autotune.trial.target import inspect_target
+
+TRACED_STEPS = 2
+BUDGET_S = 5.0  # enough for the step time that the trace is compared with
+
+
+def path_in(folder: Path, number: int) -> Path:
+    """The folder of the traced run of a trial."""
+    return records.trial_path(folder, number) / "profile"
+
+
+def _elsewhere(folder: Path) -> str:
+    """The place where the trials of a study ran, in words; empty for this machine alone."""
+    try:
+        stated = read_yaml(folder / "study.yaml")
+    except UserError:
+        return ""
+    stated = stated if isinstance(stated, dict) else {}
+    if stated.get("executor", "local") != "local":
+        return f"on {stated['executor']}"
+    return f"on the machines of {stated['hostfile']}" if stated.get("hostfile") else ""
+
+
+def run(
+    folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]
+) -> None:
+    """Repeats a trial of a study and traces it.
+
+    Args:
+        folder: The study's folder.
+        number: The trial.
+        environment: Variables that the launch command sets.
+        on_wait: Called while another study measures on this machine.
+        on_tick: Called several times a second.
+
+    Raises:
+        UserError: It cannot be run again, or did not complete, and why.
+    """
+    source = TrialDir(records.trial_path(folder, number))
+    try:
+        request = read_record(source.request, TrialRequest)
+    except (FileNotFoundError, ValueError):
+        raise UserError(
+            f"diagnose: {source.request} is gone or of another version, and it says how trial {number} was run;"
+            " without --profile it is diagnosed from what was kept"
+        ) from None
+    if elsewhere := _elsewhere(folder):
+        raise UserError(
+            f"diagnose: the trials of this study ran {elsewhere}, and only what ran on this machine alone can be traced"
+            " here"
+        )
+    target = Path(request.target)
+    if not target.is_file():
+        raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")
+    budget_s = min(request.budget_s, BUDGET_S)
+    request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=budget_s, traced_steps=TRACED_STEPS)
+    executor = LocalExecutor(inspect_target(target).imports, folder / "trials" / "server.log", environment)
+    try:
+        executor.start()
+        with executor.turn(on_wait):
+            result = base.run(executor, path_in(folder, number), request, on_tick)
+    finally:
+        executor.close()
+    if result.outcome is not Outcome.COMPLETE:
+        log = TrialDir(path_in(folder, number)).log(result.failed_rank or 0)
+        raise UserError(f"diagnose: run again, trial {number} ended with {result.outcome}: {result.reason} (see {log})")

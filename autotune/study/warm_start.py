@@ -1,0 +1,191 @@
+"""Warm starts: the history of all measurements, and the related study that a new search starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from autotune.errors import UserError
+from autotune.search import transfer
+from autotune.search.features import Prior
+from autotune.search.model import RAN, Observation
+from autotune.search.optimizer import CandidateOptimizer
+from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.transfer import Transferred
+from autotune.space.candidate import Candidate
+from autotune.space.space import SearchSpace
+from autotune.study.events import Event, EventSink
+from autotune.study.setup.plan import Plan
+from autotune.study.storage import records
+from autotune.study.storage.database import Storage
+from autotune.study.storage.history import History, Measurement
+from autotune.study.storage.records import StudyRecord
+from autotune.trial.workload import Workload
+
+RELATED_SIZE = 4.0  # ratio of parameters up to which models with blocks of one class are related
+MAX_FIRST = 3  # candidates of another study that are measured before anything is proposed
+
+
+class HistoryRecorder(EventSink):
+    """Keeps every measurement of a run in the history.
+
+    Args:
+        storage: The database.
+        study: The study.
+        generation: Number of its re-tuning; 0 for the study itself.
+        workload: The model and the machine that are measured.
+        world_size: Ranks.
+    """
+
+    def __init__(self, storage: Storage, study: str, generation: int, workload: Workload, world_size: int) -> None:
+        self._storage, self._history = storage, History(storage.engine)
+        self._study, self._generation = study, generation
+        self._workload, self._world_size = workload, world_size
+
+    def emit(self, event: Event) -> None:
+        """Keeps the measurement of a trial that ended.
+
+        Raises:
+            GoneError: The study was deleted meanwhile.
+        """
+        if (p := event.progress) is not None:
+            self.keep(p.number, p.role, p.candidate, str(p.outcome), p.metrics, p.wall_s)
+
+    def keep(
+        self, trial: int, role: str, candidate: Candidate, outcome: str, metrics: Mapping[str, float], wall_s: float
+    ) -> None:
+        """Keeps one measurement.
+
+        Raises:
+            GoneError: The study was deleted meanwhile.
+        """
+        measurement = Measurement(
+            study=self._study, generation=self._generation, trial=trial, role=role, candidate=candidate.key,
+            environment=asdict(self._workload.environment), structure=self._workload.structure,
+            n_parameters=self._workload.n_parameters, world_size=self._world_size,
+            outcome=outcome, metrics=dict(metrics), wall_s=wall_s,
+        )  # fmt: skip
+        self._storage.patiently(lambda: self._history.measured(measurement))
+
+    def keep_missing(self, told: Sequence[FrozenTrial]) -> None:
+        """Keeps the told trials that a killed run had no time to keep."""
+        rows = self._history.measurements(self._study)
+        kept = {row["trial"] for row in rows if not row["generation"] and row["role"] != "repeat"}
+        for trial in told:
+            if trial.number not in kept:
+                data, role = records.told_data(trial), str(trial.user_attrs.get(records.ROLE_ATTR, "search"))
+                candidate = records.told_candidate(trial)
+                self.keep(trial.number, role, candidate, data["outcome"], data["metrics"], data["wall_s"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorStudy:
+    """An earlier study to learn from.
+
+    Attributes:
+        name: Its name in the database.
+        relation: Its relation to the new study in words.
+        kept: Its record.
+        told: Its trials.
+        doubt: Factor on the prior's spread that remains after its corrections.
+        guide: Its search.
+    """
+
+    name: str
+    relation: str
+    kept: StudyRecord
+    told: list[Observation]
+    doubt: float
+    guide: CandidateOptimizer
+
+    @property
+    def best(self) -> list[Candidate]:
+        """The measured configurations that its search believes to be best, one for each objective."""
+        return list(dict.fromkeys(self.guide.best(self.told).values()))
+
+    def prior(self, found: Plan) -> Callable[[Prior], Prior]:
+        """Returns a function that corrects the prior of a plan by its measurements."""
+        before, now = Candidate.from_key(self.kept.baseline), found.baseline
+        scale = now.global_batch_size(found.data_parallel) / before.global_batch_size(self.kept.data_parallel)
+
+        return lambda prior: Transferred(prior, self.guide, self.told, self.doubt, scale)
+
+    def warm_start(self, found: Plan, first: tuple[Candidate, ...] = ()) -> WarmStart:
+        """Returns the knowledge that a new study of a plan starts from."""
+        return WarmStart(prior=self.prior(found), first=tuple(c for c in dict.fromkeys(first) if c != found.baseline))
+
+
+def from_study(storage: Storage, name: str, relation: str, doubt: float = transfer.SAME_MODEL) -> PriorStudy | None:
+    """The study to learn from; None if it has too few trials, or an earlier version kept it."""
+    try:
+        study = records.load_study(storage, name)
+        kept = records.record(study)
+    except UserError:
+        return None
+    if kept is None or kept.search is None:
+        return None
+    space = replace(
+        SearchSpace.parse(kept.search.space, f"study {name}"), samples_per_rank=kept.search.samples_per_rank
+    )
+    sampler = PhysicsSampler(
+        space, Candidate.from_key(kept.baseline), kept.search.setting, 0, metrics=[o.metric for o in kept.objectives],
+        prior=generic_prior(kept.workload, kept.search.setting), memory_limit_bytes=kept.search.memory_limit_bytes,
+        bounds=kept.search.bounds,
+    )  # fmt: skip
+    sampler.proposes = False  # it only judges
+    told = sampler.told(study)
+    if sum(t.outcome in RAN for t in told) < transfer.ENOUGH:
+        return None
+    return PriorStudy(name=name, relation=relation, kept=kept, told=told, doubt=doubt, guide=sampler.guide)
+
+
+def related(storage: Storage, history: History, found: Plan) -> PriorStudy | None:
+    """The study to learn from: of the same model on this machine, else of a model with the same blocks; else None."""
+    workload = found.workload
+    for row in history.studies_alike(workload.structure, asdict(workload.environment)):
+        if row["study"] == found.spec.name:
+            continue
+        same = bool(workload.structure) and row["structure"] == workload.structure
+        small, large = sorted((row["n_parameters"], workload.n_parameters))
+        if not same and large / max(1, small) > RELATED_SIZE:
+            continue
+        name = records.generation_name(row["study"], row["generation"]) if row["generation"] else row["study"]
+        model = "the same model" if same else f"a model of {row['n_parameters']:,} parameters with the same blocks"
+        doubt = transfer.SAME_MODEL if same else transfer.RELATED_MODEL
+        known = from_study(storage, name, f"{model} on this machine", doubt)
+        blocks = workload.block_class
+        if known is not None and (same or (blocks and known.kept.workload.block_class == blocks)):
+            return known
+    return None
+
+
+def keep_recommendation(storage: Storage, study: str, generation: int, recommended: Mapping[str, Any]) -> None:
+    """Keeps a study's recommendation, if there is one, in the history.
+
+    Args:
+        storage: The database.
+        study: The study.
+        generation: Number of its re-tuning; 0 for the study itself.
+        recommended: The content of `recommended.json`.
+    """
+    pick = recommended["picks"].get("recommended")
+    if pick is not None:
+        History(storage.engine).recommended(study, generation, pick)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Knowledge of another study to start from.
+
+    Attributes:
+        prior: Corrects the study's own prior.
+        first: Candidates to measure before anything is proposed: the best of the other study.
+        compromise: Whether to search the best compromise alone, not the whole front.
+    """
+
+    prior: Callable[[Prior], Prior]
+    first: tuple[Candidate, ...] = ()
+    compromise: bool = False

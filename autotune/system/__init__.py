@@ -1,0 +1,1 @@
+"""Files, processes, signals, shared memory, redaction, units and the machine; nothing about tuning."""

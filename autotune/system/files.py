@@ -1,0 +1,234 @@
+"""Files: write them atomically, read those that a user names, and say in words why a disk refused one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import SpecError, nearest, printable
+from autotune.system.units import format_bytes
+
+# Error of a disk -> what the user can do about it.
+REMEDIES = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Free some of your quota",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "Make it writable, or work in another folder",
+    errno.EACCES: "Make it writable for you, or work in another folder",
+    errno.EPERM: "Make it writable for you, or work in another folder",
+    errno.EIO: "See what is wrong with the disk",
+}
+# With less room than this, a failure may be the disk's fault.
+LEAST_FREE_BYTES = 1 << 20
+QUOTA = os.strerror(errno.EDQUOT).lower()
+
+
+def write_text(path: Path, text: str, *, sync: bool = True, private: bool = False) -> None:
+    """Writes a text in UTF-8, atomically; see `write_bytes`."""
+    write_bytes(path, text.encode(), sync=sync, private=private)
+
+
+def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = False) -> None:
+    """Writes a file atomically, by renaming a draft: a reader sees the old content or the new, whole.
+
+    Args:
+        path: The file; its folder is made. A link is followed; a device or a pipe is written to directly.
+        data: Content.
+        sync: Wait until the content is on disk, so that it outlives a crash of the machine.
+        private: Only this user may read it.
+
+    Raises:
+        OSError: The disk refused it. The error names the file, and no draft is left.
+    """
+    with naming(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        goal = path.resolve() if path.is_symlink() else path
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        draft = goal.with_name(f".{goal.name[:200]}.{os.getpid()}")
+        try:
+            with open(draft, "wb", opener=_privately if private else None) as file:
+                file.write(data)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(draft, goal)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            if isinstance(error, OSError) and error.filename == str(draft):
+                error.filename = str(path)
+            raise
+        if sync:
+            _sync_folder(goal.parent)
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Syncs a folder, without which a renaming may not outlive a crash of the machine."""
+    with contextlib.suppress(OSError):  # some network file systems cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Removes the drafts of killed writers."""
+    for path in folder.glob(".*"):
+        found = re.fullmatch(r"\..+\.(\d+)", path.name)
+        if found and not Path("/proc", found[1]).exists():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the name of the file to an OSError; Python leaves it out if a write or a sync fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def words(error: OSError) -> str | None:
+    """Returns what a file or its disk answered, and what to do; None if the error is not about a file."""
+    if error.filename is None and error.errno not in REMEDIES:
+        return None
+    said = error.strerror or type(error).__name__
+    said = said if error.filename is None else printable(f"{os.fsdecode(error.filename)}: {said}")
+    return f"{said}. {REMEDIES[error.errno]}" if error.errno in REMEDIES else said
+
+
+def check_space(path: Path, reason: str = "") -> None:
+    """Raises an error if a failure may be due to a full disk.
+
+    Args:
+        path: A file or folder on that disk.
+        reason: Message of the failure.
+
+    Raises:
+        OSError: The disk, or the user's quota, is full.
+    """
+    if QUOTA in reason.lower():
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+    if _is_full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    root = os.geteuid() == 0  # some blocks are reserved for root
+    blocks, files = (found.f_bfree, found.f_ffree) if root else (found.f_bavail, found.f_favail)
+    return blocks * found.f_frsize < LEAST_FREE_BYTES or (found.f_files > 0 and files == 0)
+
+
+def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
+    """Returns the end of a file without ever waiting for it; a user's code may have put anything in its place.
+
+    Args:
+        path: The file.
+        most: Bytes at most.
+        whole: Refuse a longer file.
+
+    Returns:
+        The last bytes; None if it is not a regular file that can be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or (whole and found.st_size > most):
+                return None
+            file.seek(max(0, found.st_size - most))
+            return file.read(most)
+    except OSError:
+        return None
+
+
+def shown(path: Path) -> Path:
+    """Returns a path for people: relative if it lies below the working directory."""
+    with contextlib.suppress(ValueError):
+        return path.relative_to(Path.cwd())
+    return path
+
+
+def _inside(path: Any, folder: Path, where: str) -> Path:
+    """Returns a path that the user gave, relative to a folder, as an absolute one.
+
+    Raises:
+        SpecError: It is not a path.
+    """
+    if not isinstance(path, str | Path):
+        raise SpecError(f"{where}: a path is needed, not {path!r}")
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
+        raise SpecError(f"{where}: {str(path)!r} holds control characters, or is not UTF-8; rename the file")
+    try:
+        return Path(os.path.abspath(folder / Path(path).expanduser()))
+    except RuntimeError:  # ~nobody/
+        raise SpecError(f"{where}: {path}: there is no such user's home folder; write the whole path") from None
+
+
+# Nobody writes more by hand: a larger file is not the one that was meant.
+LARGEST_BYTES = 1 << 20
+
+
+def read_text(path: Path, where: str) -> str:
+    """Returns the text of a file that the user named.
+
+    Args:
+        path: The file.
+        where: The option or file that names it, for the error.
+
+    Raises:
+        SpecError: It is missing, not text, or too large to be written by hand.
+    """
+    try:
+        str(path).encode()  # study.yaml holds the name in UTF-8
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise SpecError(f"{where}: {path} is a folder, not a file")
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may never end
+            raise SpecError(
+                f"{where}: {path} is no regular file but a pipe, a socket or a device; write to a file and name that"
+            )
+        if found.st_size > LARGEST_BYTES:
+            size = format_bytes(found.st_size)
+            raise SpecError(f"{where}: {path} has {size}, more than a person writes (1 MiB); is it the right file?")
+        return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+    except FileNotFoundError:
+        raise SpecError(f"{where}: there is no file {path}.{similar(path)}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{where}: {path} is not a text file in UTF-8; save it as UTF-8") from None
+    except UnicodeEncodeError:
+        raise SpecError(
+            f"{where}: the name {str(path)!r} is not UTF-8, as a study.yaml that names it has to be; rename it"
+        ) from None
+    except ValueError:
+        raise SpecError(f"{where}: {str(path)!r} cannot be the name of a file") from None
+    except OSError as error:
+        raise SpecError(f"{where}: {path} cannot be read: {error.strerror}") from None
+
+
+def similar(path: Path) -> str:
+    """Returns ` Did you mean ...?` with the name of a similar file in the same folder, or an empty text."""
+    try:
+        return nearest(path.name, os.listdir(path.parent))
+    except (OSError, ValueError):  # there is no such folder, or it may not be listed
+        return ""

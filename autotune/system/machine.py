@@ -1,0 +1,78 @@
+"""This machine: its processor, devices, caches and the private folder for locks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from autotune.errors import UserError
+
+# Ranks may share cores; with more than this per core they only wait for each other, and fill the machine's memory.
+MAX_RANKS_PER_CORE, MIN_COUNTED_CORES = 8, 4
+
+
+def cache_dir() -> Path:
+    """Returns the folder of data that can be computed again: `AUTOTUNE_CACHE`, or `autotune` in the user's cache."""
+    stated = os.environ.get("AUTOTUNE_CACHE")
+    return Path(stated) if stated else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
+
+
+def extensions_dir() -> Path:
+    """Returns the folder of DeepSpeed's compiled ops, one per Python environment, set of libraries and architecture."""
+    parts = [
+        sys.prefix,
+        sys.version,
+        os.uname().machine,
+        str(shutil.which("ninja", path=str(Path(sys.prefix) / "bin"))),
+    ]
+    parts += [metadata.version(name) for name in ("torch", "deepspeed")]
+    return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def lock_path() -> Path:
+    """Returns this user's lock file on this machine, in a folder of mode 0700: nobody else can hold it.
+
+    It lies below the cache folder and not below `XDG_RUNTIME_DIR`: cron sets no such variable, and a logout
+    removes that folder while a study may still run. The name is the machine's, because a home directory may be shared.
+
+    Raises:
+        UserError: The folder belongs to somebody else, or others may write to it.
+    """
+    folder = cache_dir() / f"locks-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise UserError(f"{folder}: not a folder that only you can write to; remove it, or set AUTOTUNE_CACHE")
+    return folder / f"{platform.node()}.lock"
+
+
+def processor_name() -> str:
+    """Returns the model of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
+
+
+def has_cuda_device() -> bool:
+    """Returns whether this machine seems to have an NVIDIA device; looks at files only, not through CUDA."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def n_devices() -> int:
+    """Returns how many ranks this machine can run at once: its NVIDIA devices, without any its cores, at least 2."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
+
+
+def most_ranks() -> int:
+    """Returns the number of ranks above which a request is taken for a typing error."""
+    return MAX_RANKS_PER_CORE * max(MIN_COUNTED_CORES, len(os.sched_getaffinity(0)))

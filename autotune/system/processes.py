@@ -1,0 +1,109 @@
+"""Processes: check that one is alive, find its descendants, kill those that carry a mark in their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+# Variable of the environment that every process of a trial inherits; its value is a mark.
+MARK = "AUTOTUNE_AGENT"
+_run_marks: dict[int, str] = {}
+PROC = Path("/proc")
+# Processes that a trial may have on one machine (loaders, compilers, managers): a base, and more per core and rank.
+MOST, MOST_PER_CORE, MOST_PER_RANK = 256, 32, 64
+VARIABLE = "AUTOTUNE_MOST_PROCESSES"
+# Sweeps end after this many rounds; each finds the processes that were started during the one before.
+MOST_SWEEPS = 500
+
+
+def started(pid: int) -> str | None:
+    """Returns the start time of a living process in ticks since boot, which setting the clock does not change."""
+    try:
+        text = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def identity() -> str:
+    """Returns `PID:START` of this process; other processes of the machine pass it to `is_alive`."""
+    return f"{os.getpid()}:{started(os.getpid()) or ''}"
+
+
+def is_alive(process: str) -> bool:
+    """Checks that an `identity` still refers to the same process (PIDs are reused; start times differ)."""
+    pid, _, since = process.partition(":")
+    return pid.isdigit() and since != "" and started(int(pid)) == since
+
+
+def run_mark() -> str:
+    """Returns the prefix of the marks of all executors of this process; a later run can sweep all of them by it."""
+    return _run_marks.setdefault(os.getpid(), uuid.uuid4().hex)
+
+
+def new_mark() -> str:
+    """Returns a mark for the processes of one server."""
+    return f"{run_mark()}.{uuid.uuid4().hex[:8]}"
+
+
+def sweep(mark: str) -> list[int]:
+    """Kills every process of this user whose mark is the given one or begins with it; returns their PIDs."""
+    wanted = f"{MARK}={mark}".encode()
+    killed = set[int]()
+    for _ in range(MOST_SWEEPS):
+        found = set()
+        for name in filter(str.isdigit, os.listdir(PROC)):
+            with contextlib.suppress(OSError):
+                variables = (PROC / name / "environ").read_bytes().split(b"\0")
+                if int(name) != os.getpid() and any(v == wanted or v.startswith(wanted + b".") for v in variables):
+                    os.kill(int(name), signal.SIGKILL)
+                    found.add(int(name))
+        if not found:
+            break
+        killed |= found
+        time.sleep(0.01)
+    return sorted(killed)
+
+
+def descendants(root: int, *, dead: bool = False) -> list[int]:
+    """Returns the PIDs of living processes below `root`; with `dead` also of those not reaped yet."""
+    children: dict[int, list[tuple[int, bool]]] = {}
+    for pid, parent, alive in _processes():
+        children.setdefault(parent, []).append((pid, alive))
+    found, below = [], [root]
+    while below:
+        for pid, alive in children.get(below.pop(), ()):
+            below.append(pid)
+            if alive or dead:
+                found.append(pid)
+    return found
+
+
+def _processes() -> Iterator[tuple[int, int, bool]]:
+    """Yields PID, parent's PID and whether it is alive, of each process of the machine."""
+    for name in filter(str.isdigit, os.listdir(PROC)):
+        with contextlib.suppress(OSError, ValueError):  # it may end meanwhile
+            text = (PROC / name / "stat").read_bytes()
+            state, parent = text[text.rindex(b")") + 2 :].split(None, 2)[:2]
+            yield int(name), int(parent), state not in (b"Z", b"X", b"x")
+
+
+def most(ranks: int) -> int:
+    """Returns how many processes a trial with this number of ranks on this machine may have."""
+    stated = os.environ.get(VARIABLE, "")
+    cores = len(os.sched_getaffinity(0))
+    return int(stated) if stated.isdigit() else MOST + MOST_PER_CORE * cores + MOST_PER_RANK * ranks
+
+
+def n_tasks() -> int:
+    """Returns the number of processes and threads of the machine, from one small file; 0 if it is unknown."""
+    try:
+        return int((PROC / "loadavg").read_text().split()[3].partition("/")[2])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,217 @@
+"""The command that starts a training script: its templates, the values that fill them, and its flags."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from autotune.errors import UserError, nearest
+from autotune.space.candidate import FIELDS
+from autotune.space.deepspeed import OWNED_PATHS, Scalar
+from autotune.system import redaction
+
+# DeepSpeed's name of a field -> ours.
+ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch_size"}
+DS_CONFIG = "ds_config"
+TEMPLATES = (*FIELDS, *ALIASES, DS_CONFIG)
+# Names of fields in DeepSpeed's `autotuning.arg_mappings`.
+MAPPED_KEYS = {path: owner for path, owner in OWNED_PATHS.items() if owner in FIELDS and owner != "precision"}
+MAPPED_KEYS |= {name: name for name in FIELDS}
+# To run a launch command once, each template is replaced by a number, so large that it occurs nowhere else.
+FIRST_NUMBER, NUMBER_STEP = 715_000_003, 1_000_003
+EXPORTED_CONFIG = "ds_config.json"
+# A command with one of these is for a shell and is not split into words.
+SHELL_SIGNS = re.compile(r"[&|;<>()$`*?\n#~]")
+
+
+class InvocationError(UserError):
+    """A command line that cannot be tuned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """A training script and how it is started.
+
+    Attributes:
+        script: Absolute path of the file.
+        working_dir: Folder that it runs in.
+        arguments: Arguments; templates such as `{micro_batch_size}` are filled in for each trial.
+        module: Name of the module, if it is started as `python -m NAME`.
+        environment: Variables that the launch command sets for it; they may contain templates.
+        world_size: Ranks that the launcher starts; None without a launcher.
+        command: The launch command of the user; empty if only a script was named.
+    """
+
+    script: str
+    working_dir: str
+    arguments: tuple[str, ...] = ()
+    module: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    world_size: int | None = None
+    command: str = ""
+
+    @property
+    def fixed_environment(self) -> dict[str, str]:
+        """Returns the variables that are the same in every trial, without those whose secret value was not kept."""
+        kept = ((name, value) for name, value in self.environment.items() if not redaction.holds_mask(value))
+        return {name: value for name, value in kept if not templates_in([value])}
+
+    @property
+    def shown(self) -> Invocation:
+        """Returns the same without secrets, to be printed and stored."""
+        return replace(
+            self,
+            arguments=redaction.redact(self.arguments),
+            environment=redaction.redact(self.environment),
+            command=redaction.redact(self.command),
+        )
+
+
+def templates_in(texts: Iterable[str]) -> tuple[str, ...]:
+    """Returns the fields whose templates occur in some texts."""
+    joined = "\0".join(texts)
+    return tuple(dict.fromkeys(ALIASES.get(name, name) for name in TEMPLATES if f"{{{name}}}" in joined))
+
+
+def check_templates(texts: Iterable[str], where: str) -> None:
+    """Refuses a misspelt template; other braces belong to the script.
+
+    Raises:
+        InvocationError: Names the template that may be meant.
+    """
+    for text in texts:
+        for name in re.findall(r"\{([A-Za-z_]+)\}", text):
+            hint = nearest(name, TEMPLATES) if name not in TEMPLATES else ""
+            if hint:
+                raise InvocationError(f"{where}: {{{name}}} is no template.{hint} Known: {', '.join(TEMPLATES)}")
+
+
+def fill(text: str, values: Mapping[str, Scalar]) -> str:
+    """Replaces templates by values; templates without a value stay."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
+
+
+def template_values(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Returns values of candidate fields by all names of their templates."""
+    return {**values, **{alias: values[name] for alias, name in ALIASES.items() if name in values}}
+
+
+def with_placeholders(command: str) -> tuple[str, dict[str, str]]:
+    """Returns a command with a number in place of each template, so that it can be run, and the numbers by template."""
+    numbers = {
+        name: str(FIRST_NUMBER + n * NUMBER_STEP) for n, name in enumerate(TEMPLATES) if f"{{{name}}}" in command
+    }
+    return fill(command, dict(numbers)), numbers
+
+
+def without_placeholders(text: str, numbers: Mapping[str, str]) -> str:
+    """Puts the templates back into a text that the launcher made of the command; inverse of `with_placeholders`."""
+    for name, number in numbers.items():
+        text = re.sub(rf"(?<!\d){number}(?!\d)", f"{{{name}}}", text)
+    return text
+
+
+def with_flag(arguments: Sequence[str], names: Sequence[str], value: str | None) -> tuple[str, ...]:
+    """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended.
+
+    Args:
+        arguments: The command line.
+        names: Names of the flag; the first one is appended.
+        value: Its value; None for a flag without one.
+    """
+    found = list(arguments)
+    for n in reversed(range(len(found))):
+        name, assigned, _ = found[n].partition("=")
+        if name not in names:
+            continue
+        if value is not None and assigned:
+            found[n] = f"{name}={value}"
+        elif value is not None and n + 1 < len(found):
+            found[n + 1] = value
+        elif value is not None:
+            found.append(value)
+        return tuple(found)
+    return (*found, names[0], *([value] if value is not None else []))
+
+
+def without_flag(arguments: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Returns a command line without a flag whose value is absent, `true` or `false`."""
+    found: list[str] = []
+    skip = False
+    for argument in arguments:
+        skip = (skip and argument.lower() in ("true", "false")) or argument.partition("=")[0] in names
+        if not skip:
+            found.append(argument)
+    return tuple(found)
+
+
+def has_flag(arguments: Sequence[str], names: Sequence[str]) -> bool:
+    """Returns whether a command line contains a flag, under any of its names."""
+    return any(argument.partition("=")[0] in names for argument in arguments)
+
+
+def start_of(invocation: Invocation) -> tuple[str, ...] | None:
+    """Returns the words of the user's command before the script's arguments; None if only a shell can split it."""
+    try:
+        words = shlex.split(invocation.command)
+    except ValueError:
+        return None
+    local_rank = re.compile(r"--local[-_]rank=\{local_rank\}")
+    own = [argument for argument in invocation.arguments if not local_rank.fullmatch(argument)]
+    start = words[: len(words) - len(own)]
+    if words[len(start) :] != own or any(SHELL_SIGNS.search(word) for word in start):
+        return None
+    named = (Path(invocation.script).name, invocation.module, *invocation.module.split("."))
+    return tuple(start) if start and (Path(start[-1]).name in named or start[-1] == invocation.module) else None
+
+
+def pasted(
+    invocation: Invocation,
+    arguments: Sequence[str],
+    values: Mapping[str, Scalar],
+    world_size: int,
+    launcher: Sequence[str] = (),
+) -> tuple[list[str], str]:
+    """Returns a command for a shell that starts the script with other arguments.
+
+    It uses the user's launcher if the command can be split into words and starts as many ranks, else torchrun.
+
+    Args:
+        invocation: How the user starts the script.
+        arguments: The new arguments, with templates.
+        values: Values of the templates.
+        world_size: Ranks.
+        launcher: Launcher to use instead.
+
+    Returns:
+        Comments, and the command.
+    """
+    start = start_of(invocation) if invocation.command else None
+    arguments = [argument for argument in arguments if "{local_rank}" not in argument]
+    if start is not None and world_size == (invocation.world_size or 1) and not launcher:
+        return [], shlex.join(fill(word, values) for word in (*start, *arguments))
+    comments = []
+    if invocation.command and (start is None or not launcher):
+        why = "starts another number of ranks" if start is not None else "can only be read by a shell"
+        comments.append(f"In place of your command, which {why}: {' '.join(invocation.command.split())}")
+    script = os.path.relpath(invocation.script, invocation.working_dir)
+    what = ["-m", invocation.module] if invocation.module else [script]
+    if start is not None:  # other variables come from the launcher
+        environment = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
+    else:
+        left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
+        given = {
+            name: value
+            for name, value in invocation.environment.items()
+            if name.isidentifier() and not name.startswith(left_out)
+        }
+        environment = [f"{name}={fill(value, values)}" for name, value in given.items()]
+    launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
+    return comments, shlex.join([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])

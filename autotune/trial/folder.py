@@ -1,0 +1,144 @@
+"""The folder of a trial: names of its files, and reading and writing them as typed records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from autotune.system import files
+from autotune.trial.result import Exit, RankReport, TrialResult
+
+# A larger file is no report. The end of an event stream tells how far a rank came.
+LARGEST_REPORT_BYTES, EVENTS_TAIL_BYTES = 64 << 20, 4 << 20
+T = TypeVar("T")
+
+
+class TrialDir:
+    """Paths of a trial's files: `request.json`, `ds_config.json`, report and log per rank, `exit.json`, `result.json`.
+
+    With several machines, each has a `node-N.json` (its name, and when it began) and an `exit-N.json`; `master.json`
+    holds the address where the ranks meet. `job.json` names the engine's job; `cancel` asks the agents to stop. A
+    training script writes into `scratch`, which is removed when the trial has ended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.request = path / "request.json"
+        self.ds_config = path / "ds_config.json"
+        self.exit = path / "exit.json"
+        self.result = path / "result.json"
+        self.workload = path / "workload.json"
+        self.profile = path / "profile.json"
+        self.machine = path / "machine.json"
+        self.probe = path / "probe.json"
+        self.events = path / "events.jsonl"
+        self.scratch = path / "scratch"
+        self.master = path / "master.json"
+        self.cancel = path / "cancel"
+        self.job = path / "job.json"
+
+    def report(self, rank: int) -> Path:
+        """Returns the report of a rank."""
+        return self.path / f"rank-{rank}.json"
+
+    def log(self, rank: int) -> Path:
+        """Returns the log of a rank, its standard output and error."""
+        return self.path / f"rank-{rank}.log"
+
+    def events_of(self, node: int) -> Path:
+        """Returns the event stream of a machine's ranks; on NFS, only one machine can append to a file."""
+        return self.path / f"events-{node}.jsonl" if node else self.events
+
+    def node(self, node: int) -> Path:
+        """Returns the file that a machine's agent writes when it starts the trial."""
+        return self.path / f"node-{node}.json"
+
+    def node_exit(self, node: int, nodes: int) -> Path:
+        """Returns the exit of a machine's ranks."""
+        return self.path / f"exit-{node}.json" if nodes > 1 else self.exit
+
+    def names(self) -> set[str]:
+        """Returns the names of all files; on NFS only listing a folder shows new files of other machines at once."""
+        try:
+            return set(os.listdir(self.path))
+        except FileNotFoundError:
+            return set()
+
+
+def write_record(path: Path, value: Any, *, sync: bool = True, private: bool = False) -> None:
+    """Writes a dataclass or plain data as JSON, atomically; see `files.write_bytes`."""
+    data = _adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
+    files.write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync, private=private)
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """Reads a dataclass back from JSON.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        pydantic.ValidationError: It holds something else.
+    """
+    found: T = _adapter(kind).validate_json(path.read_bytes())
+    return found
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:  # takes milliseconds, and a trial has nine such files
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+
+
+def result_in(path: Path) -> TrialResult | None:
+    """Returns the result of the trial in a folder; None without one that can be read."""
+    try:
+        return read_record(TrialDir(path).result, TrialResult)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def ends(trial_dir: TrialDir, nodes: int) -> dict[int, Exit]:
+    """Returns the exits of the machines that have written one."""
+    names, found = trial_dir.names(), {}
+    for node in range(nodes):
+        path = trial_dir.node_exit(node, nodes)
+        if path.name in names:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                found[node] = read_record(path, Exit)
+    return found
+
+
+def reports(trial_dir: TrialDir, world_size: int) -> dict[int, RankReport]:
+    """Returns the reports of the ranks that wrote a valid one."""
+    found = {}
+    for rank in range(world_size):
+        with contextlib.suppress(ValueError):
+            report: RankReport = _adapter(RankReport).validate_json(
+                files.tail(trial_dir.report(rank), LARGEST_REPORT_BYTES, whole=True) or b""
+            )
+            if report.rank == rank:
+                found[rank] = report
+    return found
+
+
+def phases(trial_dir: TrialDir) -> dict[int, str]:
+    """Returns the last phase that each rank entered, from the event streams; a killed rank leaves no report."""
+    last: dict[int, str] = {}
+    lines: list[str] = []
+    for path in sorted(trial_dir.path.glob("events*.jsonl")):
+        lines += (files.tail(path, EVENTS_TAIL_BYTES) or b"").decode(errors="replace").splitlines()
+    for line in lines:
+        try:
+            event = json.loads(line)
+            if "phase" in event:
+                last[int(event["rank"])] = str(event["phase"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue  # cut short by a kill, or written by somebody else
+    return last

@@ -1,0 +1,251 @@
+"""Records from which memory and step time are predicted: the passes of a model, and the rates of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+GUESSED_SEQUENCE = 256
+# Bytes per value in messages between ranks.
+WIRE_BYTES = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
+# Arithmetic of each precision of a candidate; a pass is traced once for each.
+ARITHMETIC = {
+    "fp32": "fp32", "bf16": "bf16", "fp16": "bf16", "torch_autocast": "autocast", "torch_autocast_fp16": "autocast",
+}  # fmt: skip
+# Bytes of activations relative to fp32, if no pass was traced in the arithmetic itself.
+ACTIVATION_SCALE = {"fp32": 1.0, "bf16": 0.5, "autocast": 0.65}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Forward and backward of one micro-batch, traced op by op.
+
+    Pairs of numbers are affine functions of the micro-batch: a constant, and an amount per sample.
+
+    Attributes:
+        moments: Moments at which memory may peak: live bytes of activations and temporaries (constant, per sample), and
+            elements of complete gradients.
+        kept_bytes: Live bytes at the end of forward.
+        largest_bytes: Bytes of forward's largest tensor, often the logits.
+        flops: FLOPs of matrix products, convolutions and attention, with recomputation.
+        moved_bytes: Bytes that all other operations read and write.
+        n_ops: Number of operations.
+    """
+
+    moments: tuple[tuple[float, float, float], ...]
+    kept_bytes: tuple[float, float]
+    largest_bytes: tuple[float, float]
+    flops: tuple[float, float]
+    moved_bytes: tuple[float, float]
+    n_ops: float
+
+    def highest(self, micro: Floats, gradient_bytes: Floats) -> tuple[Floats, Floats]:
+        """Returns the bytes of activations and of gradients at the moment at which their sum is highest.
+
+        Args:
+            micro: Micro-batches, shape [n].
+            gradient_bytes: Bytes per element of a complete gradient, shape [n].
+        """
+        constant, slope, elements = np.array(self.moments).T
+        live = constant + np.outer(micro, slope)
+        complete = np.outer(gradient_bytes, elements)
+        at = np.argmax(live + complete, axis=1)[:, None]
+        return np.take_along_axis(live, at, axis=1)[:, 0], np.take_along_axis(complete, at, axis=1)[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Quantities of a workload that determine its memory and time.
+
+    Attributes:
+        n_parameters: Parameters, tied ones once.
+        n_trainable: Of these, the trainable ones.
+        flops_per_sample: FLOPs of forward and backward, without recomputation.
+        activation_bytes_per_sample: Bytes kept for backward in fp32, without recomputation.
+        checkpointed_bytes_per_sample: The same with every block recomputed, the working set of one block included.
+        n_blocks: Repeated blocks.
+        sequence: Tokens (or positions) of a sample.
+        block_share: Share of the FLOPs and parameters in the blocks.
+        optimizer_bytes: Optimizer state per trainable parameter in fp32: 8 for Adam, 4 for momentum, 0 for plain SGD.
+        optimizer_scratch: Further bytes during its step, per element of the tensor that is updated (fp32).
+        scratch_for_all: These are needed for all tensors at once, not one after the other.
+        guessed: All numbers follow from the parameter count.
+        passes: Traced passes by `ARITHMETIC/CHECKPOINT_EVERY`, such as `fp32/0`; empty if none was traced.
+        n_tied: Parameters with more than one name, counted once in `n_parameters`.
+        sizes: Distinct sizes of the parameters in elements, each with the number of parameters.
+        largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
+        data_bytes: Host memory of the target and its data set.
+        input_s_per_sample: Time to draw a sample in a rank.
+        shapes: Shapes of one sample's tensors, as text.
+        caveats: Quantities that could not be measured, and the assumptions instead.
+    """
+
+    n_parameters: int
+    n_trainable: int
+    flops_per_sample: float
+    activation_bytes_per_sample: float
+    checkpointed_bytes_per_sample: float
+    n_blocks: int
+    sequence: int
+    block_share: float = 0.9
+    optimizer_bytes: float = 8.0
+    optimizer_scratch: float = 8.0
+    scratch_for_all: bool = False
+    guessed: bool = False
+    passes: Mapping[str, Pass] = field(default_factory=dict, hash=False)
+    n_tied: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
+    largest_module: int = 0
+    data_bytes: float = 0.0
+    input_s_per_sample: float = 0.0
+    shapes: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def largest_parameter(self) -> int:
+        """Returns the elements of the largest parameter."""
+        guess = int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks))
+        return max((size for size, _ in self.sizes), default=guess)
+
+    def small_elements(self, threshold: float) -> int:
+        """Returns the elements in all parameters of at most `threshold` elements, which stage 3 does not shard."""
+        return sum(size * count for size, count in self.sizes if size <= threshold)
+
+    def highest(
+        self, arithmetic: str, every: int, share: float, micro: Floats, gradient_bytes: Floats
+    ) -> tuple[Floats, Floats]:
+        """Returns the bytes of activations and complete gradients at the peak of a pass; see `Pass.highest`.
+
+        Args:
+            arithmetic: A value of `ARITHMETIC`.
+            every: `checkpoint_every`.
+            share: Share of the blocks that are recomputed.
+            micro: Micro-batches, shape [n].
+            gradient_bytes: Bytes per element of a complete gradient, shape [n].
+        """
+        if not self.passes:
+            kept = self.activation_bytes_per_sample * (1 - share) + self.checkpointed_bytes_per_sample * share
+            return micro * kept * ACTIVATION_SCALE[arithmetic], gradient_bytes * self.n_trainable
+        for name, scale in ((arithmetic, 1.0), ("fp32", ACTIVATION_SCALE[arithmetic])):
+            exact = self.passes.get(f"{name}/{every}")
+            if exact is not None:
+                live, complete = exact.highest(micro, gradient_bytes / scale)
+                return scale * live, scale * complete
+            plain, again = self.passes.get(f"{name}/0"), self.passes.get(f"{name}/1")
+            if plain is not None and again is not None:
+                found = [each.highest(micro, gradient_bytes / scale) for each in (plain, again)]
+                live, complete = ((1 - share) * a + share * b for a, b in zip(*found, strict=True))
+                return scale * live, scale * complete
+        live, complete = self.passes["fp32/0"].highest(micro, gradient_bytes)
+        return ACTIVATION_SCALE[arithmetic] * live, complete
+
+    def largest_tensor_bytes(self, precision: str, micro_batch_size: int) -> float:
+        """Returns the bytes of forward's largest tensor, often the logits; 0 if no pass was traced."""
+        name = ARITHMETIC.get(precision, "fp32")
+        found, scale = self.passes.get(f"{name}/0"), 1.0
+        if found is None:
+            found, scale = self.passes.get("fp32/0"), ACTIVATION_SCALE[name]
+        constant, per_sample = found.largest_bytes if found is not None else (0.0, 0.0)
+        return scale * (constant + per_sample * micro_batch_size)
+
+    def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
+        """Returns FLOPs, bytes moved by other operations, and number of operations of one micro-step.
+
+        Args:
+            arithmetic: A value of `ARITHMETIC`.
+            every: 1 with all blocks recomputed, 0 with none.
+            micro: Micro-batches, shape [n].
+        """
+        names = [f"{name}/{k}" for k in (every, 0) for name in (arithmetic, "fp32")]
+        found = self.passes[next(name for name in names if name in self.passes)]
+        flops, moved = (constant + slope * micro for constant, slope in (found.flops, found.moved_bytes))
+        return flops, moved, np.full(len(micro), found.n_ops)
+
+    @classmethod
+    def guess(cls, n_parameters: int, n_trainable: int, n_blocks: int, sequence: int = GUESSED_SEQUENCE) -> Profile:
+        """Returns the profile of a transformer of this size, for a model of which only the parameter count is known.
+
+        P = 12 L h^2 gives the width; 34 s h bytes per layer at 16 bits with fused attention (Korthikanti et al.,
+        2205.05198), twice that at 32; 6 P FLOPs per token (forward 2, backward 4).
+        """
+        layers = max(n_blocks, 1)
+        width = max(1.0, (n_parameters / 12 / layers) ** 0.5)
+        per_layer = 68.0 * sequence * width
+        return cls(
+            n_parameters=n_parameters,
+            n_trainable=n_trainable,
+            flops_per_sample=(2.0 * n_parameters + 4.0 * n_trainable) * sequence,
+            activation_bytes_per_sample=per_layer * layers,
+            checkpointed_bytes_per_sample=4.0 * sequence * width * layers + per_layer,
+            n_blocks=n_blocks,
+            sequence=sequence,
+            guessed=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates of a machine with all its ranks at work.
+
+    Attributes:
+        accelerator: `cpu` or `cuda`.
+        world_size: Ranks.
+        flops: FLOP/s that a rank reaches in practice, by precision of a candidate; `fp32` is required.
+        memory_bytes_per_s: Memory bandwidth of a rank's device.
+        link_alpha_s: Latency of one message between ranks.
+        link_bytes_per_s: Bus bandwidth of a collective.
+        host_bytes_per_s: Between host and device, each way.
+        host_memory_bytes_per_s: Memory bandwidth of the host, for an optimizer that runs there.
+        launch_s: Fixed cost of one block in one micro-step: kernel launches, Python.
+        half_samples: Micro-batch at which half of the compute rate is reached.
+        op_s: Fixed cost of one operation, if a workload's operations were counted.
+        optimizer_bytes_per_s: Rate at which an optimizer's step moves its bytes; None for the memory bandwidth.
+        workspace_bytes: Memory of a process that has trained, besides tensors; 0 for a typical amount.
+        kernel_bytes: Further memory for 16-bit arithmetic; 0 for a typical amount.
+        measured: The rates were measured on this machine.
+        ranks_per_node: Ranks of a node; 0 if all are on one. `link_*` then describe the link within a node.
+        node_alpha_s: Latency of one message between nodes.
+        node_bytes_per_s: Bandwidth between a node and the others, each way, shared by its ranks.
+        algorithm: Algorithm of collectives: `ring`, `tree`, `hierarchical`, or `auto` for the faster of the first two.
+    """
+
+    accelerator: str
+    world_size: int
+    flops: Mapping[str, float] = field(hash=False)
+    memory_bytes_per_s: float
+    link_alpha_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float = 2e10
+    host_memory_bytes_per_s: float = 5e10
+    launch_s: float = 1e-4
+    half_samples: float = 0.5
+    op_s: float = 1e-5
+    optimizer_bytes_per_s: float | None = None
+    workspace_bytes: float = 0.0
+    kernel_bytes: float = 0.0
+    measured: bool = False
+    ranks_per_node: int = 0
+    node_alpha_s: float = 0.0
+    node_bytes_per_s: float = 0.0
+    algorithm: str = "ring"
+
+    @classmethod
+    def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:
+        """Returns typical rates, which may be wrong by a factor of a few; measurements correct them."""
+        if accelerator == "cuda":
+            rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}
+            return cls(
+                accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=2e12, link_alpha_s=2e-5,
+                link_bytes_per_s=1e11,
+            )  # fmt: skip
+        cores = max(1.0, n_cores / world_size)
+        # Whether a CPU is faster or slower at 16 bits depends on its instructions: no rate is given.
+        rates = {"fp32": 3e10 * cores}
+        return cls(
+            accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=1e10, link_alpha_s=2e-4,
+            link_bytes_per_s=2e9,
+        )  # fmt: skip

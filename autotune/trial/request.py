@@ -1,0 +1,92 @@
+"""Record of a trial's request: everything that its ranks need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.trial.workload import Script
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialToBeat:
+    """Bounds beyond which a trial is worse than a measured one on every objective, so that it can be stopped early.
+
+    Attributes:
+        trial: Number of the measured trial.
+        step_time_s: From this step time on, all objectives that depend on time are worse.
+        peak_memory_bytes: From this peak memory on, memory is worse; None if memory is no objective.
+    """
+
+    trial: int
+    step_time_s: float
+    peak_memory_bytes: float | None = None
+
+    def beats(self, step_time_s: float, peak_memory_bytes: float) -> bool:
+        """Returns whether a trial with at least this step time and memory is worse on every objective."""
+        return step_time_s >= self.step_time_s and (
+            self.peak_memory_bytes is None or peak_memory_bytes >= self.peak_memory_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRequest:
+    """Request of one trial.
+
+    Attributes:
+        target: Path of the user's `model.py` or training script.
+        mode: `measure` runs a trial. `inspect` only loads the target and writes a `Workload`; `probe` does so after a
+            few steps of an unchanged script. `profile` traces a pass of a `model.py` and writes a `Profile`. `rates`
+            measures the machine and writes a `Machine`; `machine` does so at length, with the target's data, and writes
+            a `Probe`. `build` compiles `ops`.
+        candidate: The configuration (none for `inspect`).
+        ds_config: Configuration for `deepspeed.initialize`.
+        world_size: Ranks.
+        nodes: Machines, with the same number of ranks on each.
+        seed: Seed of weights and data order, the same for all trials of a study.
+        budget_s: Training time after which the measurement ends, warm-up included.
+        max_steps: Optimizer steps after which it ends at the latest.
+        min_samples: Samples to train on at least, so that loss curves of different batches overlap (budget permitting).
+        deadline_s: Wall time after which the ranks are killed, from their start.
+        device_memory_bytes: Stated memory limit of a device; None for the device's own.
+        script: How to run the target, if it is a training script.
+        noise: Also measure gradient sizes, for the noise scale; the hooks distort step times.
+        check_gradient: Compare the first step's gradient with its micro-gradients.
+        replicate: Above 0: an equivalent run instead of the study's own: weights rounded differently, other dropout.
+        weights: File or folder of weights to start from, instead of those that `model()` makes.
+        save_weights: File for the weights at the end.
+        first_sample: Position in the order of the data to start at.
+        learning_rate_factor: Factor on the learning rates of the target's own optimizer.
+        rivals: Measured trials; this trial ends once it is known to be worse than one of them on every objective.
+        ops: DeepSpeed ops to compile, by builder name.
+        traced_steps: Steps to run under torch's profiler, after the measurement.
+    """
+
+    target: str
+    mode: str = "measure"
+    candidate: dict[str, Scalar] = field(default_factory=dict)
+    ds_config: DsConfig = field(default_factory=dict)
+    world_size: int = 1
+    nodes: int = 1
+    seed: int = 0
+    budget_s: float = 10.0
+    max_steps: int = 1000
+    min_samples: int = 0
+    deadline_s: float = 300.0
+    device_memory_bytes: int | None = None
+    script: Script | None = None
+    noise: bool = False
+    check_gradient: bool = False
+    replicate: int = 0
+    weights: str | None = None
+    save_weights: str | None = None
+    first_sample: int = 0
+    learning_rate_factor: float = 1.0
+    rivals: tuple[TrialToBeat, ...] = ()
+    traced_steps: int = 0
+    ops: tuple[str, ...] = ()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.world_size // self.nodes

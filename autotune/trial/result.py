@@ -1,0 +1,305 @@
+"""Records of how a trial ended: report of a rank, exit of its processes, result of the trial."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+
+OOM_EXIT_CODE = 77
+# If other processes keep more cores than this busy, step times are not the configuration's alone.
+BUSY_CORES = 0.3
+# Phases of a rank, in order.
+PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
+
+
+class Outcome(StrEnum):
+    """How a trial ended. `LOST` is no result: the trial is run again."""
+
+    COMPLETE = "complete"
+    STOPPED_EARLY = "stopped_early"
+    ILLEGAL = "illegal"
+    PREDICTED_OOM = "predicted_oom"
+    OOM = "oom"
+    DIVERGED = "diverged"
+    NOT_APPLIED = "not_applied"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation of a traced step.
+
+    Attributes:
+        name: Its name in torch.
+        calls: Calls per step.
+        seconds: Its own time per step, without the operations that it calls.
+    """
+
+    name: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """Where the time of a rank's traced steps went; all times are seconds per step.
+
+    Attributes:
+        file: The trace, for Chrome or Perfetto.
+        n_steps: Traced steps.
+        spans_s: From the beginning to the end of each phase, on the host.
+        kinds_s: By phase: time in matrix `products`, in operations that move memory (`traffic`), in operations too
+            `short` for their fixed cost, and with nothing but `messages` under way.
+        messages_s: Time with messages between ranks under way.
+        hidden_s: Part of that in which something was computed.
+        operations: The operations that took most.
+    """
+
+    file: str
+    n_steps: int
+    spans_s: dict[str, float]
+    kinds_s: dict[str, dict[str, float]]
+    messages_s: float
+    hidden_s: float
+    operations: list[Operation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Settings that really ran, read from the engine and the data, never from the request.
+
+    Attributes:
+        micro_batch_size: Leading dimension of the batch at the engine's forward; None if it varied.
+        loader_batch_size: Samples drawn from the data set per micro-batch; None without a data set.
+        gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        samples_per_step: Samples per optimizer step, summed over ranks.
+        tokens_per_step: Tokens per optimizer step, summed over ranks; None where samples are not token sequences.
+        zero_stage: Stage that the engine runs.
+        dtype: Type of the model's weights.
+        autocast: Type that `torch.autocast` computes in, if it is on.
+        checkpointed_blocks: Blocks whose activations were recomputed.
+    """
+
+    micro_batch_size: int | None
+    loader_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    samples_per_step: int
+    tokens_per_step: int | None
+    zero_stage: int
+    dtype: str
+    autocast: str | None = None
+    checkpointed_blocks: int = 0
+
+    def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
+        """Returns the first setting that differs from the candidate's, in words; None if all were applied."""
+        dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        expected = {
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+            "zero_stage": candidate.zero_stage,
+            "dtype": dtypes.get(candidate.precision, "float32"),
+        }
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                return f"{name}: {value} was asked for, {getattr(self, name)} ran"
+        if candidate.precision.startswith("torch_autocast") and self.autocast is None:
+            return "precision: torch_autocast was asked for, but it was off"
+        if candidate.checkpoint_every > 0 and self.checkpointed_blocks == 0:
+            return "checkpoint_every: no block was checkpointed"
+        if candidate.checkpoint_every == 0 and self.checkpointed_blocks > 0:
+            return f"checkpoint_every: none was asked for, {self.checkpointed_blocks} blocks were checkpointed"
+        if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
+            ran = self.micro_batch_size or "a varying number"
+            return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {ran} ran"
+        if self.samples_per_step != candidate.global_batch_size(world_size):
+            return f"global batch: {candidate.global_batch_size(world_size)} was asked for, {self.samples_per_step} ran"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseTerms:
+    """Gradient sizes from which the noise scale is estimated, one entry per optimizer step.
+
+    Attributes:
+        micro_batch_size: Samples behind one micro-gradient.
+        n_micro: Micro-gradients of a step: accumulation steps times ranks.
+        micro_sq: Mean squared norm of the micro-gradients.
+        mean_sq: Squared norm of their mean.
+    """
+
+    micro_batch_size: int
+    n_micro: int
+    micro_sq: list[float]
+    mean_sq: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCheck:
+    """Comparison of the first step's accumulated and reduced gradient with the mean of its micro-gradients.
+
+    Attributes:
+        error: Norm of the difference, taken in fp32, relative to the mean's.
+        norm: Norm of the gradient over the sampled elements, loss scaling undone.
+        n_micro: Micro-gradients in the mean.
+    """
+
+    error: float
+    norm: float
+    n_micro: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """Robust summary of the steps timed after warm-up.
+
+    Attributes:
+        median_s: Median step time; a step lasts as long as its slowest rank.
+        ci95_s: Half-width of the median's 95 % confidence interval.
+        n_steps: Steps the summary rests on.
+        n_warmup: Steps cut off at the start.
+    """
+
+    median_s: float
+    ci95_s: float
+    n_steps: int
+    n_warmup: int
+
+    @property
+    def relative_ci(self) -> float:
+        """Half-width of the confidence interval relative to the median."""
+        return self.ci95_s / self.median_s if self.median_s > 0 else math.inf
+
+
+@dataclass(kw_only=True)
+class Measurements:
+    """Fields that the report of a rank and the result of a trial have in common.
+
+    Attributes:
+        outcome: How the rank or the trial ended.
+        reason: Why, in one line, where the outcome is not `complete`.
+        phase: Last phase that was entered, of `PHASES`.
+        startup_s: Seconds before the first step, by phase; of a trial the slowest rank's.
+        step_times_s: Wall time of each optimizer step of the slowest rank, warm-up included.
+        losses: Mean loss over ranks of each step; None where it was not finite.
+        phase_times_s: Parts of one step: data, forward, backward, step; within backward what our own checkpointing
+            recomputes (`recompute`); with several ranks also collectives in forward and backward (`reduce`) and in the
+            optimizer's step (`gather`), and waiting for other ranks before them (`wait`).
+        micro_step_s: Median time of a micro-step that ends an optimizer step (`boundary`) and of one that does not
+            (`inner`); of a trial the slowest rank's.
+        alloc_retries: CUDA only: how often the allocator freed its cache and retried; of a trial summed over ranks.
+        other_cores: Cores that other processes kept busy while steps were timed.
+        observed: Settings that really ran.
+        caveats: Remarks for the user about this trial.
+        side_changes: Changes to a training script besides the DeepSpeed JSON.
+        unreproducible: Those side changes that no flag, constant or line of the user's can make.
+        flags: Flags that carried a candidate field (or `ds_config`), by all their names.
+        noise: Gradient sizes, if requested.
+        gradient: Accuracy of the first step's gradient, if requested.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    phase: str = ""
+    startup_s: dict[str, float] = field(default_factory=dict)
+    step_times_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    phase_times_s: dict[str, float] = field(default_factory=dict)
+    micro_step_s: dict[str, float] = field(default_factory=dict)
+    alloc_retries: int | None = None
+    other_cores: float = 0.0
+    observed: Observed | None = None
+    caveats: list[str] = field(default_factory=list)
+    side_changes: list[str] = field(default_factory=list)
+    unreproducible: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    noise: NoiseTerms | None = None
+    gradient: GradientCheck | None = None
+
+
+@dataclass(kw_only=True)
+class RankReport(Measurements):
+    """Report of one rank, filled in while the rank runs, so that a crash leaves how far it came.
+
+    Attributes:
+        rank: Number of the rank.
+        failed_at: Unix time of the failure; tells the first failure from those it caused.
+        cpu_times_s: Process time of this rank, all threads, of each step.
+        peak_memory_bytes: Peak by phase: on CPU growth of the resident set since the start, on CUDA allocated bytes.
+        reserved_memory_bytes: CUDA only: peak of the caching allocator.
+        traced: Summary of the trace, if requested.
+    """
+
+    # Only a file that no rank wrote holds such numbers; it is refused as a whole.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
+
+    rank: int
+    outcome: Outcome = Outcome.CRASHED
+    phase: str = "start"
+    failed_at: float | None = None
+    cpu_times_s: list[float] = field(default_factory=list)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: int | None = None
+    traced: Traced | None = None
+
+
+@dataclass(kw_only=True)
+class TrialResult(Measurements):
+    """Result of one trial, merged from the reports of its ranks.
+
+    Attributes:
+        failed_rank: The rank that failed first.
+        candidate: The configuration, as flat knob values.
+        world_size: Ranks.
+        steps: Summary of the timed steps.
+        cpu_s_per_step: Median process time of a timed step, summed over ranks.
+        samples_per_step: Observed samples per optimizer step.
+        tokens_per_step: Observed tokens per optimizer step.
+        peak_memory_bytes: Peak over phases and ranks; on CUDA the reserved bytes.
+        memory_by_phase_bytes: Peak by phase, highest over ranks.
+        wall_s: Wall time of the whole trial.
+    """
+
+    failed_rank: int | None = None
+    candidate: dict[str, Scalar] = field(default_factory=dict)
+    world_size: int = 1
+    steps: StepStats | None = None
+    cpu_s_per_step: float | None = None
+    samples_per_step: int | None = None
+    tokens_per_step: int | None = None
+    peak_memory_bytes: int | None = None
+    memory_by_phase_bytes: dict[str, int] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How the processes of a trial ended, as the agent that started them saw it.
+
+    Attributes:
+        codes: Exit status of each rank, negative for a signal.
+        first_failed: The rank that ended badly first.
+        failed_at: Unix time of that failure, or of the kill if nothing had failed before.
+        killed: Why the agent killed the ranks: `deadline`, `cancel`, `peer` (one rank had failed), `processes` (too
+            many); `lost` if the agent itself failed; None if it killed nothing.
+        note: Message of the engine or the agent about the end.
+        kernel_oom: The kernel's out-of-memory killer struck during the trial.
+        wall_s: Seconds from the start of the ranks to the end of the last one.
+        swept: What the trial left behind and the agent removed.
+    """
+
+    codes: dict[int, int]
+    first_failed: int | None = None
+    failed_at: float | None = None
+    killed: str | None = None
+    note: str = ""
+    kernel_oom: bool = False
+    wall_s: float = 0.0
+    swept: list[str] = field(default_factory=list)

@@ -1,0 +1,216 @@
+"""Records of what is trained and where: model, data, training script, environment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig
+from autotune.trial.profile import Machine, Profile
+
+# Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
+CUDA_CONTEXT_BYTES = 600 << 20
+# Families of scripts, by the names in `Probed.family`.
+TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Machine and libraries of a measurement.
+
+    Attributes:
+        accelerator: DeepSpeed's name of the device: `cpu`, `cuda`.
+        device_name: Model of the device.
+        n_devices: Devices on this machine.
+        device_memory_bytes: Memory of one device (of the whole machine on CPU).
+        bf16: Whether the device computes in bfloat16.
+        fp16: Whether DeepSpeed trains in fp16 on it.
+        n_cores: Processor cores that this process may use.
+        omp_num_threads: The user's own `OMP_NUM_THREADS`, if set.
+        versions: Version of each library that a measurement depends on.
+    """
+
+    accelerator: str
+    device_name: str
+    n_devices: int
+    device_memory_bytes: int
+    bf16: bool
+    fp16: bool
+    n_cores: int
+    versions: dict[str, str]
+    omp_num_threads: str | None = None
+
+    def share_bytes(self, ranks: int) -> float:
+        """Returns the memory of a rank: its device's without CUDA's context, or its share of the host's on a CPU."""
+        return (
+            max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES)
+            if self.accelerator == "cuda"
+            else self.device_memory_bytes / ranks
+        )
+
+
+def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:
+    """Returns the CPU threads of a rank: the user's `OMP_NUM_THREADS`, else its share of the cores."""
+    if omp_num_threads and omp_num_threads.isdigit() and int(omp_num_threads) > 0:
+        return int(omp_num_threads)
+    return max(1, n_cores // world_size)
+
+
+def driver_version() -> str:
+    """Returns the version of NVIDIA's kernel driver; empty without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module\D*([0-9][0-9.]+)", text)
+    return found[1] if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShape:
+    """Shape of the samples, as far as step time and memory depend on it.
+
+    Attributes:
+        fields: Each tensor of a sample: name, type and shape, with `*` for a size that varies between samples.
+        lengths: Histogram of the samples' largest dimension: share by upper edge, two bins per doubling.
+        n_seen: Samples in the histogram.
+    """
+
+    fields: tuple[str, ...]
+    lengths: dict[str, float]
+    n_seen: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """How a training script is run in a trial.
+
+    Attributes:
+        arguments: Its arguments, templates filled in except `{ds_config}` (this trial's file) and `{local_rank}`.
+        working_dir: Folder that it runs in.
+        module: Name of the module, if it is started as `python -m NAME`.
+        environment: Variables for it, with the same templates.
+        assignments: Module constants to replace, and their new values.
+        micro_batch_size: Value in the unchanged script, by which its flags and variables are recognised; 0 in a probe.
+        gradient_accumulation_steps: Value in the unchanged script.
+        precision: Value in the unchanged script.
+        checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
+        learning_rates: Values in the unchanged script, by parameter group.
+        carried: Candidate fields that the user's templates and mappings set; nothing else sets them.
+        side_changes: Those settings, in words, that differ from the unchanged script.
+    """
+
+    arguments: tuple[str, ...] = ()
+    working_dir: str = "."
+    module: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    assignments: dict[str, str] = field(default_factory=dict)
+    micro_batch_size: int = 0
+    gradient_accumulation_steps: int = 0
+    precision: str = ""
+    checkpoint_every: int = 0
+    learning_rates: tuple[float | None, ...] = ()
+    carried: tuple[str, ...] = ()
+    side_changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """Findings of a run of the unchanged script.
+
+    Attributes:
+        ds_config: DeepSpeed configuration that it passed to `deepspeed.initialize`.
+        micro_batch_size: Samples at the engine's forward; None if it varied.
+        gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
+        family: The framework above DeepSpeed, in words.
+        checkpoint_every: Blocks whose activations it recomputes itself, as in a candidate.
+        plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
+        movable: Candidate fields that changed in a second run that set all of them.
+        moved_by: How that run changed them.
+        flags: Flags that set a candidate field (or `ds_config`), by all their names.
+        config_source: Path of the configuration's file; empty for a dict in the code.
+        configured_accumulation: Micro-batches per step in the engine's configuration; None if it was not read.
+        model_parallel_size: Ranks that train one copy of the model together.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
+        expert_parallel: Experts are spread over ranks, as in DeepSpeed's mixtures of experts.
+        learning_rates: Initial rate of each parameter group; None if the optimizer chooses it.
+    """
+
+    ds_config: DsConfig
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    family: str = "raw DeepSpeed"
+    checkpoint_every: int = 0
+    plain_backward: bool = False
+    movable: tuple[str, ...] = ()
+    moved_by: tuple[str, ...] = ()
+    configured_accumulation: int | None = None
+    model_parallel_size: int = 1
+    pipeline_stages: int = 0
+    expert_parallel: bool = False
+    learning_rates: tuple[float | None, ...] = ()
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    config_source: str = ""
+
+    def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
+        """Returns a candidate's DeepSpeed configuration, adapted to this script."""
+        config = dict(config)
+        if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
+            # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
+            config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.pipeline_stages:
+            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+            if candidate.checkpoint_every and not self.checkpoint_every:
+                # Reentrant checkpointing, DeepSpeed's default, gives no gradient to a first layer that takes tokens.
+                section["use_reentrant"] = False
+            config["pipeline"] = section
+            if section == {"activation_checkpoint_interval": 0}:
+                del config["pipeline"]
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Findings about the user's target and its environment, by one rank.
+
+    Attributes:
+        n_parameters: Parameters of the model, tied ones once.
+        n_trainable: Of these, the trainable ones.
+        n_samples: Samples in the data set; None for `batch(n)` and endless data.
+        n_blocks: Repeated blocks that activation checkpointing can wrap.
+        block_class: Class of these blocks.
+        block_share: Their share of the parameters.
+        float_buffers: The model has floating-point buffers, as batch normalisation does.
+        client_optimizer: The target defines `optimizer`.
+        optimizer: Class of that optimizer, if it could be made without data.
+        environment: Machine and libraries.
+        caveats: Remarks for the user about the target.
+        script: Findings of the probe, for a training script.
+        profile: Quantities that determine memory and time; None if it was not profiled.
+        machine: Rates of the machine with all ranks at work; None if they were not measured.
+        structure: Digest of the model's modules and parameters; empty if it was not taken.
+        data: Shape of the samples; None if none could be drawn.
+    """
+
+    n_parameters: int
+    n_trainable: int
+    n_samples: int | None
+    n_blocks: int
+    block_class: str
+    block_share: float
+    float_buffers: bool
+    client_optimizer: bool
+    environment: Environment
+    optimizer: str = ""
+    caveats: list[str] = field(default_factory=list)
+    script: Probed | None = None
+    profile: Profile | None = None
+    machine: Machine | None = None
+    structure: str = ""
+    data: DataShape | None = None
+
+    def data_parallel(self, world_size: int) -> int:
+        """Returns the number of data-parallel ranks."""
+        return world_size // (self.script.model_parallel_size if self.script else 1)

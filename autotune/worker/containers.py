@@ -1,0 +1,58 @@
+"""Tensors in nested containers: find them, name them, replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested mappings, sequences, sets and modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.state_dict().values()
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, list | tuple | set):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a batch with its path in it, as `labels` or `x[1].mask`."""
+    if isinstance(value, Tensor):
+        yield name or "x", value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from named_tensors(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from named_tensors(inner, f"{name}[{index}]")
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A copy of nested mappings and sequences with every tensor changed; mappings become dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(inner, change) for key, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(inner, change) for inner in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(inner, change) for inner in value)
+    return value
+
+
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """A batch on a device; floating-point tensors also become `dtype`, which 16-bit weights need."""
+
+    def move(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device, non_blocking=True)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    return map_tensors(batch, move)

@@ -1,0 +1,1 @@
+"""Measurement of a trial: steps, memory, batches, gradients, load of the machine."""

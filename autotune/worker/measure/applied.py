@@ -1,0 +1,60 @@
+"""What really ran, read from the engine and the batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotune.trial.result import Observed
+from autotune.worker.measure.batches import BatchObserver
+
+
+def observe(engine: Any, batches: BatchObserver, checkpointer: Any, *, n_copies: int) -> Observed:
+    """What really ran; all ranks take part.
+
+    Args:
+        engine: The DeepSpeed engine.
+        batches: What it was fed.
+        checkpointer: Knows which blocks were recomputed; None if nothing watched.
+        n_copies: Data-parallel ranks, or copies of a pipeline.
+    """
+    pipelined = hasattr(engine, "stage_id")
+    # Later stages of a pipeline pass on what the first one took in.
+    first_stage = not pipelined or engine.stage_id == 0
+    local = max(batches.samples_per_step, default=0), max(batches.tokens_per_step, default=0)
+    sums = torch.tensor(local if first_stage else (0, 0), dtype=torch.float64, device=engine.device)
+    dist.all_reduce(sums)
+    if not pipelined:
+        sums //= dist.get_world_size() // n_copies  # tensor-parallel ranks are fed the same
+    # DeepSpeed before 0.17 has no torch_autocast.
+    autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
+    # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.
+    dtypes = [parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point()]
+    observed = Observed(
+        micro_batch_size=_only(batches.micro_batch_sizes),
+        loader_batch_size=_only(batches.loader_batch_sizes),
+        gradient_accumulation_steps=_only(batches.backward_counts),
+        samples_per_step=int(sums[0]),
+        tokens_per_step=int(sums[1]) or None,
+        zero_stage=int(engine.zero_optimization_stage()),
+        dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
+        autocast=str(autocast).removeprefix("torch.") if autocast else None,
+        checkpointed_blocks=len(checkpointer.recomputed) if checkpointer else 0,
+    )
+    return _of_all_stages(observed, n_copies) if pipelined else observed
+
+
+def _of_all_stages(own: Observed, n_copies: int) -> Observed:
+    """The data that a pipeline's first stage saw, and the blocks that all stages of one copy recomputed."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
+    first: Observed = rows[0]
+    return replace(first, checkpointed_blocks=sum(row.checkpointed_blocks for row in rows) // n_copies)
+
+
+def _only(values: set[int]) -> int | None:
+    """The value of a set of one; None for other sets."""
+    return next(iter(values)) if len(values) == 1 else None

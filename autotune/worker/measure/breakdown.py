@@ -1,0 +1,95 @@
+"""Steps taken apart by phase: with the clock stopped after each phase, then under torch's profiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from autotune.trial.request import TrialRequest
+from autotune.worker.measure import recompute
+from autotune.worker.measure.laps import synchronize
+from autotune.worker.measure.memory import Memory
+from autotune.worker.measure.phases import PHASES, PhaseClock
+from autotune.worker.measure.recorder import Recorder
+
+if TYPE_CHECKING:
+    from autotune.worker.measure.trace import Tracer
+
+# Steps taken apart before the traced ones; their median is reported.
+STEPS_APART = 3
+
+
+class Breakdown:
+    """Takes steps apart and traces them.
+
+    Args:
+        recorder: Holds the rank's report.
+        request: Says how many steps to trace.
+        device: Where the steps run.
+        memory: Counts memory by phase.
+        checkpointer: What recomputes blocks, if anything does.
+    """
+
+    def __init__(
+        self, recorder: Recorder, request: TrialRequest, device: torch.device, memory: Memory, checkpointer: Any
+    ) -> None:
+        self._recorder, self._request, self._device, self._memory = recorder, request, device, memory
+        self._checkpointer = checkpointer if isinstance(checkpointer, recompute.Checkpointer) else None
+        self._clock: PhaseClock | None = None
+        self._counting = False
+        self._tracer: Tracer | None = None
+
+    def begin(self, *, counting: bool = True) -> None:
+        """Starts a step that is taken apart.
+
+        Args:
+            counting: Read the memory counters at each phase too, which gives freed memory back and so costs time.
+        """
+        self._clock = PhaseClock(functools.partial(synchronize, self._device), self._request.world_size)
+        self._counting = counting
+        if self._checkpointer is not None:
+            self._checkpointer.timer = self._clock.recompute
+        self._clock.open("data")
+
+    def enter(self, phase: str) -> None:
+        """Goes to the next phase of a step; a name that is no phase ends the step. Ignored in ordinary steps."""
+        phase = phase if phase in PHASES else ""
+        if self._tracer is not None:
+            self._tracer.enter(phase)
+        if self._clock is None or phase == self._clock.phase:
+            return
+        self._clock.close()
+        if not phase:
+            self._recorder.report.phase_times_s, self._clock = self._clock.end(), None
+            if self._checkpointer is not None:
+                self._checkpointer.timer = None
+            return
+        if self._counting and phase != "data":
+            self._memory.enter(phase)
+        self._clock.open(phase)
+
+    def steps(self) -> Iterator[None]:
+        """Yields before each step to take apart or to trace after the measurement; none unless a trace is wanted."""
+        report, n_traced = self._recorder.report, self._request.traced_steps
+        if not n_traced:
+            return
+        from autotune.worker.measure.trace import Tracer
+
+        tables = []
+        for _ in range(STEPS_APART):
+            self.begin(counting=False)
+            yield
+            self.enter("")
+            tables.append(report.phase_times_s)
+        report.phase_times_s = {name: float(np.median([table[name] for table in tables])) for name in tables[0]}
+        self._tracer = Tracer(self._recorder.folder.path, report.rank, cuda=self._device.type == "cuda")
+        for _ in range(n_traced):
+            self.enter("data")
+            yield
+            self.enter("")
+        synchronize(self._device)
+        report.traced, self._tracer = self._tracer.finish(n_traced), None

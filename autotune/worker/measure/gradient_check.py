@@ -1,0 +1,113 @@
+"""Check of the first gradient against its micro-gradients; and perturbed weights for replicates of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.trial.result import GradientCheck
+
+# Elements compared of each parameter; larger parameters are left out, since comparing copies them.
+MAX_SAMPLED, MAX_PARAMETER_SIZE = 4096, 2**20
+# Rounding to bfloat16 changes weights by up to this share, so a run from there is as good as the original.
+ROUNDING = 2**-9
+
+
+class GradientWatch:
+    """Compares elements of the gradient that the first optimizer step applies with the mean of its micro-gradients.
+
+    Hooks see the gradient of one micro-batch before it is accumulated, reduced or sharded, if they are set before
+    `deepspeed.initialize`.
+
+    Args:
+        model: The model, before `deepspeed.initialize`.
+        world_size: Ranks.
+
+    Attributes:
+        found: The comparison; None if it could not be made.
+        done: The first optimizer step is over.
+        divided_by: Factor by which gradients are too small, where a framework divides the loss by the accumulation, as
+            DeepSpeed does again.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.world_size, self.n_micro = world_size, 0
+        self.found: GradientCheck | None = None
+        self.done = False
+        self.divided_by = 1
+        generator = torch.Generator().manual_seed(0)
+        self._parameters: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in model.parameters():
+            # DeepSpeed marks experts so; they differ between ranks.
+            own = getattr(parameter, "allreduce", True) is False
+            if parameter.requires_grad and 0 < parameter.numel() <= MAX_PARAMETER_SIZE and not own:
+                n = parameter.numel()
+                chosen = torch.arange(n) if n <= MAX_SAMPLED else torch.randint(n, (MAX_SAMPLED,), generator=generator)
+                self._parameters.append((parameter, chosen))
+        self._sums: dict[int, Tensor] = {}
+        self._handles = [parameter.register_hook(self._hook(i)) for i, (parameter, _) in enumerate(self._parameters)]
+
+    def _hook(self, i: int) -> Any:
+        def add(gradient: Tensor) -> None:
+            seen = self._sampled(i, gradient)
+            self._sums[i] = self._sums[i] + seen if i in self._sums else seen
+
+        return add
+
+    def _sampled(self, i: int, gradient: Tensor) -> Tensor:
+        chosen = self._parameters[i][1].to(gradient.device)
+        return gradient.detach().flatten()[chosen].float()
+
+    def backward(self, engine: Any) -> None:
+        """Ends a micro-batch, and at the end of the first optimizer step compares; all ranks take part."""
+        self.n_micro += 1
+        if not engine.is_gradient_accumulation_boundary():
+            return
+        self.done = True
+        for handle in self._handles:
+            handle.remove()
+        if not self._parameters:
+            return
+        # One collective, the same on every rank, though ranks may use different parameters.
+        zeros = (torch.zeros(len(chosen), device=engine.device) for _, chosen in self._parameters)
+        expected = torch.cat([self._sums.get(i, zero) for i, zero in enumerate(zeros)])
+        dist.all_reduce(expected)
+        try:
+            self.found = self._compared(engine, expected / self.world_size)
+        except Exception as error:  # this engine keeps gradients elsewhere: losses alone decide
+            print(f"the first gradient could not be looked at: {type(error).__name__}: {error}")
+
+    def _compared(self, engine: Any, expected: Tensor) -> GradientCheck | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        sizes = [len(chosen) for _, chosen in self._parameters]
+        sums = torch.zeros(3, dtype=torch.float64, device=expected.device)
+        for i, part in enumerate(expected.split(sizes)):
+            whole = safe_get_full_grad(self._parameters[i][0])
+            if whole is not None:
+                applied = self._sampled(i, whole)
+                sums += torch.stack([(applied - part).square().sum(), part.square().sum(), applied.square().sum()])
+        error, size, norm = (float(value) ** 0.5 for value in sums)
+        if not size > 0:
+            return None
+        return GradientCheck(
+            error=error / size, norm=norm * self.divided_by / loss_scale(engine), n_micro=self.n_micro * self.world_size
+        )
+
+
+def loss_scale(engine: Any) -> float:
+    """The factor of fp16 on loss and gradients; 1 in other precisions."""
+    return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)
+
+
+def perturb(model: nn.Module, replicate: int) -> None:
+    """Changes the weights by rounding errors, the same on all ranks."""
+    generator = torch.Generator().manual_seed(replicate)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                share = torch.rand(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+                parameter.mul_(1 + ROUNDING * (2 * share - 1))

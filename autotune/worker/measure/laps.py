@@ -1,0 +1,60 @@
+"""Step timer: wall clock on a CPU, device events on CUDA."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Laps:
+    """Times consecutive steps without waiting for the device: on CUDA, events mark their ends in the stream.
+
+    Args:
+        device: Where the steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._laps: list[tuple[str, Any, Any]] = []
+        self._last: Any = None
+
+    def start(self) -> None:
+        """Starts the first lap, or the next one after a pause."""
+        self._last = self._now()
+
+    def lap(self, kind: str = "") -> None:
+        """Ends a lap of a kind and starts the next one."""
+        now = self._now()
+        self._laps.append((kind, self._last, now))
+        self._last = now
+
+    def forget(self) -> None:
+        """Drops all laps."""
+        self._laps.clear()
+
+    def seconds(self) -> list[float]:
+        """Seconds of each lap; synchronize the device first."""
+        return [start.elapsed_time(end) / 1e3 if self._cuda else end - start for _, start, end in self._laps]
+
+    def medians_s(self) -> dict[str, float]:
+        """Median seconds of each kind of lap; synchronize the device first."""
+        found: dict[str, list[float]] = {}
+        for (kind, _, _), seconds in zip(self._laps, self.seconds(), strict=True):
+            found.setdefault(kind, []).append(seconds)
+        return {kind: float(np.median(times)) for kind, times in found.items()}
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,183 @@
+"""The ledger of a trial's steps: gather them from all ranks, leave out those that do not count, decide when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autotune.scoring import step_times
+from autotune.scoring.convergence.noise_scale import falling, noise_scale_of
+from autotune.space.candidate import Candidate
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+from autotune.worker.measure.noise import NoiseMeter
+from autotune.worker.measure.recorder import Recorder
+
+# Ranks compare clocks once a window, not after each short step: waiting for the device and for each other would hide
+# what overlaps between steps, and charge every step with its slowest rank although ranks make up for one another.
+WINDOW_S = 0.05
+MAX_WINDOW_STEPS = 100
+# fp16 starts at a loss scale of 2^16 and halves it at each skip.
+MAX_SKIPPED_UPDATES = 30
+# Fewer steps give no step time.
+MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
+# An epoch ends with at most one smaller step; more in a row mean that the script's steps vary.
+MAX_RAGGED_STEPS = 3
+
+
+class Diverged(Exception):
+    """The loss is no longer finite."""
+
+
+class NotApplied(Exception):
+    """The configuration that ran differs from the candidate."""
+
+
+class StepLedger:
+    """Times and losses of optimizer steps. All ranks hold the same numbers, so all stop at the same step.
+
+    Args:
+        recorder: Holds the rank's report.
+        request: What is measured, and for how long.
+        device: Where tensors for collectives are made.
+        n_replicas: Data-parallel ranks.
+        noise: Measures gradient noise, if the request asks for it.
+
+    Attributes:
+        elapsed_s: Time of all steps.
+        peak_bytes: Highest memory peak of all ranks when timing began.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        request: TrialRequest,
+        device: torch.device,
+        n_replicas: int,
+        noise: NoiseMeter | None = None,
+    ) -> None:
+        self.recorder, self.report, self.request = recorder, recorder.report, request
+        self.device, self.noise = device, noise
+        candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
+        self._micro_batch_size = candidate.micro_batch_size
+        self._global_batch_size = candidate.global_batch_size(n_replicas)
+        self.elapsed_s = self.peak_bytes = 0.0
+        self.skipped = self.ragged = 0
+        self._next_look = step_times.SETUP_STEPS + step_times.MIN_TIMED_STEPS
+
+    def window_steps(self) -> int:
+        """Steps to train before the ranks compare their clocks."""
+        times = self.report.step_times_s
+        if len(times) < step_times.SETUP_STEPS:
+            return 1
+        limit = MAX_WINDOW_STEPS if self.elapsed_s < self.request.budget_s else MIN_STEPS - len(times)
+        return max(1, min(limit, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
+
+    def gather(
+        self,
+        laps_s: Sequence[float],
+        cpu_s: float,
+        losses: Sequence[torch.Tensor],
+        *,
+        skipped: Sequence[bool],
+        ragged: Sequence[bool],
+    ) -> None:
+        """Adds a window of steps; all ranks take part.
+
+        Args:
+            laps_s: Seconds of each step on this rank.
+            cpu_s: This rank's process time over all of them.
+            losses: Loss of each step.
+            skipped: Whether loss scaling skipped its update.
+            ragged: Whether it had fewer samples than other steps.
+
+        Raises:
+            Diverged: The loss is not finite, or loss scaling finds no scale.
+            NotApplied: Too many steps in a row had fewer samples.
+        """
+        n = len(laps_s)
+        columns = [*laps_s, *map(float, skipped), *map(float, ragged), *map(float, losses)]
+        own = torch.tensor(columns, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
+        dist.all_gather(rows, own)
+        table = torch.stack(rows).cpu().reshape(self.request.world_size, 4, n)
+        # The window lasts as long as its slowest rank takes; the mean over ranks divides it among the steps.
+        own_s = table[:, 0].sum(dim=1)
+        shares = table[:, 0].mean(dim=0) / own_s.mean().clamp(min=1e-12)
+        self.elapsed_s += float(own_s.max())
+        times, means = (shares * own_s.max()).tolist(), table[:, 3].mean(dim=0).tolist()
+        skips, smaller = (table[:, row].any(dim=0).tolist() for row in (1, 2))
+        if self.noise is not None:
+            self.noise.leave_out([a or b for a, b in zip(skips, smaller, strict=True)])
+        before = len(self.report.step_times_s)
+        for i in range(n):
+            self._add(times[i], cpu_s / n, means[i], skipped=skips[i], ragged=smaller[i])
+        if self.report.rank == 0 and len(self.report.step_times_s) > before:
+            last = {"step_time_s": self.report.step_times_s[-1], "loss": self.report.losses[-1]}
+            self.recorder.event(step=len(self.report.step_times_s), **last)
+
+    def _add(self, time_s: float, cpu_s: float, loss: float, *, skipped: bool, ragged: bool) -> None:
+        """Adds a step unless loss scaling skipped it or it is the shorter end of an epoch."""
+        finite = bool(np.isfinite(loss))
+        if skipped:
+            # fp16 needs some skips to find its scale; a loss that is not finite, or endless skips, are no such search.
+            self.skipped += 1
+            spent = self.elapsed_s >= self.request.budget_s and len(self.report.step_times_s) < MIN_STEPS
+            if self.skipped > MAX_SKIPPED_UPDATES or not finite or spent:
+                raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
+            return
+        self.skipped = 0
+        if ragged:
+            self.ragged += 1
+            if self.ragged > MAX_RAGGED_STEPS:
+                raise NotApplied("the samples of an optimizer step vary")
+            return
+        self.ragged = 0
+        self.report.step_times_s.append(time_s)
+        self.report.cpu_times_s.append(cpu_s)
+        self.report.losses.append(loss if finite else None)
+        if not finite:
+            raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
+
+    def done(self) -> bool:
+        """Whether the measurement may end; looks for precision after every 10 % more steps only."""
+        n = len(self.report.step_times_s)
+        if n >= self.request.max_steps or self._beaten():
+            return True
+        if n >= MIN_STEPS and self.elapsed_s >= self.request.budget_s:
+            return True
+        if n < self._next_look:
+            return False
+        self._next_look = max(n + 1, int(n * 1.1))
+        return self._precise()
+
+    def _beaten(self) -> bool:
+        """Whether an earlier trial is certainly better on every objective; notes it as the outcome."""
+        rival = step_times.beaten_by(self.request.rivals, self.report.step_times_s, self.peak_bytes)
+        if rival is None:
+            return False
+        timed = self.report.step_times_s[step_times.SETUP_STEPS :]
+        memory = f" and at least {self.peak_bytes / 2**20:.0f} MiB" if rival.peak_memory_bytes is not None else ""
+        self.report.outcome = Outcome.STOPPED_EARLY
+        self.report.reason = (
+            f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
+        )
+        return True
+
+    def _precise(self) -> bool:
+        """Whether the step time, or the gradient noise if that is measured, is known well enough.
+
+        While the loss falls the noise scale grows, several times over in a short training, so half the budget goes into
+        training first.
+        """
+        if self.noise is not None:
+            if not noise_scale_of(self.noise.terms(self._micro_batch_size)).precise:
+                return False
+            losses = [loss for loss in self.report.losses if loss is not None]
+            return self.elapsed_s >= self.request.budget_s / 2 or not falling(losses)
+        times = self.report.step_times_s
+        trained = len(times) * self._global_batch_size
+        return trained >= self.request.min_samples and step_times.measured_enough(times)

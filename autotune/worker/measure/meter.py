@@ -1,0 +1,145 @@
+"""The measurement of one engine in a rank, for a `model.py` as for the user's script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotune.space.candidate import Candidate
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import BUSY_CORES, Observed
+from autotune.worker.measure import applied, machine_load
+from autotune.worker.measure.batches import BatchObserver
+from autotune.worker.measure.breakdown import Breakdown
+from autotune.worker.measure.gradient_check import GradientWatch
+from autotune.worker.measure.ledger import NotApplied, StepLedger
+from autotune.worker.measure.memory import Memory
+from autotune.worker.measure.noise import NoiseMeter
+from autotune.worker.measure.recorder import Recorder
+
+
+class Meter:
+    """Everything that is measured of an engine: steps, phases, memory, gradients, and what really ran.
+
+    Args:
+        recorder: Holds the rank's report.
+        request: What is measured.
+        engine: The DeepSpeed engine.
+        batches: Watches its batches.
+        memory: Watches the rank's memory.
+        checkpointer: Recomputes its blocks, or sees which are recomputed; None for neither.
+        noise: Measures gradient noise, where the request asks for it.
+        gradients: Checks the first gradient, where the request asks for it.
+
+    Attributes:
+        data_parallel: Ranks with data of their own; stages of a pipeline share theirs.
+        ledger: The steps.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        request: TrialRequest,
+        engine: Any,
+        batches: BatchObserver,
+        memory: Memory,
+        checkpointer: Any,
+        noise: NoiseMeter | None = None,
+        gradients: GradientWatch | None = None,
+    ) -> None:
+        self.recorder, self.report, self.request, self.engine = recorder, recorder.report, request, engine
+        self.batches, self.memory, self.checkpointer = batches, memory, checkpointer
+        self.noise, self.gradients = noise, gradients
+        self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
+        self.device = torch.device(engine.device)
+        self.data_parallel = int(getattr(engine, "dp_world_size", None) or request.world_size)
+        self.ledger = StepLedger(recorder, request, self.device, self.data_parallel, noise)
+        breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)
+        self.take_apart, self.enter = breakdown.begin, breakdown.enter
+        self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
+        memory.enter("first_step")
+
+    def begin(self) -> None:
+        """Ends the warm-up: from here on steps are timed and memory is that of the steady state."""
+        self.check_applied()
+        self.memory.enter("steady")
+        if self.request.rivals:
+            self.ledger.peak_bytes = self._highest_peak()
+        self.recorder.enter("measure")
+        self._busyness, self._cpu_before = machine_load.Busyness(), time.process_time()
+
+    def finish(self) -> None:
+        """Completes the report; all ranks take part.
+
+        Raises:
+            NotApplied: The configuration that ran differs from the candidate.
+        """
+        self.check_applied()
+        report, memory = self.report, self.memory
+        report.peak_memory_bytes = memory.finish()
+        if self.noise is not None:
+            report.noise = self.noise.terms(self.candidate.micro_batch_size)
+        report.reserved_memory_bytes, report.alloc_retries = memory.reserved_bytes, memory.alloc_retries
+        report.other_cores = others = self._cores_used_by_others()
+        if others > BUSY_CORES and report.rank == 0:
+            report.caveats.append(
+                f"the machine was busy: other processes used {others:.1f} cores while this trial was timed"
+            )
+
+    def backward(self) -> None:
+        """Notes that a micro-batch went backward."""
+        self.batches.backward()
+        if self.noise is not None:
+            self.noise.backward()
+        if self.gradients is not None:
+            self.gradients.backward(self.engine)
+            if self.gradients.done:
+                self.report.gradient, self.gradients = self.gradients.found, None
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Calls the engine's step and, where noise is measured, reads the gradient around it."""
+        if self.noise is None:
+            return step()
+        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
+        result = step()
+        if self.engine.global_steps > steps:
+            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
+        return result
+
+    def check_applied(self) -> None:
+        """Compares what really ran with the candidate; all ranks take part.
+
+        Raises:
+            NotApplied: They differ.
+        """
+        mismatch = self.observe().mismatch(self.candidate, self.data_parallel)
+        if mismatch:
+            raise NotApplied(mismatch)
+
+    def observe(self) -> Observed:
+        """What really ran, noted in the report; all ranks take part."""
+        found = applied.observe(self.engine, self.batches, self.checkpointer, n_copies=self.data_parallel)
+        self.report.observed = found
+        return found
+
+    def _cores_used_by_others(self) -> float:
+        """Cores that other processes kept busy since timing began, on the trial's busiest machine."""
+        rows: list[Any] = [None] * dist.get_world_size()
+        machine = machine_load.machine_id()
+        dist.all_gather_object(rows, (machine, time.process_time() - self._cpu_before))
+        own_s = sum(cpu_s for where, cpu_s in rows if where == machine)
+        return self._highest(self._busyness.cores_used_by_others(own_s))
+
+    def _highest_peak(self) -> float:
+        """The highest memory peak of all ranks so far, as the trial's result will count it."""
+        return self._highest(max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0]))
+
+    def _highest(self, value: float) -> float:
+        """The maximum over all ranks."""
+        highest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        return float(highest)

@@ -1,0 +1,94 @@
+"""Gradient noise: squared norms of each micro-batch's gradient and of the whole step's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.trial.result import NoiseTerms
+from autotune.worker.measure.gradient_check import loss_scale
+
+
+class NoiseMeter:
+    """Measures |g_i|^2 of every micro-batch and |G|^2 of every optimizer step, at every ZeRO stage and precision.
+
+    Hooks see the gradient of one micro-batch before it is accumulated, reduced or sharded, if they are set before
+    `deepspeed.initialize`.
+
+    Args:
+        model: The model, before `deepspeed.initialize`.
+        world_size: Ranks.
+        accumulation: Micro-batches of an optimizer step; steps with another number do not count.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, accumulation: int) -> None:
+        self.world_size, self.accumulation = world_size, accumulation
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._micro: Tensor | None = None
+        self._steps: list[tuple[Tensor, Tensor] | None] = []
+        self._gathered = 0
+        self._in_step: list[Tensor] = []
+        for parameter in self.parameters:
+            parameter.register_hook(self._add)
+
+    def _add(self, gradient: Tensor) -> None:
+        square = gradient.detach().float().square().sum()
+        self._micro = square if self._micro is None else self._micro + square
+
+    def backward(self) -> None:
+        """Ends a micro-batch."""
+        if self._micro is not None:
+            self._in_step.append(self._micro)
+        self._micro = None
+
+    def before_step(self, engine: Any) -> Tensor | None:
+        """|G|^2 of the parameters, by now averaged over ranks; at stage 0 in fp32 the engine has no norm."""
+        if not engine.is_gradient_accumulation_boundary() or engine.zero_optimization_stage() > 0:
+            return None
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return torch.stack([gradient.float().square().sum() for gradient in gradients]).sum() if gradients else None
+
+    def after_step(self, engine: Any, own: Tensor | None, *, skipped: bool) -> None:
+        """Ends an optimizer step.
+
+        Args:
+            engine: The DeepSpeed engine.
+            own: |G|^2 from `before_step`.
+            skipped: Loss scaling skipped the update, so the step does not count.
+        """
+        micro, self._in_step = self._in_step, []
+        norm = engine.get_global_grad_norm()
+        whole = torch.as_tensor(float(norm), device=engine.device).square() if norm is not None else own
+        if skipped or whole is None or len(micro) != self.accumulation:
+            self._steps.append(None)
+            return
+        # The engine divides the loss by the accumulation steps, and fp16 multiplies it by its scale.
+        scale = len(micro) / loss_scale(engine)
+        self._steps.append((torch.stack(micro).mean() * scale**2, whole))
+
+    def leave_out(self, steps: Sequence[bool]) -> None:
+        """Counts the steps that ended since the last call, except some; the same on all ranks.
+
+        Args:
+            steps: For each of them, whether to leave it out, as the end of an epoch whose smaller micro-batches are
+                noisier.
+        """
+        for out in steps:
+            if out:
+                self._steps[self._gathered] = None
+            self._gathered += 1
+
+    def terms(self, micro_batch_size: int) -> NoiseTerms:
+        """The norms of all steps that count, averaged over ranks; all ranks take part."""
+        steps = [step for step in self._steps[: self._gathered] if step is not None]
+        table = torch.tensor([[float(micro), float(whole)] for micro, whole in steps], dtype=torch.float64)
+        if len(table):
+            table = table.to(steps[0][0].device)
+            dist.all_reduce(table)
+        columns = (table.reshape(-1, 2) / self.world_size).T.tolist()
+        n_micro = self.accumulation * self.world_size
+        return NoiseTerms(micro_batch_size=micro_batch_size, n_micro=n_micro, micro_sq=columns[0], mean_sq=columns[1])

@@ -1,0 +1,125 @@
+"""Phase timer of one step: stops the clock after each phase and at each collective in it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+PHASES = ("data", "forward", "backward", "step")
+# Collectives in forward and backward; those in the optimizer's step; waiting until all ranks have come to them.
+BETWEEN_RANKS = ("reduce", "gather", "wait")
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "all_gather_single",
+    "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "all_to_all_single",
+)  # fmt: skip
+
+
+class PhaseClock:
+    """Times the phases of one step, and the collectives in them separately; all ranks time the same step.
+
+    Ranks meet in a barrier before each collective, so that its time holds no wait for a slow rank.
+
+    Args:
+        synchronize: Waits for the device.
+        world_size: Ranks; with one there are no collectives to time.
+    """
+
+    def __init__(self, synchronize: Callable[[], None], world_size: int) -> None:
+        self.phase = ""
+        self.times_s = dict.fromkeys(PHASES if world_size == 1 else (*PHASES, *BETWEEN_RANKS), 0.0)
+        self._synchronize = synchronize
+        self._inside = self._coalescing = False
+        self._start = 0.0
+        self._originals: dict[str, Any] = {}
+        if world_size > 1:
+            # All collectives of torch.distributed end here; DeepSpeed binds the functions above them.
+            for name in COLLECTIVES:
+                self._patch(name, self._collective)
+            self._patch("_start_coalescing", self._coalesced)
+            self._patch("_end_coalescing", self._collected)
+
+    def _patch(self, name: str, hook: Callable[..., Any]) -> None:
+        kept = vars(dist.ProcessGroup).get(name)
+        if kept is not None:
+            # vars() gives the descriptor to restore, getattr() the function to call.
+            original = getattr(dist.ProcessGroup, name)
+            self._originals[name] = kept
+            # A function rather than a bound method, so that it gets the group.
+            setattr(dist.ProcessGroup, name, lambda group, *args, **kwargs: hook(original, group, *args, **kwargs))
+
+    def end(self) -> dict[str, float]:
+        """Ends the current phase and restores the collectives; returns seconds by phase."""
+        self.close()
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
+        self._originals = {}
+        return self.times_s
+
+    def open(self, phase: str) -> None:
+        """Starts a phase."""
+        self._synchronize()
+        self.phase, self._start = phase, time.perf_counter()
+
+    def close(self) -> None:
+        """Ends the current phase."""
+        if self.phase:
+            self._synchronize()
+            self.times_s[self.phase] += time.perf_counter() - self._start
+        self.phase = ""
+
+    def recompute(self, run: Callable[[], Any]) -> Any:
+        """Runs a recomputation in backward, timed as the phase `recompute`."""
+        phase = self.phase
+        if not phase:
+            return run()
+        self.times_s.setdefault("recompute", 0.0)
+        self.close()
+        self.open("recompute")
+        try:
+            return run()  # raises where the rest of a block is not needed
+        finally:
+            self.close()
+            self.open(phase)
+
+    def _collective(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, group, *args, **kwargs)
+        if not self.phase or self._inside or self._coalescing or group.size() == 1:
+            return run()
+        return self._timed(group, run, meet=True)
+
+    def _coalesced(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.phase and not self._inside and group.size() > 1:
+            self._timed(group, lambda: None, meet=True)  # a barrier is not allowed inside the bracket
+        self._coalescing = True
+        return original(group, *args, **kwargs)
+
+    def _collected(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        self._coalescing = False
+        run = functools.partial(original, group, *args, **kwargs)
+        return self._timed(group, run, meet=False) if self.phase and not self._inside and group.size() > 1 else run()
+
+    def _timed(self, group: Any, run: Callable[[], Any], *, meet: bool) -> Any:
+        phase = self.phase
+        self.close()
+        self._inside = True
+        try:
+            start = time.perf_counter()
+            if meet:
+                group.barrier().wait()
+                self._synchronize()
+            met = time.perf_counter()
+            work = run()
+            if work is not None:
+                work.wait()
+            self._synchronize()
+            self.times_s["wait"] += met - start
+            self.times_s["gather" if phase == "step" else "reduce"] += time.perf_counter() - met
+        finally:
+            self._inside = False
+            self.open(phase)
+        return work

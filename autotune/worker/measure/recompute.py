@@ -1,0 +1,81 @@
+"""Activation checkpointing: apply it to blocks, and see which blocks are recomputed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Checkpointer:
+    """Recomputes the activations of every k-th block by overriding `forward` of the instance, and notes which it was.
+
+    Names, classes and state_dict do not change.
+
+    Args:
+        blocks: The blocks in the order of the model.
+        every: 1 wraps every block, 2 every second one.
+    """
+
+    def __init__(self, blocks: list[nn.Module], every: int) -> None:
+        self.recomputed: set[int] = set()
+        # Runs and times a recomputation, if set.
+        self.timer: Callable[[Callable[[], Any]], Any] | None = None
+        self.wrapped = blocks[::every]
+        for block in self.wrapped:
+            block.forward = self._recomputing(block, block.forward)
+
+    def _recomputing(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        from torch.utils.checkpoint import checkpoint
+
+        checkpoint = getattr(checkpoint, "original", checkpoint)  # a script's own calls may be turned off
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._current_graph_task_id() != -1:  # inside a backward pass: this is the recomputation
+                self.recomputed.add(id(block))
+                if self.timer is not None:
+                    return self.timer(lambda: forward(*args, **kwargs))
+            return forward(*args, **kwargs)
+
+        def recomputing(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(observed, *args, use_reentrant=False, **kwargs)
+
+        return recomputing
+
+
+class Recomputations:
+    """Sees which blocks are recomputed in a backward pass.
+
+    Args:
+        blocks: The repeated blocks of the model.
+    """
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.recomputed: set[int] = set()
+        self._n_blocks = len(blocks)
+        # If a block's own forward is checkpointed, its hook runs once only; those of its children run again.
+        self._handles = [
+            inner.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
+            for block in blocks
+            for inner in block.children()
+        ]
+
+    def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.recomputed.add(block)
+
+    @property
+    def every(self) -> int:
+        """The value of `Candidate.checkpoint_every` that was seen."""
+        return round(self._n_blocks / len(self.recomputed)) if self.recomputed else 0
+
+    def stop(self) -> None:
+        """Removes the hooks, so that they do not slow timed steps."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

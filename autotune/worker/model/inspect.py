@@ -1,0 +1,120 @@
+"""Describe a model and its environment as a `Workload`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autotune.errors import UserError
+from autotune.trial import workload
+from autotune.trial.request import TrialRequest
+from autotune.trial.workload import Environment, Workload
+from autotune.worker.model import model_file, samples
+from autotune.worker.rank import device_name
+
+
+def inspect_model(request: TrialRequest) -> Workload:
+    """Loads the target of a request and describes it, mostly without allocating its weights."""
+    target = model_file.load(Path(request.target))
+    try:
+        with torch.device("meta"):
+            model = model_file.build_model(target)
+    except UserError:
+        raise
+    except Exception:  # the model reads values while it is built
+        model = model_file.build_model(target)
+    blocks = model_file.find_blocks(model, target.blocks)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise model_file.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
+    loader = model_file.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
+    found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    return replace(found, optimizer=_optimizer_class(target, model), data=samples.data_shape(loader))
+
+
+def _optimizer_class(target: model_file.ModelFile, model: torch.nn.Module) -> str:
+    if target.optimizer is None:
+        return ""
+    with contextlib.suppress(Exception):  # it reads values, which only trials have
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return type(target.optimizer(trained)).__name__
+    return ""
+
+
+def workload_of(
+    model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool
+) -> Workload:
+    """Describes a model that DeepSpeed has not changed yet, for legality and the report."""
+    parameters = dict.fromkeys(model.parameters())
+    # Under `zero.Init` a parameter is empty; DeepSpeed keeps its size beside it.
+    sizes = {parameter: int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters}
+    n_parameters = sum(sizes.values())
+    in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
+    return Workload(
+        n_parameters=n_parameters,
+        n_trainable=sum(size for parameter, size in sizes.items() if parameter.requires_grad),
+        n_samples=n_samples,
+        n_blocks=len(blocks),
+        block_class=", ".join(sorted({type(block).__name__ for block in blocks})),
+        block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
+        float_buffers=_has_float_buffers(model),
+        client_optimizer=client_optimizer,
+        environment=_environment(),
+        structure=_structure(model, sizes),
+        caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:
+    """A digest of the classes of modules, and of names, shapes and types of parameters."""
+    lines = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
+    for name, parameter in model.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        lines.append(f"{name} {shape} {sizes[parameter]} {parameter.dtype} {parameter.requires_grad}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _has_float_buffers(model: torch.nn.Module) -> bool:
+    """Whether the model has floating-point buffers that must have the type of its weights.
+
+    Buffers that transformers does not save, as the frequencies of rotary embeddings, must not: they would be wrong in
+    16 bits, and transformers casts them where it uses them.
+    """
+    own = any(base.__name__ == "PreTrainedModel" for module in model.modules() for base in type(module).__mro__)
+    return any(
+        buffer is not None and buffer.is_floating_point() and not (own and name in module._non_persistent_buffers_set)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    )
+
+
+def _environment() -> Environment:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    cuda = accelerator.device_name() == "cuda"
+    n_cores = len(os.sched_getaffinity(0))
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    if cuda:
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        versions |= {"driver": driver} if (driver := workload.driver_version()) else {}
+    return Environment(
+        accelerator=accelerator.device_name(),
+        device_name=device_name(cuda=cuda),
+        n_devices=torch.cuda.device_count() if cuda else 1,
+        device_memory_bytes=torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        bf16=bool(accelerator.is_bf16_supported()),
+        fp16=bool(accelerator.is_fp16_supported()),
+        n_cores=n_cores,
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        versions=versions,
+    )

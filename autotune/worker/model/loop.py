@@ -1,0 +1,163 @@
+"""The training loop of a `model.py` trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS
+from autotune.trial.request import TrialRequest
+from autotune.worker.containers import to_device
+from autotune.worker.measure import batches, recompute
+from autotune.worker.measure.gradient_check import GradientWatch, perturb
+from autotune.worker.measure.laps import Laps, synchronize
+from autotune.worker.measure.meter import Meter
+from autotune.worker.measure.noise import NoiseMeter
+from autotune.worker.measure.recorder import Recorder
+from autotune.worker.measure.window import Window
+from autotune.worker.model import model_file, weights
+from autotune.worker.rank import connect, prepare_device, set_seed
+
+# Between the dropout seeds of two replicates: more than there are ranks.
+REPLICATE_SEEDS = 1_000_003
+
+
+def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+    """Trains the model of a request as its candidate says, and measures it."""
+    candidate = Candidate.of(request.candidate)
+    memory = prepare_device(request)
+    target = model_file.load(Path(request.target))
+    recorder.enter("build")
+    connect(request, rank, listener, cuda=memory.cuda)
+    set_seed(request.seed)
+    model = model_file.build_model(target)
+    if request.weights is not None:
+        weights.load(model, Path(request.weights))
+    if request.replicate:
+        perturb(model, request.replicate)
+    checkpointer = None
+    if candidate.checkpoint_every:
+        checkpointer = recompute.Checkpointer(model_file.find_blocks(model, target.blocks), candidate.checkpoint_every)
+        model_file.turn_off_cache(model)
+    # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
+    # how much that matters.
+    seed = request.seed + (request.replicate if target.data is None else 0)
+    loader = model_file.Loader(
+        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
+        first_sample=request.first_sample,
+    )  # fmt: skip
+    loader.check(candidate.global_batch_size(request.world_size))
+    recorder.enter("initialize")
+    noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
+    gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
+    engine = _initialize(request, target, model)
+    # Dropout differs between ranks, and is the same in every trial.
+    set_seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)
+    recorder.enter("warmup")
+    observer = batches.BatchObserver(engine)
+    meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
+    _Trainer(meter, loader, model_file.make_loss(target, model)).train()
+
+
+def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module) -> Any:
+    import deepspeed
+
+    config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
+    config["steps_per_print"] = 10**9
+    deepspeed.init_distributed(dist_init_required=False)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if target.optimizer is not None and "optimizer" not in config:
+        optimizer = target.optimizer(parameters)
+        for group in optimizer.param_groups:
+            for key in {"lr", "initial_lr"} & group.keys():
+                group[key] *= request.learning_rate_factor
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    else:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    return engine
+
+
+class _Trainer:
+    """Trains and times the steps of a `model.py`."""
+
+    def __init__(self, meter: Meter, loader: model_file.Loader, loss: Any) -> None:
+        self.meter, self.engine, self.loader, self.loss = meter, meter.engine, loader, loss
+        self.micro_clock = Laps(meter.device)
+        # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(meter.candidate.precision)
+
+    def train(self) -> None:
+        """Trains until the step time is known well enough, the budget is spent, or something ends it."""
+        meter = self.meter
+        self._train_window(1)
+        self._train_apart()
+        meter.begin()
+        self.micro_clock.forget()
+        while not meter.ledger.done():
+            self._train_window(meter.ledger.window_steps())
+        meter.report.micro_step_s = self.micro_clock.medians_s()
+        for _ in meter.afterwards():
+            self._step_by_phase()
+        meter.finish()
+        if meter.request.save_weights is not None:
+            weights.save(self.engine, Path(meter.request.save_weights))
+
+    def _train_window(self, n_steps: int) -> None:
+        """Trains some steps, with one synchronization and one comparison of the ranks' clocks at the end."""
+        synchronize(self.meter.device)
+        window = Window(self.engine, self.meter.ledger)
+        for _ in range(n_steps):
+            window.add(self._step())
+        window.gather(n_steps)
+
+    def _train_apart(self) -> None:
+        """Trains one step with the clock and the memory counters stopped after each phase."""
+        self.meter.take_apart()
+        window = Window(self.engine, self.meter.ledger)
+        loss = self._step_by_phase()
+        self.meter.enter("")
+        window.add(loss)
+        window.gather(1)
+
+    def _step(self) -> torch.Tensor:
+        """One optimizer step; its mean loss."""
+        total = torch.zeros((), device=self.meter.device)
+        self.micro_clock.start()
+        while True:
+            batch = self._draw()
+            loss = self.loss(self.engine, batch)
+            total += loss.detach().float()
+            self.engine.backward(loss)
+            self.meter.backward()
+            self.meter.update(self.engine.step)
+            boundary = self.meter.batches.step()
+            self.micro_clock.lap("boundary" if boundary else "inner")
+            if boundary:
+                return total / self.meter.candidate.gradient_accumulation_steps
+
+    def _step_by_phase(self) -> torch.Tensor:
+        """One optimizer step of which the meter is told each phase; its mean loss."""
+        meter = self.meter
+        total = torch.zeros((), device=meter.device)
+        done = False
+        while not done:
+            meter.enter("data")
+            batch = self._draw()
+            meter.enter("forward")
+            loss = self.loss(self.engine, batch)
+            total += loss.detach().float()
+            meter.enter("backward")
+            self.engine.backward(loss)
+            meter.backward()
+            meter.enter("step")
+            meter.update(self.engine.step)
+            done = meter.batches.step()
+        return total / meter.candidate.gradient_accumulation_steps
+
+    def _draw(self) -> Any:
+        batch, n_drawn = self.loader.next()
+        self.meter.batches.drew(n_drawn)
+        return to_device(batch, self.meter.device, self.dtype)

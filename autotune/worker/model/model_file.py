@@ -1,0 +1,292 @@
+"""The user's `model.py` in a rank: load it, build what it defines, feed it data in one fixed order."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotune.errors import UserError
+from autotune.worker.containers import map_tensors
+
+
+class WorkloadError(UserError):
+    """The user's target does not define what a trial needs."""
+
+
+@dataclass
+class ModelFile:
+    """The functions that a `model.py` defines; None for optional ones that it does not."""
+
+    path: Path
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any] | None
+    batch: Callable[[int], Any] | None
+    loss: Callable[[Any, Any], Tensor] | None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None
+    collate: Callable[[list[Any]], Any] | None
+    blocks: Sequence[Any] | None
+
+
+def load(path: Path) -> ModelFile:
+    """Executes the user's file as a module.
+
+    Raises:
+        WorkloadError: A required function is missing.
+    """
+    module = _execute(path)
+    functions = {
+        name: getattr(module, name, None) for name in ("model", "data", "batch", "loss", "optimizer", "collate")
+    }
+    if not callable(functions["model"]):
+        raise WorkloadError(f"{path.name}: define model() -> nn.Module")
+    if not callable(functions["data"]) and not callable(functions["batch"]):
+        raise WorkloadError(f"{path.name}: define data() -> Dataset, or batch(n) -> a batch of n samples")
+    return ModelFile(path=path, blocks=getattr(module, "blocks", None), **functions)  # type: ignore[arg-type]
+
+
+def _execute(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules and path.stem.isidentifier() else "autotune_target"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that its classes can be pickled
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_model(target: ModelFile) -> nn.Module:
+    """Calls `model()`.
+
+    Raises:
+        WorkloadError: It returns no module.
+    """
+    model = target.model()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"{target.path.name}: model() returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+class Loader:
+    """Micro-batches of one rank, in an order that depends on nothing but the seed.
+
+    Optimizer step t of every candidate with global batch B trains on the samples [t B, (t + 1) B) of one fixed sequence
+    (a new permutation each epoch), whatever the split into ranks, micro-batches and accumulation; so loss curves of
+    candidates are paired.
+
+    Args:
+        target: The user's functions.
+        micro_batch_size: Samples per micro-batch of one rank.
+        rank: This rank.
+        world_size: Ranks.
+        seed: Seed of the order.
+        first_sample: Where in the order to start.
+    """
+
+    def __init__(
+        self, target: ModelFile, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0
+    ) -> None:
+        self.micro_batch_size = micro_batch_size
+        self.n_samples: int | None = None
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._collate = target.collate or torch.utils.data.default_collate
+        self._next_sample = first_sample
+        self._orders: dict[int, Tensor] = {}
+        self._batch = target.batch if target.data is None else None
+        self._dataset: Any = None
+        self._stream: Iterator[Any] | None = None
+        if target.data is not None:
+            self._dataset = _dataset(target)
+            if _is_map_style(self._dataset):
+                self.n_samples = len(self._dataset)
+            else:
+                self._stream = itertools.islice(_endless(self._dataset, target.path.name), first_sample, None)
+        else:
+            # batch(n) draws at random: other samples on every rank.
+            torch.manual_seed(seed * 1_000_003 + rank + first_sample)
+
+    def check(self, global_batch_size: int) -> None:
+        """Refuses a data set that cannot fill one optimizer step.
+
+        Raises:
+            WorkloadError: It is smaller than the global batch.
+        """
+        if self.n_samples is not None and self.n_samples < global_batch_size:
+            raise WorkloadError(
+                f"data() has {self.n_samples} samples, but one optimizer step needs {global_batch_size}"
+            )
+
+    def next(self) -> tuple[Any, int | None]:
+        """The next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
+        if self._batch is not None:
+            return self._batch(self.micro_batch_size), None
+        first = self._next_sample + self._rank * self.micro_batch_size
+        chunk = self.micro_batch_size * self._world_size
+        if self._stream is not None:
+            own = self._rank * self.micro_batch_size
+            samples = list(itertools.islice(self._stream, chunk))[own : own + self.micro_batch_size]
+        else:
+            samples = [self._dataset[self._index(position)] for position in range(first, first + self.micro_batch_size)]
+        self._next_sample += chunk
+        return self._collate(samples), len(samples)
+
+    def samples(self) -> Any:
+        """The samples themselves: a data set, an iterator, or for `batch(n)` those of one small batch."""
+        if self._batch is None:
+            return self._dataset if self._stream is None else iter(self._dataset)
+        batch = self._batch(2)
+
+        def sample(index: int) -> Any:
+            return map_tensors(batch, lambda tensor: tensor[index] if tensor.dim() else tensor)
+
+        return iter([sample(0), sample(1)])
+
+    def _index(self, position: int) -> int:
+        assert self.n_samples is not None
+        epoch, offset = divmod(position, self.n_samples)
+        if epoch not in self._orders:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._orders = {epoch: torch.randperm(self.n_samples, generator=generator)} | {
+                known: order for known, order in self._orders.items() if known >= epoch - 1
+            }
+        return int(self._orders[epoch][offset])
+
+
+def _dataset(target: ModelFile) -> Any:
+    assert target.data is not None
+    dataset = target.data()
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        name = f"{target.path.name}: data() returned a DataLoader"
+        raise WorkloadError(f"{name}; return its dataset, since the tuner chooses the batch size")
+    if not _is_map_style(dataset) and not hasattr(dataset, "__iter__"):
+        raise WorkloadError(
+            f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
+        )
+    if _is_map_style(dataset) and len(dataset) == 0:
+        raise WorkloadError(f"{target.path.name}: data() is empty")
+    return dataset
+
+
+def _is_map_style(dataset: Any) -> bool:
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _endless(dataset: Any, name: str) -> Iterator[Any]:
+    while True:
+        empty = True
+        for sample in dataset:
+            empty = False
+            yield sample
+        if empty:
+            raise WorkloadError(f"{name}: data() yields no sample")
+
+
+def make_loss(target: ModelFile, model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    """The user's `loss(model, batch)`, or the default one.
+
+    By default a dict is passed by keyword, a tensor alone, a tuple (x, y) as `model(x)`, or as `model(x, y)` where the
+    model takes targets; the loss is the output's own (`.loss`, `["loss"]`, a scalar), else cross-entropy for integer y
+    and mean squared error otherwise.
+    """
+    if target.loss is not None:
+        return target.loss
+    takes_targets = _takes_targets(model)
+
+    def loss(engine: Any, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            return _loss_of(engine(**batch), batch.get("labels"))
+        if isinstance(batch, (list, tuple)) and len(batch) == 1:
+            batch = batch[0]
+        if not isinstance(batch, (list, tuple)):
+            return _loss_of(engine(batch), None)
+        if takes_targets or len(batch) != 2:
+            return _loss_of(engine(*batch), batch[-1])
+        return _loss_of(engine(batch[0]), batch[1])
+
+    return loss
+
+
+def _takes_targets(model: nn.Module) -> bool:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2:
+        return False
+    second = positional[1]
+    return second.default is inspect.Parameter.empty or second.name in {"y", "label", "labels", "target", "targets"}
+
+
+def _loss_of(output: Any, target: Any) -> Tensor:
+    for candidate in (
+        getattr(output, "loss", None),
+        output.get("loss") if isinstance(output, Mapping) else None,
+        output,
+    ):
+        if isinstance(candidate, Tensor) and candidate.dim() == 0:
+            return candidate
+    if isinstance(output, Mapping):
+        output = output.values()
+    values = list(output) if isinstance(output, Iterable) and not isinstance(output, Tensor) else [output]
+    scalars = [value for value in values if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad]
+    if len(scalars) == 1:
+        return scalars[0]
+    if not isinstance(target, Tensor) or not values or not isinstance(values[0], Tensor):
+        raise WorkloadError("the model's output holds no loss; define loss(model, batch) -> scalar tensor")
+    prediction = values[0].float()
+    if target.is_floating_point():
+        if prediction.numel() == target.numel():
+            prediction = prediction.reshape(target.shape)
+        return nn.functional.mse_loss(prediction, target.float())
+    if target.dim() == prediction.dim() - 1 and target.dim() > 1 and target.shape == prediction.shape[:-1]:
+        return nn.functional.cross_entropy(prediction.flatten(0, -2), target.flatten())
+    return nn.functional.cross_entropy(prediction, target)
+
+
+def turn_off_cache(model: nn.Module) -> None:
+    """Turns off a transformers model's key-value cache, to which a recomputed block would append twice."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None):
+        config.use_cache = False
+
+
+def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module]:
+    """The outermost repeated blocks, whose activations can be recomputed.
+
+    Without `blocks` in the target: direct children of a ModuleList or Sequential that are not leaves and whose class
+    occurs there at least twice. Several such classes (encoder and decoder layers) are all taken.
+
+    Args:
+        model: The model.
+        named: The target's `blocks`: class names or classes, or one of them.
+    """
+    if named:
+        several = [named] if isinstance(named, str | type) else named
+        names = {block if isinstance(block, str) else block.__name__ for block in several}
+        found = [module for module in model.modules() if type(module).__name__ in names]
+        if not found:
+            raise WorkloadError(f"blocks = {sorted(names)}: the model has no module of such a class")
+    else:
+        children = [
+            child
+            for parent in model.modules()
+            if isinstance(parent, (nn.ModuleList, nn.Sequential))
+            for child in parent.children()
+            if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList)
+        ]
+        counts = Counter(map(type, children))
+        found = [child for child in children if counts[type(child)] > 1]
+    inner = {id(below) for block in found for below in block.modules() if below is not block}
+    return list(dict.fromkeys(block for block in found if id(block) not in inner))

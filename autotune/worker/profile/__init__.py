@@ -1,0 +1,1 @@
+"""Profile a workload and the machine: what the forecasts start from."""

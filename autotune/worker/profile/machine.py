@@ -1,0 +1,297 @@
+"""Speed of the machine, measured by all ranks at once: matrix products, memory, messages, optimizer, data loading.
+
+The mode `rates` takes seconds and measures what forecasts need; `machine` does so by precision, collective and size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from autotune.trial import folder
+from autotune.trial.links import RINGS, Link, LoaderRate, Probe, fit
+from autotune.trial.profile import Machine
+from autotune.trial.request import TrialRequest
+from autotune.worker.measure.laps import synchronize
+from autotune.worker.measure.memory import hand_back_freed_memory, resident_bytes
+from autotune.worker.model import model_file
+from autotune.worker.rank import connect, device_name, prepare_device
+
+if TYPE_CHECKING:
+    from autotune.worker.measure.recorder import Recorder
+
+
+# Each rate is the best within this time, which is long enough to meet a quiet moment.
+BUDGET_S = 0.25
+MATRIX = {"cpu": 512, "cuda": 4096}
+COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+MESSAGES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+OPTIMISED = {"cpu": 1 << 20, "cuda": 1 << 25}
+TINY = 64
+# In mode `machine`: products of several sizes, messages up to the size of a bucket of gradients.
+MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_MESSAGE = {"cpu": 1 << 24, "cuda": 1 << 28}
+MESSAGE_S = 0.3
+# A larger product is not tried after one that takes longer.
+SLOW_PRODUCT_S = 0.3
+# A synthetic sample is a small picture; the loader is timed with each number of workers.
+SAMPLE_SHAPE, LOADER_BATCH, LOADER_WORKERS, LOADER_S = (3, 64, 64), 32, (0, 1, 2), 0.5
+
+
+def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+    """Measures in every rank of the request; rank 0 writes the means."""
+    memory = prepare_device(request)
+    recorder.enter("build")
+    connect(request, rank, listener, cuda=memory.cuda)
+    device = torch.device("cuda" if memory.cuda else "cpu")
+    at_length = request.mode == "machine"
+    # First, since its memory is counted from the rank's start.
+    workspace, kernels = (0.0, 0.0) if memory.cuda else _host_memory(request, memory.start_bytes)
+    caveats: list[str] = []
+    products = (
+        _products(device, caveats)
+        if at_length
+        else {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
+    )
+    links = _links(device, request.world_size, at_length=at_length)
+    flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}
+    sixteen = flops["bf16"]
+    flops = {"fp16": sixteen, "torch_autocast": sixteen, "torch_autocast_fp16": flops.get("fp16", sixteen)} | flops
+    machine = _machine(device, request.world_size, flops, links, workspace, kernels)
+    if not at_length:
+        if rank == 0:
+            folder.write_record(recorder.folder.machine, machine)
+        return
+    loader = tuple(_loader_rates(device, rank, caveats))
+    data = _own_data(request, rank, device) if request.target else None
+    if rank == 0:
+        found = Probe(
+            machine=machine, device_name=device_name(cuda=memory.cuda),
+            threads=0 if memory.cuda else torch.get_num_threads(),
+            flops={name: rate for name, (_, rate) in products.items()},
+            sizes={name: n for name, (n, _) in products.items()},
+            links=tuple(links), loader=loader, data=data, caveats=tuple(caveats),
+        )  # fmt: skip
+        folder.write_record(recorder.folder.probe, found)
+
+
+def _machine(
+    device: torch.device,
+    world_size: int,
+    flops: dict[str, float],
+    links: Sequence[Link],
+    workspace: float,
+    kernels: float,
+) -> Machine:
+    usual, kind = Machine.guess(device.type, world_size), device.type
+    source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
+    target = torch.empty_like(source)
+    copied = 2.0 * COPIED_BYTES[kind] / _best(lambda: target.copy_(source), device)
+    small = torch.ones(16, device=device)
+    op_s = _best(lambda: [small.add(1.0) for _ in range(100)], device) / 100
+    reduced = next((link for link in links if link.collective == "all_reduce"), None)
+    return Machine(
+        accelerator=kind,
+        world_size=world_size,
+        flops=flops,
+        memory_bytes_per_s=_agreed(copied, device),
+        link_alpha_s=reduced.alpha_s if reduced else usual.link_alpha_s,
+        link_bytes_per_s=reduced.bytes_per_s if reduced else usual.link_bytes_per_s,
+        host_bytes_per_s=_host_link(device) if kind == "cuda" else _agreed(copied, device),
+        # Autograd and Python cost about as much as the operation itself.
+        op_s=2.0 * op_s,
+        optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind]), device),
+        workspace_bytes=_agreed(workspace, device),
+        kernel_bytes=_agreed(kernels, device),
+        measured=True,
+    )
+
+
+def _product(device: torch.device, name: str, n: int = 0) -> float:
+    """FLOP/s of a square product, the mean over the ranks."""
+    n = n or MATRIX[device.type]
+    a, b = (torch.randn(n, n, device=device).to(TYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
+    return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
+
+
+def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, float]]:
+    """Size and rate of the fastest product of each type; on a GPU also tf32."""
+    found: dict[str, tuple[int, float]] = {}
+    for name in [*TYPES, *(["tf32"] if device.type == "cuda" else [])]:
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        for n in MATRICES[device.type]:
+            try:
+                rate = _product(device, name, n)
+            except RuntimeError as error:
+                if n == MATRICES[device.type][0]:
+                    caveats.append(f"no matrix product in {name}: {str(error).splitlines()[0]}")
+                break
+            if rate > found.get(name, (0, 0.0))[1]:
+                found[name] = n, rate
+            if 2.0 * (2 * n) ** 3 / rate > SLOW_PRODUCT_S:  # the same decision on all ranks, since the rate is
+                break
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return found
+
+
+def _best(run: Callable[[], Any], device: torch.device) -> float:
+    """Shortest time of a run in seconds, after a warm-up run."""
+    run()
+    best, until = float("inf"), time.perf_counter() + BUDGET_S
+    while time.perf_counter() < until:
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return max(best, 1e-9)
+
+
+def _agreed(value: float, device: torch.device) -> float:
+    """The mean over the ranks."""
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Link]:
+    """Latency and bandwidth of each collective, fitted to messages of several sizes; none for one rank."""
+    if world_size == 1:
+        return []
+    sizes = [1 << n for n in range(10, LARGEST_MESSAGE[device.type].bit_length(), 2)] if at_length else MESSAGES
+    found = []
+    for name in RINGS if at_length else ["all_reduce"]:
+        times = [(size, _message_s(device, world_size, name, size, MESSAGE_S if at_length else 0.0)) for size in sizes]
+        found.append(fit(name, world_size, times))
+    return found
+
+
+def _message_s(device: torch.device, world_size: int, collective: str, size: int, budget_s: float) -> float:
+    """Shortest time of a collective in seconds, as its slowest rank sees it."""
+    whole = torch.ones(size // 4 // world_size * world_size, device=device)
+    part = torch.ones(size // 4 // world_size, device=device)
+    run: Callable[[], Any] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    }[collective]
+
+    def timed() -> float:
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+    first = [timed() for _ in range(4)]
+    # `first` is the same on all ranks, so all take the same number and none waits for the others.
+    more = int(min(60.0, budget_s / max(min(first), 1e-6)))
+    return min([*first[1:], *(timed() for _ in range(max(5, more)))])
+
+
+class _Pictures(Dataset[torch.Tensor]):
+    """Samples in memory, so that only the loader is timed."""
+
+    def __init__(self, n: int) -> None:
+        self._pictures = torch.zeros(64, *SAMPLE_SHAPE)
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._pictures[index % 64]
+
+
+def _loader_rates(device: torch.device, rank: int, caveats: list[str]) -> Iterator[LoaderRate]:
+    """Speed of torch's loader by number of workers, while every rank loads."""
+    n_bytes = 4 * torch.Size(SAMPLE_SHAPE).numel()
+    for n_workers in LOADER_WORKERS:
+        loader = DataLoader(_Pictures(1 << 20), batch_size=LOADER_BATCH, num_workers=n_workers)
+        rate = 0.0
+        with contextlib.suppress(RuntimeError, OSError):  # too little shared memory, no more processes
+            rate = LOADER_BATCH * _draws_per_s(iter(loader))
+        slowest = torch.tensor(rate, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MIN)  # also waits until all have loaded
+        if float(slowest) == 0.0:
+            caveats.append(
+                f"no data was loaded by {n_workers} workers: too little shared memory, or too few processes allowed"
+            )
+            continue
+        rate = _agreed(rate, device)
+        yield LoaderRate(n_workers=n_workers, samples_per_s=rate, bytes_per_s=rate * n_bytes)
+
+
+def _draws_per_s(batches: Iterator[Any]) -> float:
+    next(batches)  # starts the workers
+    n, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < LOADER_S or n < 2:
+        next(batches)
+        n += 1
+    return n / seconds
+
+
+def _own_data(request: TrialRequest, rank: int, device: torch.device) -> LoaderRate:
+    """Speed at which a rank draws the user's own samples in its process, as trials do."""
+    target = model_file.load(Path(request.target))
+    loader = model_file.Loader(target, micro_batch_size=1, rank=rank, world_size=request.world_size, seed=request.seed)
+    available = LOADER_BATCH if loader.n_samples is None else loader.n_samples // request.world_size
+    loader.micro_batch_size = min(LOADER_BATCH, max(1, available))
+    rate = loader.micro_batch_size * _draws_per_s(loader.next() for _ in iter(int, 1))
+    return LoaderRate(n_workers=0, samples_per_s=_agreed(rate, device), bytes_per_s=0.0)
+
+
+def _optimizer(device: torch.device, size: int) -> float:
+    """Bytes per second that Adam moves, at 28 bytes a parameter."""
+    parameter = nn.Parameter(torch.zeros(size, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    return 28.0 * size / _best(optimizer.step, device)
+
+
+def _host_link(device: torch.device) -> float:
+    size = 1 << 28
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / _best(lambda: there.copy_(pinned, non_blocking=True), device)
+
+
+def _host_memory(request: TrialRequest, start_bytes: int) -> tuple[float, float]:
+    """Resident bytes that training takes besides tensors, and that 16-bit arithmetic adds.
+
+    Measured with a tiny model under DeepSpeed, whose tensors take some hundred kilobytes.
+    """
+    import deepspeed
+
+    model = nn.Sequential(nn.Linear(TINY, TINY), nn.GELU(), nn.LayerNorm(TINY), nn.Linear(TINY, TINY))
+    config = {
+        "train_micro_batch_size_per_gpu": TINY,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 16},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+    deepspeed.init_distributed(dist_init_required=False)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    x = torch.randn(TINY, TINY)
+    grown = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+                y = engine(x)
+            engine.backward(y.float().square().mean())
+            engine.step()
+        hand_back_freed_memory()
+        grown.append(float(max(0, resident_bytes() - start_bytes)))
+    return grown[0], max(0.0, grown[1] - grown[0])

@@ -1,0 +1,275 @@
+"""Profile of a `model.py`: parameters, data, and a followed pass for each arithmetic and recomputation."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autotune.errors import UserError
+from autotune.trial.profile import Pass, Profile
+from autotune.trial.request import TrialRequest
+from autotune.worker.containers import map_tensors, named_tensors, to_device
+from autotune.worker.measure import memory
+from autotune.worker.measure.batches import counted_tensor
+from autotune.worker.model import model_file
+from autotune.worker.profile import op_counter
+
+# Every k-th block recomputed, as the presets propose; forecasts interpolate other values.
+EVERY = (1, 2, 4)
+# Two micro-batches, on fake and on real tensors; many operations treat a batch of one as a special case.
+FAKE_SIZES, REAL_SIZES = (2, 4), (1, 2)
+DRAWS = 4
+# Passes that are not followed in this time are scaled from those that were.
+BUDGET_S = 60.0
+# State bytes per parameter (fp32) of DeepSpeed's fused optimizers, which need no scratch; torch's are run.
+FUSED_STATES = {
+    **dict.fromkeys(("adam", "adamw", "lamb", "fusedadam"), 8.0),
+    **dict.fromkeys(("lion", "muon", "adagrad"), 4.0),
+    "sgd": 0.0,
+}
+
+
+def profile(request: TrialRequest, accelerator: str) -> Profile:
+    """Profiles the `model.py` of a request.
+
+    Args:
+        request: The target, and the DeepSpeed configuration with the optimizer.
+        accelerator: DeepSpeed's name of the device.
+
+    Raises:
+        UserError: The model runs neither on fake tensors nor on real ones.
+    """
+    memory.hand_back_freed_memory()
+    start_bytes = memory.resident_bytes()
+    target = model_file.load(Path(request.target))
+    loader = model_file.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
+    loader.next()  # the first draw may load files or start workers
+    began = time.perf_counter()
+    for _ in range(DRAWS):
+        loader.next()
+    input_s = (time.perf_counter() - began) / DRAWS
+    memory.hand_back_freed_memory()
+    data_bytes = max(0, memory.resident_bytes() - start_bytes)
+    caveats: list[str] = []
+    subject = _subject(target, loader, accelerator, caveats)
+    passes = subject.passes()
+    state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
+    return _assemble(
+        subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
+        data_bytes=0.0 if accelerator == "cuda" else float(data_bytes), input_s_per_sample=input_s,
+        caveats=(*caveats, *subject.caveats),
+    )  # fmt: skip
+
+
+class _Subject:
+    """The model to profile, on fake or real tensors, with two batches.
+
+    Args:
+        target: The user's functions.
+        model: The model.
+        batches: A smaller and a larger micro-batch.
+        sizes: Their samples.
+        device: Where it runs.
+        fake: The mode of its fake tensors; None for real ones.
+    """
+
+    def __init__(
+        self,
+        target: model_file.ModelFile,
+        model: nn.Module,
+        batches: list[Any],
+        sizes: tuple[int, int],
+        device: torch.device,
+        fake: Any,
+    ) -> None:
+        self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
+        self.blocks = model_file.find_blocks(model, target.blocks)
+        self.caveats: list[str] = []
+        self._dtype: torch.dtype | None = None
+        with self._mode():
+            convert(model, device, None, anew=fake is not None)
+            self.batches = [to_device(self._own(batch), device, None) for batch in batches]
+        model_file.turn_off_cache(model)
+        self.first = self._follow("fp32", 0)  # a model that cannot be followed fails here
+
+    def passes(self) -> dict[str, Pass]:
+        """Follows every arithmetic with and without recomputation within the time budget."""
+        until = time.monotonic() + BUDGET_S
+        found = {"fp32/0": self.first}
+        several = [0, *(k for k in EVERY if k <= len(self.blocks))]
+        # Last come those with some blocks recomputed, which can be interpolated.
+        order = [(a, k) for k in several[:2] for a in ("fp32", "autocast", "bf16")][1:]
+        order += [(a, k) for k in several[2:] for a in ("bf16", "fp32", "autocast")]
+        for arithmetic, every in order:
+            if time.monotonic() > until:
+                n = f"{len(found)} of {len(order) + 1} passes were followed"
+                self.caveats.append(f"profiling stopped after {BUDGET_S:.0f} s: {n}")
+                break
+            try:
+                found[f"{arithmetic}/{every}"] = self._follow(arithmetic, every)
+            except Exception as error:
+                if not any(key.startswith(f"{arithmetic}/") for key in found) and every == 0:
+                    self.caveats.append(f"no pass in {arithmetic}, scaled from fp32: {_first_line(error)}")
+        return found
+
+    def _follow(self, arithmetic: str, every: int) -> Pass:
+        dtype = torch.bfloat16 if arithmetic == "bf16" else None
+        with self._mode(), op_counter.recomputing(self.blocks, every):
+            if dtype is not self._dtype:
+                convert(self.model, self.device, dtype or torch.float32)
+                self._dtype = dtype
+            engine = _Autocast(self.model, self.device) if arithmetic == "autocast" else self.model
+            loss = model_file.make_loss(self.target, self.model)
+            traces = [op_counter.follow(engine, loss, to_device(batch, self.device, dtype)) for batch in self.batches]
+        return op_counter.combine(traces[0], traces[1], self.sizes)
+
+    def _mode(self) -> Any:
+        return self.fake if self.fake is not None else contextlib.nullcontext()
+
+    def _own(self, batch: Any) -> Any:
+        if self.fake is None:
+            return batch
+        return map_tensors(batch, self.fake.from_tensor)
+
+
+class _Autocast(nn.Module):
+    """The model as DeepSpeed runs it with `torch_autocast`: forward in bfloat16, the loss outside."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module, self.device_type = module, device.type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, dtype=torch.bfloat16):
+            return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _subject(target: model_file.ModelFile, loader: model_file.Loader, accelerator: str, caveats: list[str]) -> _Subject:
+    """The model on fake tensors, or on real ones where that fails."""
+    device = torch.device(accelerator if accelerator == "cuda" else "cpu")
+    torch.manual_seed(0)
+    for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
+        if loader.n_samples is not None and loader.n_samples < sizes[1]:
+            sizes = REAL_SIZES  # noqa: PLW2901
+        batches = []
+        for loader.micro_batch_size in sizes:
+            batches.append(loader.next()[0])
+        try:
+            mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+            with mode or contextlib.nullcontext():
+                model = model_file.build_model(target)
+            return _Subject(target, model, batches, sizes, device, mode)
+        except UserError:
+            raise
+        except Exception as error:
+            if not fake:
+                raise model_file.WorkloadError(
+                    f"{target.path.name}: no forward and backward: {_first_line(error)}"
+                ) from error
+            caveats.append(f"profiled by real steps, not on fake tensors: {_first_line(error)}")
+    raise AssertionError
+
+
+def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, anew: bool = False) -> None:
+    """Moves a model to a device and a floating type, keeping tied parameters tied; `Module.to` fails on fake tensors.
+
+    Args:
+        model: The model.
+        device: The device.
+        dtype: The floating type; None keeps each tensor's.
+        anew: Make every tensor again, since views of a deep-copied fake tensor do not share its storage.
+    """
+    seen: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(tensor) not in seen:
+            wanted = dtype if tensor.is_floating_point() else None
+            same = tensor.device.type == device.type and wanted in (None, tensor.dtype)
+            if same and not anew:
+                seen[id(tensor)] = tensor
+            else:
+                copy = tensor.detach().to(device=device, dtype=wanted or tensor.dtype)
+                seen[id(tensor)] = make(torch.empty_like(copy) if anew else copy)
+        return seen[id(tensor)]
+
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                trained = parameter.requires_grad
+
+                def make(tensor: Tensor, trained: bool = trained) -> Tensor:
+                    return nn.Parameter(tensor, requires_grad=trained)
+
+                module._parameters[name] = changed(parameter, make)  # type: ignore[assignment]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = changed(buffer, lambda tensor: tensor)
+
+
+def _optimizer(
+    target: model_file.ModelFile, ds_config: Mapping[str, Any], device: torch.device, caveats: list[str]
+) -> tuple[float, float, bool]:
+    """State and scratch of the optimizer; see `op_counter.optimizer_needs`."""
+    named = ds_config.get("optimizer") or {}
+    kind, params = str(named.get("type", "")), dict(named.get("params") or {})
+    try:
+        if named:
+            ours = params.pop("torch_adam", False)
+            if kind.lower() in FUSED_STATES and not ours and kind.lower() != "sgd":
+                return FUSED_STATES[kind.lower()], 0.0, False
+            name = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
+            name = "AdamW" if name == "Adam" and params.pop("adam_w_mode", True) else name
+            made = getattr(torch.optim, name)
+            return op_counter.optimizer_needs(lambda parameters: made(parameters, **params), device)
+        if target.optimizer is not None:
+            return op_counter.optimizer_needs(target.optimizer, device)
+    except Exception as error:
+        caveats.append(f"the optimizer's states are taken for Adam's: {_first_line(error)}")
+    return 8.0, 8.0, False
+
+
+def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profile:
+    model, blocks = subject.model, subject.blocks
+    parameters = list(dict.fromkeys(model.parameters()))
+    in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
+    n_parameters = sum(p.numel() for p in parameters)
+    named = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False))
+    plain = passes["fp32/0"]
+    again = passes.get("fp32/1", plain)
+    batch = subject.batches[0]
+    counted = counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
+    return Profile(
+        n_parameters=n_parameters,
+        n_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        flops_per_sample=max(1.0, plain.flops[0] / subject.sizes[1] + plain.flops[1]),
+        activation_bytes_per_sample=plain.kept_bytes[1],
+        checkpointed_bytes_per_sample=again.kept_bytes[1],
+        n_blocks=len(blocks),
+        sequence=int(counted.shape[1]) if counted is not None and counted.dim() > 1 else 1,
+        block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
+        passes=passes,
+        n_tied=named - n_parameters,
+        sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
+        largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
+        shapes=tuple(f"{name}: {tuple(t.shape[1:])} {str(t.dtype)[6:]}" for name, t in named_tensors(batch)),
+        **found,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,0 +1,251 @@
+"""Count the memory, FLOPs and bytes moved of one forward and backward, operation by operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from autotune.trial.profile import Pass
+from autotune.worker.containers import tensors_in
+
+aten = torch.ops.aten
+# Micro-batches and bytes per gradient element for which the instants of highest memory are kept.
+LOOKED_AT_MICRO = 2.0 ** np.arange(15)
+LOOKED_AT_GRADIENT = np.array([0.0, 1.0, 2.0, 4.0, 6.0])
+
+
+def _attention(*shapes: int) -> Callable[..., int]:
+    """A function for the FLOPs of attention, whose tensors are at these places among the arguments."""
+
+    def count(*args: Any, **_: Any) -> int:
+        found = [args[place].shape for place in shapes]
+        return int(sdpa_flop_count(*found) if len(found) == 3 else sdpa_backward_flop_count(*found))
+
+    return count
+
+
+# Attention kernels for CPUs, which are missing in torch's table.
+FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 1, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(0, 1, 2, 3),
+}
+
+
+@dataclass
+class Trace:
+    """Counts of one forward and backward with one micro-batch.
+
+    Attributes:
+        moments: Bytes alive and gradient elements complete, whenever tensors were made.
+        kept_bytes: Bytes alive after forward.
+        largest_bytes: Largest storage that forward made.
+        flops: Of matrix products, convolutions and attention.
+        moved_bytes: Size of arguments and results of all other operations.
+        n_ops: Operations.
+        peak_bytes: Most bytes alive.
+    """
+
+    moments: list[tuple[int, int]] = field(default_factory=list)
+    kept_bytes: int = 0
+    largest_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    n_ops: int = 0
+    peak_bytes: int = 0
+
+
+class OpCounter(TorchDispatchMode):
+    """Sees every operation below autograd, and counts the bytes of tensors that it makes and that are alive.
+
+    Args:
+        known: Tensors that do not count: parameters, buffers, the batch.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.gradient_elements = 0
+        self._live = 0
+        self._forward = True
+        self._alive: dict[int, Any] = {}
+        # Holds the storages, since a new one could get the address of a dead one.
+        self._known = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in known)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet, trace = func._overloadpacket, self.trace
+        trace.n_ops += 1
+        count = FLOPS.get(packet)
+        if count is not None:
+            trace.flops += count(*args, **kwargs)
+        elif packet in flop_registry:
+            trace.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif not func.is_view:
+            trace.moved_bytes += sum(
+                tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, result))
+            )
+        made = sum(self._made(tensor) for tensor in tensors_in(result))
+        if made:
+            trace.moments.append((self._live, self.gradient_elements))
+            trace.peak_bytes = max(trace.peak_bytes, self._live)
+        return result
+
+    def live(self, without: Iterable[Tensor] = ()) -> int:
+        """Bytes alive now.
+
+        Args:
+            without: Tensors that do not count, as weights gathered by ZeRO-3.
+        """
+        gathered = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in without}
+        return self._live - sum(int(storage.nbytes()) for key, storage in gathered.items() if key in self._alive)
+
+    def forward_ended(self, without: Iterable[Tensor] = ()) -> None:
+        """Notes the bytes alive after forward; see `live`."""
+        self.trace.kept_bytes = self.live(without)
+        self._forward = False
+
+    def _made(self, tensor: Tensor) -> int:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors, and wrappers around others
+            return 0
+        key = storage._cdata
+        if key in self._known or key in self._alive:
+            return 0
+        size = int(storage.nbytes())
+
+        def gone(_: Any) -> None:
+            if self._alive.pop(key, None) is not None:
+                self._live -= size
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self._live += size
+        if self._forward:
+            self.trace.largest_bytes = max(self.trace.largest_bytes, size)
+        return size
+
+
+def follow(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any) -> Trace:
+    """Runs and counts one forward and backward; drops gradients as soon as they are complete.
+
+    Args:
+        model: The model.
+        loss: From model and batch.
+        batch: The batch, with the model's device and type.
+    """
+    counter = OpCounter([*model.parameters(), *model.buffers(), *tensors_in(batch)])
+
+    def complete(parameter: Tensor) -> None:
+        counter.gradient_elements += parameter.numel()
+        parameter.grad = None
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(complete) for parameter in trained]
+    try:
+        with counter:
+            value = loss(model, batch)
+            counter.forward_ended()
+            value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counter.trace
+
+
+def combine(first: Trace, second: Trace, sizes: tuple[int, int]) -> Pass:
+    """A pass as a linear function of the micro-batch, from two traces.
+
+    Args:
+        first: With the smaller micro-batch.
+        second: With the larger one.
+        sizes: The micro-batches.
+    """
+
+    def affine(a: float, b: float) -> tuple[float, float]:
+        slope = (b - a) / (sizes[1] - sizes[0])
+        # A negative constant comes from curvature; then proportional, through the larger one.
+        return (a - slope * sizes[0], slope) if slope * sizes[0] <= a else (0.0, b / sizes[1])
+
+    if [elements for _, elements in first.moments] == [elements for _, elements in second.moments]:
+        pairs = zip(first.moments, second.moments, strict=True)
+        moments = [(*affine(a, b), float(elements)) for (a, elements), (b, _) in pairs]
+    else:  # the two ran differently: only their peaks compare
+        whole = max(elements for _, elements in second.moments)
+        moments = [(*affine(first.peak_bytes, second.peak_bytes), 0.0), (0.0, 0.0, float(whole))]
+    return Pass(
+        moments=_highest(moments),
+        kept_bytes=affine(first.kept_bytes, second.kept_bytes),
+        largest_bytes=affine(first.largest_bytes, second.largest_bytes),
+        flops=affine(first.flops, second.flops),
+        moved_bytes=affine(first.moved_bytes, second.moved_bytes),
+        n_ops=float(second.n_ops),
+    )
+
+
+def _highest(moments: list[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
+    """The instants with the highest memory for some micro-batch and gradient type."""
+    table = np.array(moments)
+    kept: dict[int, None] = {}
+    for width in LOOKED_AT_GRADIENT:
+        heights = table[:, 0] + np.outer(LOOKED_AT_MICRO, table[:, 1]) + width * table[:, 2]
+        kept |= dict.fromkeys(int(row) for row in heights.argmax(axis=1))
+    return tuple(moments[row] for row in sorted(kept))
+
+
+def optimizer_needs(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device | None = None
+) -> tuple[float, float, bool]:
+    """Bytes of state and scratch per fp32 element of an optimizer, and whether scratch is for all tensors at once.
+
+    Args:
+        make: Makes the optimizer of parameters.
+        device: Device of the parameters: on CUDA torch's optimizers update all tensors at once, on a CPU one by one.
+    """
+    size = 64 * 64
+    scratch = []
+    state = 0.0
+    for n in (1, 2):
+        parameters = [nn.Parameter(torch.zeros(64, 64, device=device)) for _ in range(n)]
+        optimizer = make(parameters)
+        for step in range(2):  # states appear in the first
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            known = [tensor for values in optimizer.state.values() for tensor in tensors_in(values)]
+            counter = OpCounter([*parameters, *(p.grad for p in parameters if p.grad is not None), *known])
+            with counter:
+                optimizer.step()
+            if step:
+                scratch.append(counter.trace.peak_bytes / size)
+        held = sum(
+            t.numel() * t.element_size()
+            for values in optimizer.state.values()
+            for t in tensors_in(values)
+            if t.numel() >= size
+        )
+        state = held / (n * size)
+    return state, scratch[0], scratch[1] > 1.5 * scratch[0]
+
+
+@contextmanager
+def recomputing(blocks: list[nn.Module], every: int) -> Iterator[None]:
+    """Recomputes every k-th block meanwhile."""
+    from autotune.worker.measure.recompute import Checkpointer
+
+    wrapped = Checkpointer(blocks, every).wrapped if every else []
+    try:
+        yield
+    finally:
+        for block in wrapped:
+            del block.__dict__["forward"]

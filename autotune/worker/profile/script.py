@@ -1,0 +1,129 @@
+"""Profile of a script, from one real forward; its backward is estimated, since no part can be run alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotune.trial.profile import ACTIVATION_SCALE, Pass, Profile
+from autotune.trial.workload import Workload
+from autotune.worker.measure import batches
+from autotune.worker.profile.model import FUSED_STATES
+from autotune.worker.profile.op_counter import OpCounter
+
+# Forward and backward together; a backward computes and moves about twice what its forward does.
+PASS = 3.0
+CAVEAT = "forecasts rest on one forward of the script in its own precision; the rest of a step is estimated"
+
+
+class ForwardProfile:
+    """Counts the operations of an engine's first training forward, in a step that is not timed.
+
+    Args:
+        engine: The DeepSpeed engine.
+        blocks: The repeated blocks of its model.
+    """
+
+    def __init__(self, engine: Any, blocks: list[nn.Module]) -> None:
+        self._engine, self._blocks = engine, blocks
+        self._counter: OpCounter | None = None
+        self._done = False
+        self._sequence = 1
+        self._inside: dict[int, tuple[int, int]] = {}
+        self._entered: dict[int, int] = {}
+        self._hooks = [
+            engine.register_forward_pre_hook(self._begin, with_kwargs=True),
+            engine.register_forward_hook(self._end),
+            *(block.register_forward_pre_hook(self._enter_block) for block in blocks),
+            *(block.register_forward_hook(self._leave_block) for block in blocks),
+        ]
+
+    def _begin(self, engine: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._done or self._counter is not None or not torch.is_grad_enabled() or not engine.training:
+            return
+        counted = batches.counted_tensor(args, kwargs)
+        if counted is not None and counted.dim() > 1:
+            self._sequence = int(counted.shape[1])
+        self._counter = OpCounter(
+            [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
+        )
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, *_: Any) -> None:
+        if self._counter is None or self._done:
+            return
+        self._done = True
+        self._counter.forward_ended(self._engine.parameters())
+        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_block(self, block: nn.Module, _args: Any) -> None:
+        if self._counter is not None and not self._done:
+            self._entered[id(block)] = self._counter.live(self._engine.parameters())
+
+    def _leave_block(self, block: nn.Module, _args: Any, output: Any) -> None:
+        if self._counter is None or self._done or id(block) not in self._entered:
+            return
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        size = first.numel() * first.element_size() if isinstance(first, Tensor) else 0
+        kept = max(0, self._counter.live(self._engine.parameters()) - self._entered.pop(id(block)))
+        before, outputs = self._inside.get(id(block), (0, 0))
+        self._inside[id(block)] = before + kept, outputs + size
+
+    def profile(self, workload: Workload, ds_config: Mapping[str, Any], micro_batch_size: int | None) -> Profile | None:
+        """The profile; None without a complete forward or a count of its samples.
+
+        Args:
+            workload: The model's description.
+            ds_config: The script's configuration.
+            micro_batch_size: Samples of the forward.
+        """
+        if not self._done or self._counter is None or not micro_batch_size or not self._counter.trace.n_ops:
+            return None
+        samples = float(micro_batch_size)
+        blocks = list(self._inside.values())
+        kept, inside = self._counter.trace.kept_bytes, sum(size for size, _ in blocks)
+        # Recomputed blocks keep their outputs, and one block's working set is alive at a time.
+        outputs, largest = sum(output for _, output in blocks), max((size for size, _ in blocks), default=0)
+        again = min(kept, kept - inside + outputs + largest)
+        plain = self._pass(samples, kept, PASS)
+        passes = {"fp32/0": plain}
+        if blocks and kept:
+            passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
+        kind = str((ds_config.get("optimizer") or {}).get("type", "adam")).lower()
+        sizes = Counter(int(getattr(p, "ds_numel", p.numel())) for p in dict.fromkeys(self._engine.parameters()))
+        return Profile(
+            n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
+            flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
+            checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
+            n_blocks=workload.n_blocks, sequence=self._sequence, block_share=workload.block_share,
+            optimizer_bytes=FUSED_STATES.get(kind, 8.0), passes=passes, sizes=tuple(sorted(sizes.items())),
+            caveats=(CAVEAT,),
+        )  # fmt: skip
+
+    def _pass(self, samples: float, kept: float, times: float) -> Pass:
+        """The pass as it would be in fp32, proportional to the samples."""
+        assert self._counter is not None
+        trace, trained = self._counter.trace, [p for p in dict.fromkeys(self._engine.parameters()) if p.requires_grad]
+        wide = 1.0 / ACTIVATION_SCALE[self._arithmetic()] / samples
+        n_trained = float(sum(int(getattr(p, "ds_numel", p.numel())) for p in trained))
+        return Pass(
+            # Backward starts with the gradient of forward's output, which may be as large as its largest tensor.
+            moments=((0.0, (kept + trace.largest_bytes) * wide, 0.0), (0.0, 0.0, n_trained)),
+            kept_bytes=(0.0, kept * wide),
+            largest_bytes=(0.0, trace.largest_bytes * wide),
+            flops=(0.0, times * trace.flops / samples),
+            moved_bytes=(0.0, times * trace.moved_bytes * wide),
+            n_ops=times * trace.n_ops,
+        )
+
+    def _arithmetic(self) -> str:
+        if getattr(self._engine, "torch_autocast_enabled", bool)():
+            return "autocast"
+        dtypes = [p.dtype for p in self._engine.parameters() if p.is_floating_point()]
+        return "bf16" if dtypes and dtypes[0] in (torch.bfloat16, torch.float16) else "fp32"

@@ -1,0 +1,154 @@
+"""The life of a rank: prepare the device, join the other ranks, report, and end the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autotune.errors import UserError
+from autotune.system.machine import processor_name
+from autotune.trial import workload
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import OOM_EXIT_CODE, Outcome
+from autotune.worker.measure.ledger import Diverged, NotApplied
+from autotune.worker.measure.memory import Memory, available_bytes, limit_host_memory, resident_bytes
+from autotune.worker.measure.recorder import Recorder
+
+# The last one is for cuBLAS and cuDNN, whose workspaces torch does not allocate (CUBLAS_STATUS_ALLOC_FAILED).
+OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory", "_status_alloc_failed")
+
+
+def complete(recorder: Recorder) -> NoReturn:
+    """Reports success, and ends the process when all ranks have done so."""
+    recorder.check_memory()
+    if recorder.report.outcome is not Outcome.STOPPED_EARLY:
+        recorder.report.outcome = Outcome.COMPLETE
+    recorder.enter("done")
+    recorder.write()
+    if dist.is_initialized():
+        # Peers may still be in a collective; an early exit would kill them there.
+        with contextlib.suppress(Exception):
+            dist.barrier()
+    _leave(0)
+
+
+def abort(recorder: Recorder, error: BaseException) -> NoReturn:
+    """Reports an error and ends the process."""
+    with contextlib.suppress(Exception):  # the user's code may have closed standard error
+        traceback.print_exception(error)
+    with contextlib.suppress(OSError):  # a full disk; the exit status tells as much
+        recorder.fail(*_classify(error))
+    _leave(OOM_EXIT_CODE if recorder.report.outcome is Outcome.OOM else 1)
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)  # interpreter teardown costs seconds and may hang in native threads
+
+
+def _classify(error: BaseException) -> tuple[Outcome, str]:
+    text = str(error).strip()
+    lines = text.splitlines() or [""]
+    first = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in text.lower() for words in OOM_WORDS):
+        return Outcome.OOM, f"{type(error).__name__}: {first}"[:500]
+    if isinstance(error, Diverged):
+        return Outcome.DIVERGED, first
+    if isinstance(error, NotApplied):
+        return Outcome.NOT_APPLIED, first
+    if isinstance(error, UserError):
+        return Outcome.CRASHED, first
+    return Outcome.CRASHED, f"{type(error).__name__}: {first}"[:500]
+
+
+def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
+    """Limits the rank's memory to the stated size; on a CPU otherwise to its share of the free memory."""
+    from deepspeed.accelerator import get_accelerator
+
+    limit = request.device_memory_bytes
+    if get_accelerator().device_name() == "cuda":
+        if limit is not None:
+            device = int(os.environ["LOCAL_RANK"])
+            torch.cuda.set_device(device)
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        return
+    stated = limit is not None
+    share = limit if limit is not None else int(0.9 * available_bytes() / request.ranks_per_node)
+    start = resident_bytes()
+
+    def on_excess(growth: int) -> None:
+        whose = "the stated device memory" if stated else "its share of this machine's free memory"
+        recorder.fail(
+            Outcome.OOM,
+            f"rank {recorder.report.rank} grew to {growth / 2**20:.0f} MiB, over {whose} of {share / 2**20:.0f} MiB",
+        )
+        os._exit(OOM_EXIT_CODE)
+
+    recorder.check_memory = limit_host_memory(start, share, on_excess)
+
+
+def device_name(*, cuda: bool) -> str:
+    """Model of the device; of the processor where there is none."""
+    return str(torch.cuda.get_device_name()) if cuda else processor_name()
+
+
+def prepare_device(request: TrialRequest) -> Memory:
+    """Gives the rank its GPU and its share of the cores, and starts to measure its memory."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.
+    n_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
+    # This op serves inference only, and on a CPU each rank would leave 66 MiB in /dev/shm.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return Memory(get_accelerator().device_name())
+
+
+def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
+    """Joins the other ranks.
+
+    Args:
+        request: The trial.
+        rank: This rank.
+        listener: Descriptor of the socket for rank 0's store, which its supervisor opened so that no other process can
+            take the port; -1 on other machines.
+        cuda: Use NCCL rather than gloo.
+    """
+    timeout = timedelta(seconds=request.deadline_s + 60)  # the supervisor's deadline comes first
+    dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        # In torch 2.6 the default backend, libuv, takes no socket that listens already.
+        store = dist.TCPStore(
+            host, port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listener, use_libuv=False,
+        )  # fmt: skip
+    else:
+        if listener >= 0:
+            socket.close(listener)
+        store = dist.TCPStore(host, port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
+
+
+def set_seed(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

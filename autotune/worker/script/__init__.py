@@ -1,0 +1,1 @@
+"""The user's training script in a rank, run unchanged under hooks."""

@@ -1,0 +1,88 @@
+"""The script's own flags: those that hold tuned values are changed right after argparse has parsed them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Common names of these flags; the first whose value is the one that ran is taken.
+DESTINATIONS = {
+    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size
+        micro_batch_size per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
+    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps
+        grad_accum_steps grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
+}
+# Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
+CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
+# Further flags of transformers' TrainingArguments that a configuration needs.
+TRAINING_ARGUMENTS = (
+    "deepspeed bf16 fp16 gradient_checkpointing activation_checkpointing activation_checkpointing_kwargs".split()
+)
+
+
+class Arguments:
+    """Moves the parsed arguments of a script to a candidate.
+
+    Args:
+        value: Returns a field's value in the untouched script and in the candidate; None if it stays.
+        ds_config: The trial's JSON; None in a probe.
+        changed: Notes a change, given as a sentence.
+        flags: Filled with the flags that hold a candidate's field.
+    """
+
+    def __init__(
+        self,
+        value: Callable[[str], tuple[int, int] | None],
+        ds_config: Path | None,
+        changed: Callable[..., None],
+        flags: dict[str, list[str]],
+    ) -> None:
+        self._value, self._ds_config, self._changed, self._flags = value, ds_config, changed, flags
+
+    def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        """Parses as `parse_known_args` does, and sets the candidate's values."""
+        parsed, rest = original(parser, *args, **kwargs)
+        values = vars(parsed)
+        if isinstance(values.get("local_rank", ""), int | None):
+            parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
+        own = args[0] if args else kwargs.get("args")
+        typed = own is None or list(own) == sys.argv[1:]
+        for field, names in DESTINATIONS.items():
+            change = self._value(field)
+            name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
+            if change and name:
+                setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number
+                self._moved(parser, field, name, *change, typed=typed)
+        for name in CONFIG_DESTINATIONS:
+            given = isinstance(values.get(name), str) and values[name].endswith(".json")
+            if typed and (given or (name in values and name == "deepspeed_config")):
+                self._flags["ds_config"] = _options(parser, name)
+            # The adapter of transformers sees to its flag, `deepspeed`.
+            if given and self._ds_config is not None and name != "deepspeed":
+                setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
+        if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
+            self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(parser, name))})
+        return parsed, rest
+
+    def _moved(
+        self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool
+    ) -> None:
+        options = _options(parser, name)
+        if options and typed:
+            self._flags[field] = options
+            self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
+        elif options:
+            text = f"Arguments: the script parses a list that it makes; `{options[0]} {wanted}` in it instead of {was}."
+            self._changed(text)
+        else:
+            self._changed(f"Arguments: `{name}` is {wanted} instead of {was} once they are parsed.")
+
+
+def _options(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    """The option strings of a destination: long ones first, and the one with the same name before others."""
+    found = [option for action in parser._actions if action.dest == name for option in action.option_strings]
+    return sorted(found, key=lambda option: (not option.startswith("--"), option.lstrip("-") != name))

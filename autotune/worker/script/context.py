@@ -1,0 +1,163 @@
+"""The script under trial: what its hooks and the framework adapters know and note together."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import OWNED_PATHS, DsConfig
+from autotune.trial.request import TrialRequest
+from autotune.worker import rank
+from autotune.worker.containers import tensors_in, to_device
+from autotune.worker.measure.memory import Memory
+from autotune.worker.measure.recorder import Recorder
+from autotune.worker.script import ds_config, execute
+
+if TYPE_CHECKING:
+    from autotune.worker.measure.meter import Meter
+
+INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ScriptError(UserError):
+    """The script does something that cannot be tuned."""
+
+
+class ScriptContext:
+    """A training script, the candidate that it is run with, and the report that grows meanwhile.
+
+    Args:
+        recorder: Holds the rank's report.
+        request: The trial; it names the script.
+        memory: Watches the rank's memory.
+
+    Attributes:
+        candidate: The configuration under trial; None in a probe, which changes nothing.
+        script: The script, its templates filled in for this rank.
+        scratch: Folder of the trial for files that a framework cannot be kept from writing.
+        meter: The meter of the trained engine, once there is one.
+        family: The framework that the script uses, for reports; empty for plain DeepSpeed.
+        recomputers: Frameworks' functions that recompute every k-th block of a model (none for 0); each returns whether
+            it could.
+        casts_inputs: Convert floating-point inputs to the type of 16-bit weights; off where a framework does so.
+        sums_losses: The framework divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
+        batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
+        in_backward: An engine's backward pass is running.
+        at_end: Functions to call before the process ends.
+    """
+
+    def __init__(self, recorder: Recorder, request: TrialRequest, memory: Memory) -> None:
+        assert request.script is not None
+        self.recorder, self.request, self.memory = recorder, request, memory
+        self.report = recorder.report
+        self.script = execute.in_rank(request.script, recorder.folder.ds_config)
+        self.candidate = Candidate.of(request.candidate) if request.candidate else None
+        self.scratch = recorder.folder.scratch
+        self.meter: Meter | None = None
+        self.family = ""
+        self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
+        self.casts_inputs = True
+        self.sums_losses = False
+        self.batch_factor = 1
+        self.in_backward = False
+        self.at_end: list[Callable[[], None]] = []
+
+    def value(self, field: str) -> tuple[int, int] | None:
+        """A field's value in the untouched script and in the candidate; None if equal or if the user sets it."""
+        if self.candidate is None or field in self.script.carried:
+            return None
+        was, wanted = getattr(self.script, field), getattr(self.candidate, field)
+        return (was, wanted) if was and was != wanted else None
+
+    def config(self, own: DsConfig, *, first: bool) -> DsConfig:
+        """The DeepSpeed configuration to run with.
+
+        Args:
+            own: The script's configuration.
+            first: It is that of the first trained model; others (a critic) keep their settings except the tuned ones.
+        """
+        if self.candidate is None:
+            return own
+        config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
+        config.setdefault("zero_optimization", {"stage": 0})  # a framework may look there
+        return config
+
+    def early_config(self, own: DsConfig) -> DsConfig:
+        """The trial's configuration for a framework that reads it before `deepspeed.initialize`.
+
+        Args:
+            own: The script's configuration with its "auto" values, which the framework fills in.
+        """
+        if self.candidate is None:
+            return own
+        config = self.config(own, first=True)
+        ds_config.keep_auto(config, own, OWNED_PATHS)
+        # Counted from the batch, and refused by transformers where the two differ.
+        for name in ("total_num_steps", "warmup_num_steps"):
+            if name in config.get("scheduler", {}).get("params", {}):
+                config["scheduler"]["params"][name] = "auto"
+        return config
+
+    def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The inputs in the type of the candidate's weights; None where the script's own types will do."""
+        if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
+            return None
+        dtype = INPUT_DTYPES.get(self.candidate.precision)
+        others = {*INPUT_DTYPES.values()} - {dtype}
+        if dtype is None or not any(tensor.dtype in others for tensor in tensors_in((args, kwargs))):
+            return None
+        name = str(dtype).removeprefix("torch.")
+        self.changed(f"Inputs: cast floating-point inputs to `{name}` before the engine's forward.")
+        cast: tuple[Any, Any] = to_device((args, kwargs), torch.device(engine.device), dtype)
+        return cast
+
+    @contextlib.contextmanager
+    def inside_backward(self) -> Iterator[None]:
+        """Marks an engine's backward pass, so that calls in it do not count as the script's own passes."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
+
+    def changed(self, text: str, *, reproducible: bool = True) -> None:
+        """Notes a change that the trial needs besides the DeepSpeed configuration.
+
+        Args:
+            text: A sentence with code in backticks; it starts with `Command line:` for a change of a flag.
+            reproducible: The user can make the same change by a flag, a constant or a line of code.
+        """
+        if text not in self.report.side_changes:
+            self.report.side_changes.append(text)
+            if not reproducible:
+                self.report.unreproducible.append(text)
+
+    def once(self, caveat: str) -> None:
+        """Adds a caveat to the report unless it is there."""
+        if caveat not in self.report.caveats:
+            self.report.caveats.append(caveat)
+
+    def saver(self, name: str) -> Callable[..., Any]:
+        """A hook that replaces a function which saves or uploads: it only notes the call."""
+
+        def not_saved(*_args: Any, **_kwargs: Any) -> bool:
+            self.once(f"{name} is not carried out in trials")
+            return True
+
+        return not_saved
+
+    def clean_up(self) -> None:
+        """Calls the functions of `at_end`."""
+        for function in self.at_end:
+            function()
+
+    def abort(self, error: BaseException) -> NoReturn:
+        """Reports an error and ends the process, so that the script cannot catch it."""
+        self.clean_up()
+        rank.abort(self.recorder, error)

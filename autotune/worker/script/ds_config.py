@@ -1,0 +1,63 @@
+"""DeepSpeed configurations as scripts pass them: a dict, a path or a flag, with "auto" where a framework fills in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.space.deepspeed import DsConfig
+
+
+def keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
+    """Sets values of `config` to "auto" where `own` has "auto", except at fixed paths."""
+    for key, value in own.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            keep_auto(config[key], value, fixed, f"{path}.")
+        elif value == "auto" and key in config and path not in fixed:
+            config[key] = "auto"
+
+
+def config_flag(namespace: Any) -> Any:
+    """The configuration's path among parsed arguments, under DeepSpeed's own names."""
+    return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
+
+
+@contextlib.contextmanager
+def without_config_flag(namespace: Any) -> Iterator[None]:
+    """Clears the configuration's flag meanwhile, since DeepSpeed refuses a configuration given twice."""
+    names = [name for name in ("deepspeed_config", "deepscale_config") if getattr(namespace, name, None) is not None]
+    kept = {name: getattr(namespace, name) for name in names}
+    for name in names:
+        setattr(namespace, name, None)
+    yield
+    for name, value in kept.items():
+        setattr(namespace, name, value)
+
+
+def read(stated: Any) -> DsConfig:
+    """The configuration that a script passes to `deepspeed.initialize`.
+
+    Raises:
+        UserError: It is neither a dict nor the path of a file.
+    """
+    if isinstance(stated, dict):
+        return stated
+    if isinstance(stated, str | os.PathLike) and os.path.exists(stated):
+        import hjson  # as DeepSpeed itself reads the file, which may have comments
+
+        try:
+            config = hjson.loads(Path(stated).read_text(encoding="utf-8-sig"), object_pairs_hook=dict)
+        except (ValueError, RecursionError) as error:
+            said = next(iter(str(error).splitlines()), "it is nested too deeply")
+            raise UserError(f"{stated} is no JSON that DeepSpeed reads: {said}") from None
+        if isinstance(config, dict):
+            return config
+        raise UserError(f"{stated} holds no JSON object, so it is no configuration of DeepSpeed's")
+    raise UserError(
+        "the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file"
+    )

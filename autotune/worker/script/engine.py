@@ -1,0 +1,238 @@
+"""The DeepSpeed engine of a script: give it the trial's configuration, weights, recomputation and learning rate."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import os
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as checkpointing
+
+from autotune.errors import UserError
+from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, DsConfig
+from autotune.trial.workload import Workload
+from autotune.worker.measure import recompute
+from autotune.worker.measure.gradient_check import GradientWatch, perturb
+from autotune.worker.measure.noise import NoiseMeter
+from autotune.worker.model import model_file, weights
+from autotune.worker.model.inspect import workload_of
+from autotune.worker.script import ds_config, pipeline
+from autotune.worker.script.context import ScriptContext, ScriptError
+from autotune.worker.script.patching import patch, users_caller
+
+# Arguments of torch's checkpoint that it does not pass on to the function.
+CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+# Interval of DeepSpeed's progress lines; trials want none.
+NEVER_STEPS = 10**9
+
+Rates = tuple[float | None, ...]
+
+
+@dataclass
+class PreparedModel:
+    """The script's model as it was before DeepSpeed took it, and what watches it.
+
+    Attributes:
+        own_config: The script's configuration.
+        config_source: Path of that configuration; empty for a dict.
+        workload: What legality and reports need to know of the model.
+        blocks: Its repeated blocks.
+        watch: Sees which blocks are recomputed.
+        noise: Measures gradient noise, where the request asks for it.
+        gradients: Checks the first gradient, where the request asks for it.
+        own_rates: Learning rate of each parameter group as the script sets it.
+    """
+
+    own_config: DsConfig
+    config_source: str
+    workload: Workload
+    blocks: list[nn.Module]
+    watch: recompute.Recomputations | pipeline.Recomputed
+    noise: NoiseMeter | None = None
+    gradients: GradientWatch | None = None
+    own_rates: Rates = ()
+
+
+class EngineHooks:
+    """Hooks on `deepspeed.initialize`, `zero.Init` and torch's activation checkpointing.
+
+    Args:
+        context: The script under trial.
+        attach: Called with the first trained engine and its prepared model.
+    """
+
+    def __init__(self, context: ScriptContext, attach: Callable[[Any, PreparedModel], None]) -> None:
+        self._context, self._attach = context, attach
+        self._script_recomputes = True
+        self._unrecomputed = ""  # caller whose recomputation was skipped
+
+    def install(self) -> None:
+        """Patches the entry points."""
+        import deepspeed
+
+        patch(deepspeed, "initialize", self._initialize)
+        patch(deepspeed.zero.Init, "__init__", self._zero_init)
+        patch(checkpointing, "checkpoint", self._checkpoint)
+
+    def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = self._context
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        given = bound.arguments
+        namespace: Any = given.get("args")
+        if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
+            namespace.device_rank = int(os.environ["LOCAL_RANK"])
+        source = given.get("config") or given.get("config_params") or ds_config.config_flag(namespace)
+        try:
+            own = ds_config.read(source)
+        except UserError as error:  # the script must not catch it
+            context.abort(error)
+        if given.get("optimizer") is None and "optimizer" not in own:
+            return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
+        prepared = self._prepare(given, own, source) if context.meter is None else None
+        config = context.config(own, first=prepared is not None)
+        config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
+        config["steps_per_print"] = NEVER_STEPS
+        if isinstance(source, dict):  # the script may look into it later
+            source.clear()
+            source.update(config)
+            config = source
+        given["config"] = config
+        given.pop("config_params", None)
+        with ds_config.without_config_flag(namespace):
+            result = original(*bound.args, **bound.kwargs)
+        if prepared is not None:
+            prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
+            self._follow_rate(result[0], prepared.own_rates)
+            self._attach(result[0], prepared)
+        return result
+
+    def _prepare(self, given: dict[str, Any], own: DsConfig, source: Any) -> PreparedModel:
+        """Inspects the model and changes it as the candidate needs, before DeepSpeed gets it."""
+        from deepspeed.runtime.pipe.module import PipelineModule
+
+        context, model = self._context, given["model"]
+        context.recorder.enter("initialize")
+        # Frameworks write infinity into steps_per_print, which is not valid JSON.
+        own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
+        config_source = "" if isinstance(source, dict) else str(source)
+        blocks = model_file.find_blocks(model, None)
+        workload = workload_of(model, blocks, n_samples=None, client_optimizer=given.get("optimizer") is not None)
+        if isinstance(model, PipelineModule):
+            context.family = context.family or "DeepSpeed PipelineModule"
+            workload, watch = pipeline.whole(workload, model), pipeline.recompute(context, model, own)
+            return PreparedModel(own_config, config_source, workload, blocks, watch)
+        self._change_model(model, blocks)
+        prepared = PreparedModel(own_config, config_source, workload, blocks, recompute.Recomputations(blocks))
+        request, candidate = context.request, context.candidate
+        if request.noise and candidate is not None:
+            prepared.noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps)
+        if request.check_gradient and candidate is not None:
+            prepared.gradients = GradientWatch(model, request.world_size)
+        return prepared
+
+    def _change_model(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        candidate, request = self._context.candidate, self._context.request
+        if candidate is not None and candidate.precision not in DTYPES:
+            self._widen(model)
+        if request.weights is not None:
+            try:
+                weights.load(model, Path(request.weights))
+            except UserError as error:  # the script must not catch it
+                self._context.abort(error)
+        if candidate is not None and candidate.checkpoint_every != self._context.script.checkpoint_every:
+            self._recompute(model, blocks, candidate.checkpoint_every)
+        if request.replicate:
+            perturb(model, request.replicate)
+
+    def _widen(self, model: nn.Module) -> None:
+        """Gives a model that was loaded in 16 bits the 32-bit weights that the candidate needs."""
+        narrow = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+        if narrow and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            model.float()
+            self._context.changed("Model: load its weights in 32 bits, with `dtype=torch.float32`.")
+
+    def _recompute(self, model: nn.Module, blocks: list[nn.Module], every: int) -> None:
+        """Recomputes every k-th block, and nothing else that the script recomputes."""
+        if any(recomputer(model, every) for recomputer in self._context.recomputers):
+            return
+        self._script_recomputes = not self._context.script.checkpoint_every
+        if every:
+            model_file.turn_off_cache(model)
+            recompute.Checkpointer(blocks, every)
+
+    def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._script_recomputes:
+            return original(function, *args, **kwargs)
+        if not self._unrecomputed:
+            self._unrecomputed = users_caller() or "a library"
+            if self._unrecomputed == "a library":
+                text = "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped."
+                self._context.changed(text, reproducible=False)
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
+
+    def _zero_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        if self._context.candidate is not None:
+            bound.arguments.pop("dtype", None)
+            if self._context.candidate.zero_stage < 3:
+                bound.arguments["enabled"] = False
+            else:
+                bound.arguments.pop("config", None)
+                bound.arguments["config_dict_or_path"] = copy.deepcopy(self._context.request.ds_config)
+        original(*bound.args, **bound.kwargs)
+
+    def _follow_rate(self, engine: Any, own_rates: Rates) -> None:
+        """Multiplies the learning rate of every update by the trial's factor, whatever schedule sets the rate."""
+        context, optimizer = self._context, getattr(engine, "basic_optimizer", None)
+        factor = context.request.learning_rate_factor
+        if factor == 1:
+            return
+        if optimizer is None:
+            text = "no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none"
+            context.abort(ScriptError(text))
+        if all(group.get("lr") is None for group in optimizer.param_groups):
+            context.once("the optimizer finds its learning rate itself, so none follows the batch")
+            return
+        pairs = zip(own_rates, context.script.learning_rates, strict=False)
+        ratios = [now / was for now, was in pairs if now and was]
+        if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
+            wanted, factor = factor, factor / ratios[0]
+            context.changed(
+                f"Learning rate: at this batch the script sets {ratios[0]:.3g} times its own by itself,"
+                f" and the rule asks for {wanted:.3g}: multiply what it sets by {factor:.3g}, as the trial did."
+            )
+        scale_rate(optimizer, factor)
+
+
+def scale_rate(optimizer: Any, factor: float) -> None:
+    """Makes every `step` of an optimizer use its learning rates times `factor`; schedules see the unscaled ones."""
+    original = optimizer.step
+
+    # A method, and with the marks of the one it replaces: torch's schedules look at both.
+    @functools.wraps(original)
+    def scaled(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        rates = [(group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        for group, rate in rates:
+            group["lr"] = rate * factor
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for group, rate in rates:
+                group["lr"] = rate
+
+    optimizer.step = types.MethodType(scaled, optimizer)
+
+
+def learning_rates(optimizer: Any) -> Rates:
+    """The learning rate of each parameter group before any schedule."""
+    found = (group.get("initial_lr", group.get("lr")) for group in getattr(optimizer, "param_groups", ()))
+    return tuple(None if rate is None else float(rate) for rate in found)

@@ -1,0 +1,186 @@
+"""Adapter of transformers: TrainingArguments, models that recompute themselves, saving and uploading."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from autotune.trial.workload import TRAINER
+from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.frameworks import accelerate
+from autotune.worker.script.patching import after_import, patch, patch_everywhere
+
+# More steps than any trial takes: evaluation and saving stay configured for callbacks, but never happen.
+NEVER = 10**9
+FLAGS = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+TRAINER_SAVERS = ("save_model", "_save_checkpoint", "create_model_card", "push_to_hub", "init_hf_repo")
+# Classes with their own `save_pretrained` and `push_to_hub`.
+SAVED_CLASSES = (
+    ("transformers.modeling_utils", "PreTrainedModel"),
+    ("transformers.configuration_utils", "PretrainedConfig"),
+    ("transformers.configuration_utils", "PreTrainedConfig"),
+    ("transformers.generation.configuration_utils", "GenerationConfig"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
+    ("transformers.processing_utils", "ProcessorMixin"),
+    ("transformers.image_processing_base", "ImageProcessingMixin"),
+    ("transformers.feature_extraction_utils", "FeatureExtractionMixin"),
+    ("peft.peft_model", "PeftModel"),
+)
+HUB_VERBS = ("create_", "upload_", "delete_", "update_", "move_")
+
+
+def install(context: ScriptContext) -> None:
+    """Patches transformers, peft, huggingface_hub and safetensors when they are imported."""
+    adapter = _Adapter(context)
+    os.environ["DISABLE_MLFLOW_INTEGRATION"] = "TRUE"
+    context.recomputers.append(recompute)
+    after_import("transformers.training_args", adapter.on_arguments)
+    after_import("transformers.trainer", adapter.on_trainer)
+    for module, name in SAVED_CLASSES:
+        after_import(module, lambda found, name=name: adapter.on_saved_class(found, name))  # type: ignore[misc]
+    after_import("huggingface_hub.hf_api", adapter.on_hub)
+    after_import("safetensors.torch", adapter.on_safetensors)
+
+
+def recompute(model: torch.nn.Module, every: int) -> bool:
+    """Recomputes every k-th layer of transformers models by their own method.
+
+    Args:
+        model: A transformers model, or one that contains some.
+        every: k; 0 for no recomputation.
+
+    Returns:
+        Whether there was such a model that can do it; otherwise recomputation is now off.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        own = getattr(module, "supports_gradient_checkpointing", False) and hasattr(
+            module, "gradient_checkpointing_disable"
+        )
+        if own and not any(module is inner for outer in found for inner in outer.modules()):
+            found.append(module)
+    # Method names of transformers 5, else the older ones.
+    enable = [
+        getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable) for module in found
+    ]
+    able = every <= 1 or all("every_n_layers" in inspect.signature(method).parameters for method in enable)
+    for module, method in zip(found, enable, strict=True):
+        if every and able:
+            method({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
+        else:
+            getattr(module, "activation_checkpointing_disable", module.gradient_checkpointing_disable)()
+    return bool(found) and able
+
+
+class _Adapter:
+    def __init__(self, context: ScriptContext) -> None:
+        self._context = context
+
+    def on_arguments(self, module: ModuleType) -> None:
+        def post_init(original: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> None:
+            self._prepare(arguments)
+            original(arguments, *args, **kwargs)
+
+        patch(module.TrainingArguments, "__post_init__", post_init)
+        if not self._context.memory.cuda:
+            from deepspeed.accelerator import get_accelerator
+
+            # transformers asks for a GPU; DeepSpeed computes in bfloat16 on CPUs too.
+            patch(module, "is_torch_bf16_gpu_available", lambda _original: bool(get_accelerator().is_bf16_supported()))
+
+    def _prepare(self, arguments: Any) -> None:
+        """Changes the arguments before the Trainer derives anything from them."""
+        arguments.output_dir = str(self._context.scratch / "output")
+        arguments.report_to = []
+        arguments.push_to_hub = False
+        arguments.resume_from_checkpoint = None
+        for kind in ("eval", "save"):
+            if str(getattr(arguments, f"{kind}_strategy")).rpartition(".")[2].lower() != "no":
+                setattr(arguments, f"{kind}_strategy", "steps")
+                setattr(arguments, f"{kind}_steps", NEVER)
+        if hasattr(arguments, "eval_on_start"):
+            arguments.eval_on_start = False
+        if not self._context.memory.cuda:
+            arguments.use_cpu = False  # else Accelerate would not use DeepSpeed
+        self._inject_deepspeed(arguments)
+        for field, flag in FLAGS.items():
+            change = self._context.value(field)
+            if change and getattr(arguments, flag) == change[0]:
+                setattr(arguments, flag, change[1])
+                self._context.changed(f"TrainingArguments: `--{flag} {change[1]}` instead of {change[0]}.")
+        if self._context.candidate is not None:
+            arguments.auto_find_batch_size = False  # out of memory is an outcome here
+            self._precision(arguments)
+
+    def _inject_deepspeed(self, arguments: Any) -> None:
+        if arguments.deepspeed or accelerate.asked_for("DEEPSPEED"):
+            return
+        if arguments.fsdp or accelerate.asked_for("FSDP"):
+            accelerate.refuse_fsdp(self._context)
+        precisions = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
+        arguments.deepspeed = copy.deepcopy(accelerate.NO_DEEPSPEED | precisions)
+        self._context.changed("DeepSpeed: the script is run without it; add `--deepspeed ds_config.json`.")
+
+    def _precision(self, arguments: Any) -> None:
+        wanted = accelerate.mixed_precision(self._context)
+        for name in ("bf16", "fp16"):
+            if bool(getattr(arguments, name)) != (name == wanted):
+                setattr(arguments, name, name == wanted)
+                instead = f"add `--{name}`" if name == wanted else f"leave out `--{name}`"
+                self._context.changed(f"TrainingArguments: {instead}.")
+            if name != wanted:
+                setattr(arguments, f"{name}_full_eval", False)
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+    def on_trainer(self, module: ModuleType) -> None:
+        def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            self._context.family = TRAINER
+            self._context.casts_inputs = False  # the Trainer does, and `num_items_in_batch` must stay exact
+            original(*args, **kwargs)
+
+        def train(
+            original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            if resume_from_checkpoint:
+                self._context.once("trials train from the script's first weights, not from its checkpoint")
+            return original(trainer, None, *args, **kwargs)
+
+        patch(module.Trainer, "__init__", init)
+        patch(module.Trainer, "train", train)
+        for name in TRAINER_SAVERS:
+            patch(module.Trainer, name, self._context.saver(f"Trainer.{name.lstrip('_')}"))
+
+    def on_saved_class(self, module: ModuleType, name: str) -> None:
+        saved = getattr(module, name, None)
+        for method in ("save_pretrained", "push_to_hub"):
+            if saved is not None:
+                patch(saved, method, self._context.saver(method))
+
+    def on_hub(self, module: ModuleType) -> None:
+        for name in [name for name in dir(module.HfApi) if name.startswith(HUB_VERBS)]:
+            patch(module.HfApi, name, functools.partial(self._not_uploaded, module, name))
+            patch_everywhere(module, name, functools.partial(self._not_uploaded, module, name))
+
+    def _not_uploaded(
+        self, module: ModuleType, name: str, _original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._context.once("nothing is uploaded to the Hugging Face Hub in trials")
+        if name != "create_repo":
+            return None
+        names = [arg for arg in args if isinstance(arg, str)]
+        repo = kwargs.get("repo_id") or (names[0] if names else "repository")
+        return module.RepoUrl(f"https://huggingface.co/{repo if '/' in repo else f'user/{repo}'}")
+
+    def on_safetensors(self, module: ModuleType) -> None:
+        for name in ("save_file", "save_model"):
+            patch_everywhere(module, name, self._context.saver(f"safetensors.{name}"))

@@ -1,0 +1,153 @@
+"""Files of a script under trial: none that it saves may stay in the user's folders."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.errors import UserError
+from autotune.worker.containers import tensors_in
+from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.patching import after_import, patch, users_caller
+
+SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
+TRACKERS_OFF = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": ""}
+MAX_FILES_NAMED = 5
+
+
+class Isolation:
+    """Keeps a script from saving, or redirects it into the trial's folder; lists the files it writes all the same.
+
+    Args:
+        context: The script under trial.
+    """
+
+    def __init__(self, context: ScriptContext) -> None:
+        self._context = context
+        self._folder = str(context.recorder.folder.path.absolute()) + os.sep
+        self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
+        self._files: list[str] = []
+        self._folders: list[str] = []
+        self._unsaved: set[str] = set()
+
+    def install(self) -> None:
+        """Patches functions that save, move and load files."""
+        import deepspeed
+
+        scratch = f"file://{self._context.scratch.absolute()}"
+        os.environ |= {name: value or scratch for name, value in TRACKERS_OFF.items()}
+        for name in SAVERS:
+            patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}"))
+        patch(torch, "save", self._save)
+        patch(torch, "load", self._load)
+        for name in ("rename", "replace"):
+            patch(os, name, self._rename)
+        for name in ("remove", "unlink"):
+            patch(os, name, self._remove)
+        writer = "torch.utils.tensorboard.writer"
+        after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
+        sys.addaudithook(self._audit)
+        self._context.at_end.append(self.close)
+
+    def close(self) -> None:
+        """Removes folders that the script made and left empty, and lists the files that it wrote elsewhere."""
+        for folder in reversed(self._folders):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        for path in self._files[:MAX_FILES_NAMED]:
+            self._context.once(f"the script itself writes {path}, in every trial")
+        if len(self._files) > MAX_FILES_NAMED:
+            n_more = len(self._files) - MAX_FILES_NAMED
+            self._context.once(f"the script itself writes {n_more} more files, in every trial")
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Saves into the scratch folder, where `_load` finds it; drops weights, which cost time and space."""
+        target = args[1] if len(args) > 1 else kwargs.get("f")
+        if not isinstance(target, str | os.PathLike) or self._is_ours(os.fspath(target)):
+            return original(*args, **kwargs)
+        saved = args[0] if args else kwargs["obj"]
+        if self._holds_weights(saved):
+            self._context.once("torch.save of the model is not carried out in trials")
+            self._unsaved.add(os.path.abspath(target))
+            return None
+        path = self._in_scratch(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        others = {name: value for name, value in kwargs.items() if name not in ("obj", "f")}
+        return original(saved, path, *args[2:], **others)
+
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("f")
+        if isinstance(source, str | os.PathLike):
+            if self._in_scratch(source).exists():
+                kwargs.pop("f", None)
+                return original(self._in_scratch(source), *args[1:], **kwargs)
+            if os.path.abspath(source) in self._unsaved and not os.path.exists(source):
+                self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
+        return original(*args, **kwargs)
+
+    def _rename(self, original: Callable[..., Any], source: Any, target: Any, **kwargs: Any) -> Any:
+        """Follows a file that is written under another name and then moved into its place."""
+        if isinstance(source, str | os.PathLike) and isinstance(target, str | os.PathLike):
+            if self._in_scratch(source).exists():
+                return original(self._in_scratch(source), self._in_scratch(target))
+            if os.path.abspath(source) in self._unsaved:
+                return self._unsaved.add(os.path.abspath(target))
+        return original(source, target, **kwargs)
+
+    def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | os.PathLike):
+            if self._in_scratch(path).exists():
+                return original(self._in_scratch(path))
+            if os.path.abspath(path) in self._unsaved and not os.path.lexists(path):
+                return None
+        return original(path, **kwargs)
+
+    def _in_scratch(self, path: str | os.PathLike[str]) -> Path:
+        """Where a file goes instead; all ranks share it, so that one may write what the others read."""
+        absolute = os.path.abspath(path)
+        digest = hashlib.sha256(absolute.encode()).hexdigest()[:8]
+        return self._context.scratch / f"{digest}-{os.path.basename(absolute)}"
+
+    def _holds_weights(self, saved: Any) -> bool:
+        """Whether an object holds tensors of the trained model, or as many numbers as it has."""
+        if self._context.meter is None:
+            return False
+        parameters = list(self._context.meter.engine.module.parameters())
+        own = {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
+        tensors = [tensor for tensor in tensors_in(saved) if tensor.is_floating_point()]
+        if any(not tensor.is_sparse and tensor.untyped_storage().data_ptr() in own for tensor in tensors):
+            return True
+        size = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
+        return sum(tensor.numel() for tensor in tensors) >= size > 0
+
+    def _summary_writer(self, original: Callable[..., Any], writer: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["log_dir"] = str(self._context.scratch / "tensorboard")
+        original(writer, *args[1:], **kwargs)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Notes folders that are made and files that are opened for writing."""
+        if event == "os.mkdir" and isinstance(arguments[0], str | bytes | os.PathLike):
+            path = os.path.abspath(os.fsdecode(arguments[0]))
+            if not self._is_ours(path) and not os.path.lexists(path):
+                self._folders.append(path)
+        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
+            return
+        if not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        path = os.path.abspath(arguments[0])
+        if path in self._files or self._is_ours(path) or "__pycache__" in path:
+            return
+        # A library that writes elsewhere writes its own cache.
+        if path.startswith(self._working_dir) or users_caller():
+            self._files.append(path)
+
+    def _is_ours(self, path: str) -> bool:
+        ours = (self._folder, "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
+        return os.path.abspath(path).startswith(ours)

@@ -1,0 +1,116 @@
+"""Monkey-patching: replace functions now, or right after their module is first imported; and find the user's calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Modules that only pass a call on: ours, torch, and those in which Lightning notes the arguments of loaders.
+TRANSPARENT_MODULES = (
+    "torch.",
+    "autotune.",
+    "functools.",
+    "contextlib.",
+    "lightning.fabric.utilities.data.",
+    "lightning_fabric.utilities.data.",
+)
+INSTALLED_FOLDERS = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Replaces a function by one that calls `hook(original, ...)`; for good, since the process ends with the trial.
+
+    Args:
+        owner: The module or class that holds it.
+        name: Its name there; nothing happens if there is none, as in another version of the library.
+        hook: Called instead, with the original function first.
+    """
+    if not hasattr(owner, name):
+        return
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    patched.original = original  # type: ignore[attr-defined]
+    setattr(owner, name, patched)
+
+
+def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) -> None:
+    """Patches a function of a module, and its copies in modules that have imported it under that name."""
+    original = getattr(module, name, None)
+    if original is None:
+        return
+    patch(module, name, hook)
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) == original:
+            setattr(other, name, getattr(module, name))
+
+
+def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Calls `callback(module)` now if the module is imported, else right after it has been executed.
+
+    That is before other modules can bind its functions by `from module import function`.
+
+    Args:
+        name: Full name of the module; it need not exist.
+        callback: Patches it.
+    """
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        callback(module)
+        return
+    _finder.callbacks.setdefault(name, []).append(callback)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the other finders find a module, and calls the callbacks after its execution."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.callbacks:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for callback in self.callbacks.pop(name, []):
+                callback(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _Finder()
+
+
+def users_caller() -> str | None:
+    """`file:line` of the nearest caller outside torch, DeepSpeed and autotune; None if that is an installed library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not f"{module}.".startswith(TRANSPARENT_MODULES):
+            path = os.path.abspath(frame.f_code.co_filename)
+            installed = any(path.startswith(folder) for folder in INSTALLED_FOLDERS)
+            return None if installed else f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

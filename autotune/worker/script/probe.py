@@ -1,0 +1,78 @@
+"""The probe of a script: describe it as a `Workload` after some steps that were only watched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune.space.deepspeed import DsConfig, precision_of, without_auto
+from autotune.system import redaction
+from autotune.trial.workload import Probed, Workload
+from autotune.worker.measure.meter import Meter
+from autotune.worker.model import samples
+from autotune.worker.profile.script import ForwardProfile
+from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.engine import PreparedModel
+
+
+def workload_of(
+    context: ScriptContext,
+    meter: Meter,
+    prepared: PreparedModel,
+    profile: ForwardProfile | None,
+    *,
+    plain_backward: bool,
+) -> Workload:
+    """What the steps of a probe showed of the script; all ranks take part.
+
+    Args:
+        context: The script.
+        meter: What watched its engine.
+        prepared: Its model before DeepSpeed took it.
+        profile: What followed its first forward, if anything did.
+        plain_backward: The script calls `loss.backward()` rather than `engine.backward(loss)`.
+    """
+    seen, engine, report = meter.observe(), meter.engine, context.report
+    counted = seen.loader_batch_size or seen.micro_batch_size
+    if counted != seen.micro_batch_size:
+        report.caveats.append(
+            f"samples are counted where the loader draws them, {counted} at a time:"
+            f" the leading dimension at the engine's forward is {seen.micro_batch_size or 'not constant'}"
+        )
+    probed = Probed(
+        ds_config=redaction.without_secrets(_with_dtype(context, prepared.own_config, seen.dtype)),
+        micro_batch_size=counted,
+        gradient_accumulation_steps=seen.gradient_accumulation_steps,
+        family=context.family or "raw DeepSpeed",
+        checkpoint_every=prepared.watch.every,
+        plain_backward=plain_backward,
+        flags=report.flags,
+        config_source=prepared.config_source,
+        configured_accumulation=engine.gradient_accumulation_steps(),
+        model_parallel_size=context.request.world_size // meter.data_parallel,
+        pipeline_stages=getattr(engine, "num_stages", 0),
+        expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
+        learning_rates=prepared.own_rates,
+    )
+    workload = replace(
+        prepared.workload,
+        script=probed,
+        optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
+        caveats=[*prepared.workload.caveats, *report.caveats],
+        data=samples.describe(iter(meter.batches.shapes)),
+    )
+    if profile is None:
+        return workload
+    found = profile.profile(workload, prepared.own_config, seen.micro_batch_size)
+    return replace(workload, profile=found)
+
+
+def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:
+    """The script's configuration, with the type of 16-bit weights that it does not tell DeepSpeed about."""
+    section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    if section is None or precision_of(without_auto(own)) != "fp32":
+        return own
+    context.once(
+        f"the script trains {dtype} weights that DeepSpeed is not told of, without an fp32 copy;"
+        f" the baseline says `{section}` in its configuration, and has one"
+    )
+    return {**own, section: {"enabled": True}}

@@ -1,0 +1,256 @@
+"""The optimizer steps of a script: count its passes, time its steps, and end the trial when it has been measured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from autotune.scoring import step_times
+from autotune.trial import folder
+from autotune.worker import rank
+from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
+from autotune.worker.measure.meter import Meter
+from autotune.worker.measure.window import Window
+from autotune.worker.model import weights
+from autotune.worker.profile.script import ForwardProfile
+from autotune.worker.script import pipeline, probe
+from autotune.worker.script.context import ScriptContext, ScriptError
+from autotune.worker.script.engine import PreparedModel
+from autotune.worker.script.patching import patch
+
+PROBE_STEPS = 3
+
+
+class StepHooks:
+    """Hooks on the trained engine's forward, backward and step.
+
+    Args:
+        context: The script under trial.
+    """
+
+    def __init__(self, context: ScriptContext) -> None:
+        self._context = context
+        self._prepared: PreparedModel | None = None
+        self._profile: ForwardProfile | None = None
+        self._window: Window | None = None
+        self._afterwards: Iterator[None] | None = None
+        self._total: torch.Tensor | None = None
+        self._n_backward = 0
+        self._begun = self._reached = self._summed = self._plain_backward = False
+
+    def install(self) -> None:
+        """Patches the backward functions that a script may call."""
+        import deepspeed
+
+        patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
+        patch(torch.Tensor, "backward", self._tensor_backward)
+
+    def attach(self, engine: Any, prepared: PreparedModel) -> None:
+        """Starts to measure an engine."""
+        context, self._prepared = self._context, prepared
+        batches = BatchObserver(engine, forgiving=True)
+        meter = Meter(
+            context.recorder, context.request, engine, batches, context.memory, prepared.watch, prepared.noise,
+            prepared.gradients,
+        )  # fmt: skip
+        context.meter = meter
+        if hasattr(engine, "train_batch"):
+            pipeline.attach(context, meter, engine, self._stepped)
+        else:
+            engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
+            if context.candidate is None and not getattr(engine, "is_compiled", False):
+                self._profile = ForwardProfile(engine, prepared.blocks)
+            engine.backward = functools.partial(self._engine_backward, engine.backward)
+            if hasattr(engine, "_backward_prologue"):
+                engine._backward_prologue = functools.partial(self._on_prologue, engine._backward_prologue)
+            engine.step = functools.partial(self._engine_step, engine.step)
+        context.recorder.enter("warmup")
+        self._window = self._next_window()
+
+    def script_ended(self) -> None:
+        """Ends the trial of a script that ran to its end.
+
+        Raises:
+            ScriptError: It made too few steps.
+        """
+        context = self._context
+        if context.meter is None:
+            raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
+        self._gather_rest()
+        n, needed = len(context.report.step_times_s), 1
+        if context.candidate is not None:
+            needed = min(context.request.max_steps, step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS)
+        if n < needed:
+            raise ScriptError(
+                f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more data"
+            )
+        context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")
+        self._end()
+
+    @property
+    def _meter(self) -> Meter:
+        assert self._context.meter is not None
+        return self._context.meter
+
+    # Forward, backward, step
+
+    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if torch.is_grad_enabled() and engine.training:
+            self._meter.enter("forward")
+        return self._context.cast(engine, args, kwargs)
+
+    def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._context.inside_backward():  # of any engine: a critic's passes do not count
+            return original(*args, **kwargs)
+
+    def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        # A framework that scales micro-batches itself passes parts of the step's loss.
+        self._summed = self._context.sums_losses or kwargs.get("scale_wrt_gas") is False
+        if self._context.sums_losses and self._meter.gradients is not None:
+            self._meter.gradients.divided_by = self._meter.engine.gradient_accumulation_steps()
+        self._meter.enter("backward")
+        with self._context.inside_backward():
+            result = original(loss, *args, **kwargs)
+        self._went_backward(loss)
+        return result
+
+    def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        meter = self._context.meter
+        if meter is None or self._context.in_backward or not meter.batches.went_forward:
+            return original(tensor, *args, **kwargs)
+        # DeepSpeed calls the prologue when a pass reaches the engine's output; versions without one count every pass.
+        self._reached = not hasattr(meter.engine, "_backward_prologue")
+        meter.enter("backward")
+        with self._context.inside_backward():
+            result = original(tensor, *args, **kwargs)
+        if self._reached:
+            self._plain_backward = True
+            self._went_backward(tensor)
+        return result
+
+    def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._reached = True
+        return original(*args, **kwargs)
+
+    def _went_backward(self, loss: Any) -> None:
+        self._meter.backward()
+        self._note_loss(loss)
+        self._meter.enter("step")
+
+    def _note_loss(self, loss: Any) -> None:
+        self._n_backward += 1
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            value = loss.detach().float().reshape(())
+            self._total = value if self._total is None else self._total + value
+
+    def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._meter.enter("step")
+        result = self._meter.update(functools.partial(original, *args, **kwargs))
+        self._stepped()
+        self._meter.enter("data")
+        return result
+
+    def _stepped(self, loss: Any = None) -> None:
+        """Looks whether the engine took an optimizer step.
+
+        Args:
+            loss: Loss of the step, for engines whose backward calls are not seen.
+        """
+        if loss is not None:
+            self._note_loss(loss)
+        if not self._meter.batches.step():
+            return
+        try:
+            self._boundary()
+        except BaseException as error:  # the script must not catch it
+            self._context.abort(error)
+
+    # Windows of steps
+
+    def _boundary(self) -> None:
+        """Handles the end of an optimizer step."""
+        if self._afterwards is not None:
+            self._go_on()
+            return
+        meter, window = self._meter, self._window
+        assert window is not None
+        total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
+        loss = total.to(meter.device) / (1 if self._summed else max(1, self._n_backward))
+        self._total, self._n_backward = None, 0
+        window.add(loss, ragged=meter.batches.ragged)
+        if len(window) < meter.ledger.window_steps():
+            return
+        meter.enter("")
+        window.gather(len(window))
+        self._consider_ending()
+        self._window = self._next_window()
+
+    def _consider_ending(self) -> None:
+        """Ends the warm-up or the trial when enough steps were seen."""
+        meter, n = self._meter, len(self._context.report.step_times_s)
+        if self._context.candidate is None:
+            if n >= PROBE_STEPS:
+                self._end()
+            return
+        if not self._begun and n >= min(2, self._context.request.max_steps):
+            assert self._prepared is not None
+            meter.begin()
+            self._prepared.watch.stop()
+            self._begun = True
+        if self._begun and meter.ledger.done():
+            self._afterwards = meter.afterwards()
+            self._go_on()
+
+    def _next_window(self) -> Window:
+        window = Window(self._meter.engine, self._meter.ledger)
+        if self._context.candidate is not None and len(self._context.report.step_times_s) == 1:
+            self._meter.take_apart()
+        return window
+
+    def _gather_rest(self) -> None:
+        """Gathers the last steps that all ranks have seen, when the script ends inside a window."""
+        if self._afterwards is not None or self._window is None:
+            return
+        n = torch.tensor(len(self._window), device=self._meter.device)
+        dist.all_reduce(n, op=dist.ReduceOp.MIN)
+        if int(n):
+            self._window.gather(int(n))
+
+    def _go_on(self) -> None:
+        """Starts the next step that is taken apart or traced, or ends the trial after the last of them."""
+        assert self._afterwards is not None
+        if next(self._afterwards, self) is self:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """Writes what was measured and ends the process; all ranks get here at the same step."""
+        context, meter, prepared = self._context, self._meter, self._prepared
+        assert prepared is not None
+        self._compare_data(meter)
+        context.clean_up()
+        if context.candidate is not None:
+            meter.finish()
+            if context.request.save_weights is not None:
+                weights.save(meter.engine, Path(context.request.save_weights))
+        else:
+            found = probe.workload_of(context, meter, prepared, self._profile, plain_backward=self._plain_backward)
+            if context.report.rank == 0:
+                folder.write_record(context.recorder.folder.workload, found)
+        rank.complete(context.recorder)
+
+    def _compare_data(self, meter: Meter) -> None:
+        """Notes it if all ranks were fed the same batches."""
+        # Only the first stages of a pipeline take in data.
+        checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
+        own = torch.tensor((checksums + [0] * N_CHECKSUMS)[:N_CHECKSUMS], dtype=torch.float64)
+        rows = [torch.empty_like(own, device=meter.device) for _ in range(self._context.request.world_size)]
+        dist.all_gather(rows, own.to(meter.device))
+        rows = [row for row in rows if row.any()]
+        if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self._context.report.rank == 0:
+            text = "all ranks are fed the same data: no DistributedSampler, or one seed for all of them"
+            self._context.report.caveats.append(text)

@@ -1,0 +1,297 @@
+"""What autotune costs beyond the training it measures: `python benchmarks/overhead.py NAME [--rounds N]`.
+
+Each case writes `results/NAME.json`:
+
+    startup    a warm 2-rank ZeRO-1 trial without its steps, against torchrun of the same trial, interleaved
+    hooks      a script's own step times under our hooks, against torchrun of the script, interleaved (goal: ratio <= 1.02)
+    claim      the step time that a trial reports, against torchrun of the same configuration, interleaved
+    scripts    a warm trial of a training script beyond its own steps, and what a study of one costs once (goal: < 3 s)
+    executors  what local, Slurm, Ray and ssh cost a 2-rank trial on the loopback of one machine, interleaved
+    driver     driver time per trial (propose, write, read, tell, print) in a study whose trials take no time
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, plain_trial, write
+from rich.console import Console
+
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.executors.cluster import ClusterExecutor, settings_for
+from autotune.executors.local import LocalExecutor
+from autotune.executors.ray import Ray
+from autotune.executors.slurm import Slurm
+from autotune.executors.ssh import Hosts, read_hostfile
+from autotune.report.progress import ProgressView
+from autotune.scoring import step_times
+from autotune.search import SAMPLERS
+from autotune.space.candidate import Candidate
+from autotune.study.runner import Runner
+from autotune.study.setup import capture
+from autotune.study.setup.engine import executor_for
+from autotune.study.setup.plan import plan
+from autotune.study.spec.spec import StudySpec
+from autotune.study.storage import records
+from autotune.trial.folder import TrialDir
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.workload import Script
+
+CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
+PLAIN_TRIAL = Path(__file__).parent / "plain_trial.py"
+RANKS, START_UP_STEPS = 2, 7
+ZERO_1 = Candidate(micro_batch_size=8, zero_stage=1)
+Figures = dict[str, Any]
+
+
+def request_of(target: Path, candidate: Candidate, **fields: Any) -> TrialRequest:
+    given = {"world_size": RANKS, "ds_config": candidate.to_deepspeed(), "budget_s": 1e6} | fields
+    return TrialRequest(target=str(target), candidate=candidate.values(), **given)
+
+
+def timed(executor: Executor, folder: Path, request: TrialRequest) -> tuple[float, TrialResult]:
+    """Runs a trial to its end; returns its wall seconds, seen from the driver, and its result."""
+    start = time.perf_counter()
+    result = base.run(executor, folder, request)
+    wall_s = time.perf_counter() - start
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    return wall_s, result
+
+
+@contextlib.contextmanager
+def warm_server(folder: Path) -> Iterator[LocalExecutor]:
+    executor = LocalExecutor(["torch", "deepspeed"], folder / "server.log")
+    try:
+        executor.start()
+        yield executor
+    finally:
+        executor.close()
+
+
+def compared(pairs: Sequence[tuple[float, float]], ours: str, theirs: str) -> Figures:
+    """Medians of interleaved pairs, and the median of their ratios, the first over the second."""
+    first, second = zip(*pairs, strict=True)
+    ratio = statistics.median(a / b for a, b in pairs)
+    return {ours: statistics.median(first), theirs: statistics.median(second), "ratio": ratio, "pairs": pairs}
+
+
+def startup(folder: Path, rounds: int) -> Figures:
+    pairs = []
+    start = time.perf_counter()
+    with warm_server(folder) as executor:
+        server_s = time.perf_counter() - start
+        for number in range(rounds + 1):  # the first round only warms up
+            request = request_of(CODE_GPT, ZERO_1, max_steps=START_UP_STEPS)
+            wall_s, result = timed(executor, folder / str(number), request)
+            plain_s, times = plain_trial(CODE_GPT, ZERO_1.to_deepspeed(), folder, START_UP_STEPS)
+            pairs.append((plain_s - sum(times), wall_s - sum(result.step_times_s)))
+    return compared(pairs[1:], "torchrun_s", "warm_s") | {"server_start_s": server_s}
+
+
+def hooks(folder: Path, rounds: int) -> Figures:
+    n_steps, settling = 60, 15
+    candidates = {
+        "ZeRO 1": ZERO_1,
+        # The most calls of the hooks in a second of training: many small micro-batches.
+        "ZeRO 2, accumulation 8": Candidate(micro_batch_size=1, gradient_accumulation_steps=8, zero_stage=2),
+    }
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    with warm_server(folder) as executor:
+        for number in range(rounds):
+            for name, candidate in candidates.items():
+                script = Script(
+                    arguments=(str(CODE_GPT), "{ds_config}", str(n_steps)), working_dir=str(folder),
+                    micro_batch_size=candidate.micro_batch_size,
+                    gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+                )  # fmt: skip
+                # More steps and samples are asked for than the script has, so that the trial does not end before it.
+                request = request_of(PLAIN_TRIAL, candidate, script=script, max_steps=10 * n_steps, min_samples=10**12)
+                trial = folder / f"{number}-{name}"
+                _, result = timed(executor, trial, request)
+                assert result.observed is not None and result.observed.mismatch(candidate, RANKS) is None
+                log = TrialDir(trial).log(0).read_text().splitlines()
+                said = next(line.removeprefix("STEPS") for line in log if line.startswith("STEPS"))
+                _, times = plain_trial(CODE_GPT, candidate.to_deepspeed(), folder, n_steps)
+                hooked_s, plain_s = (statistics.median(each[settling:]) for each in (json.loads(said), times))
+                pairs[name].append((hooked_s, plain_s))
+    return {name: compared(each, "hooked_s", "plain_s") for name, each in pairs.items()}
+
+
+def claim(folder: Path, rounds: int) -> Figures:
+    accumulating = Candidate(micro_batch_size=8, gradient_accumulation_steps=2, precision="bf16", zero_stage=2)
+    cases = {
+        "fp32, ZeRO 0": (CODE_GPT, Candidate(micro_batch_size=8), 25),
+        "bf16, ZeRO 1": (CODE_GPT, replace(ZERO_1, precision="bf16"), 25),
+        "bf16, ZeRO 2, accumulation 2": (CODE_GPT, accumulating, 25),
+        "a small model": (SMALL, Candidate(micro_batch_size=8), 400),  # steps of milliseconds
+    }
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    with warm_server(folder) as executor:
+        for number in range(rounds):
+            for name, (target, candidate, steps) in cases.items():
+                request = request_of(target, candidate, max_steps=steps, min_samples=10**9)
+                _, result = timed(executor, folder / f"{number}-{name}", request)
+                assert result.steps is not None
+                _, times = plain_trial(target, candidate.to_deepspeed(), folder, steps)
+                pairs[name].append((step_times.summarise(times).median_s, result.steps.median_s))
+    return {name: compared(each, "torchrun_s", "claimed_s") for name, each in pairs.items()}
+
+
+def scripts(folder: Path, rounds: int) -> Figures:
+    command = f"torchrun --standalone --nproc_per_node {RANKS} {PLAIN_TRIAL} {CODE_GPT} {{ds_config}} 100000"
+    clock = [time.perf_counter()]
+
+    def lap() -> float:
+        clock.append(time.perf_counter())
+        return clock[-1] - clock[-2]
+
+    invocation, _ = capture.capture(command, folder)
+    once = {"launch_command_s": lap()}
+    spec = StudySpec.of_command(invocation, {"base_config": {"train_micro_batch_size_per_gpu": 8}})
+    trials = []
+    with executor_for(spec, folder) as executor:
+        once["server_start_s"] = lap()
+        found = plan(spec, executor, folder)
+        once["probe_and_second_run_s"] = lap()
+        for number in range(rounds):
+            candidate = replace(found.baseline, zero_stage=number % 4)
+            request = request_of(
+                spec.target, candidate, ds_config=found.ds_config(candidate), world_size=found.world_size,
+                max_steps=START_UP_STEPS, script=found.script(candidate),
+            )  # fmt: skip
+            wall_s, result = timed(executor, folder / "trials" / str(number), request)
+            beyond_s = wall_s - sum(result.step_times_s)
+            trials.append({"zero_stage": candidate.zero_stage, "beyond_steps_s": beyond_s})
+    return {
+        "beyond_steps_s": statistics.median(each["beyond_steps_s"] for each in trials),
+        "once": once,
+        "trials": trials,
+    }
+
+
+@contextlib.contextmanager
+def engines(root: Path) -> Iterator[dict[str, tuple[Executor, int]]]:
+    """Every engine that is installed here, and the machines of a trial on it; what is left out is said."""
+    from support.clusters import ray_cluster, slurm, two_hosts, why_no_hosts, why_no_ray, why_no_slurm
+
+    settings = settings_for(["torch"], {}, 600.0)
+    missing = {"slurm": why_no_slurm(), "ray": why_no_ray(), "ssh": why_no_hosts()}
+    for name, why in missing.items():
+        if why:
+            print(f"left out: {name}: {why}", file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        found: dict[str, tuple[Executor, int]] = {"local": (LocalExecutor(["torch"], root / "server.log"), 1)}
+        if not missing["slurm"]:
+            stack.enter_context(slurm(root / "slurm"))
+            found["slurm"] = ClusterExecutor(Slurm({}, 1, "autotune-benchmark"), root / "slurm-agents", settings, 2), 2
+        if not missing["ray"]:
+            stack.enter_context(ray_cluster())
+            found["ray"] = ClusterExecutor(Ray({}, 1), root / "ray-agents", settings, 2), 2
+            found["ray, files by ray"] = ClusterExecutor(Ray({"files": "ray"}, 1), root / "ray-files", settings, 2), 2
+        if not missing["ssh"]:
+            hosts = stack.enter_context(two_hosts(root / "hosts"))
+            engine = Hosts({"ssh": hosts.ssh, "address": "10.203.0.1"}, list(read_hostfile(hosts.hostfile)))
+            found["ssh"] = ClusterExecutor(engine, root / "ssh-agents", settings, 2), 2
+        yield found
+
+
+def executors(folder: Path, rounds: int) -> Figures:
+    """`engine_s` is the wall time less the time that the ranks ran; `beyond_steps_s` less the training steps only."""
+    goals_s = {"local": 0.6, "slurm": 3.0, "ray": 3.0}
+    figures: Figures = {}
+    with engines(folder) as found:
+        # One Ray group fits the cluster at a time, so the two ways of carrying files come one after the other.
+        for carried in (False, True):
+            part = [name for name in found if ("files" in name) == carried]
+            trials: dict[str, list[dict[str, float]]] = {name: [] for name in part}
+            try:
+                for number in range(rounds + 1):
+                    for name in part:
+                        executor, nodes = found[name]
+                        if number == 0:
+                            executor.start()
+                        request = request_of(CODE_GPT, ZERO_1, nodes=nodes, max_steps=START_UP_STEPS)
+                        wall_s, result = timed(executor, folder / f"{name}-{number}", request)
+                        beyond_s = wall_s - sum(result.step_times_s)
+                        trials[name].append({"engine_s": wall_s - result.wall_s, "beyond_steps_s": beyond_s})
+            finally:
+                for name in part:
+                    found[name][0].close()
+            for name, each in trials.items():
+                # The first trial waits until the machines are there and have imported torch.
+                figures[name] = {key: statistics.median(trial[key] for trial in each[1:]) for key in each[0]}
+                figures[name] |= {"first_s": each[0]["engine_s"], "rounds": each[1:]}
+    goals = {
+        name: {"wanted_s": goal_s, "met": figures[name]["engine_s"] < goal_s}
+        for name, goal_s in goals_s.items()
+        if name in figures
+    }
+    return {"engines": figures, "targets": goals}
+
+
+def driver(folder: Path, rounds: int, samplers: Sequence[str] = tuple(SAMPLERS)) -> Figures:
+    from support.instant import Instant, plan_of
+
+    class TimedInstant(Instant):
+        spent_s = 0.0
+
+        def submit(self, folder: TrialDir) -> Instant:
+            start = time.perf_counter()
+            super().submit(folder)
+            self.spent_s += time.perf_counter() - start
+            return self
+
+    def per_trial(sampler: str) -> dict[str, float]:
+        # Time to a loss needs no probe of the noise scale, and so leaves the global batch free.
+        to_loss = {"name": "convergence", "metric": "time_to_loss_s"}
+        objectives = ["latency", "throughput", to_loss, "memory"]
+        settings = {"objectives": objectives, "finalists": 0, "stop_below": 0, "sampler": sampler, "trials": rounds}
+        spec = StudySpec.of(CODE_GPT, {"name": sampler, **settings})
+        executor, view = TimedInstant(), ProgressView(Console(file=io.StringIO()))
+        runner = Runner(plan_of(spec), executor, folder / sampler, records.default_url(folder), view)
+        start = time.perf_counter()
+        runner.run()
+        # What the stub of an engine takes itself is the trial's.
+        spent_s = time.perf_counter() - start - executor.spent_s
+        return {"mean_s": spent_s / rounds}
+
+    return {"n_trials": rounds, "seconds_per_trial": {sampler: per_trial(sampler) for sampler in samplers}}
+
+
+# The case, its rounds by default (for `driver`: trials), and the name of its results.
+CASES: dict[str, tuple[Callable[[Path, int], Figures], int, str]] = {
+    "startup": (startup, 5, "startup"),
+    "hooks": (hooks, 5, "hook_overhead"),
+    "claim": (claim, 3, "claim"),
+    "scripts": (scripts, 5, "script_startup"),
+    "executors": (executors, 5, "executor_overhead"),
+    "driver": (driver, 200, "driver_overhead"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=CASES)
+    parser.add_argument("--rounds", type=int, help="interleaved rounds; for `driver` the trials of each study")
+    given = parser.parse_args()
+    measure, rounds, results = CASES[given.name]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(Path(folder), given.rounds or rounds)
+    write(results, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""How a configuration scales: the figures, the configurations compared, and the command on real ranks."""
+
+import io
+import json
+import os
+import re
+import shutil
+from html import unescape
+
+import plotly.graph_objects as go
+import pytest
+import typer.main
+from rich.console import Console
+from support.commands import autotune, one_sentence
+
+from autotune.cli import scale as scale_command
+from autotune.cli.app import app
+from autotune.cli.scale import equal_threads, measure, rank_counts
+from autotune.errors import UserError
+from autotune.report.page import scaling as page
+from autotune.report.progress import ProgressView
+from autotune.scoring.scaling import Run, ScalingError, candidates, scaling
+from autotune.space.candidate import Candidate
+from autotune.study.setup import plan
+from autotune.study.spec.spec import StudySpec
+
+BASE = Candidate(micro_batch_size=4, gradient_accumulation_steps=2)
+
+
+def run(world_size, rate, round_=0, **more):
+    return Run(world_size=world_size, round=round_, samples_per_s=rate, step_s=16 / rate, samples_per_step=16, **more)
+
+
+def test_strong_scaling_keeps_the_global_batch_and_the_memory_of_a_rank():
+    found = candidates(BASE, [1, 2, 4], "strong")
+    assert {c.global_batch_size(n) for n, c in found.items()} == {32} and {
+        c.micro_batch_size for c in found.values()
+    } == {4}
+    assert found[4] == BASE
+
+
+def test_weak_scaling_keeps_what_a_rank_does():
+    assert set(candidates(BASE, [4, 1], "weak").values()) == {BASE}
+
+
+def test_rank_counts_that_cannot_keep_the_global_batch_are_refused_with_the_remedy():
+    with pytest.raises(ScalingError, match=r"3 does not divide 4.*--weak"):
+        candidates(BASE, [1, 3, 4], "strong")
+
+
+def test_speedup_and_efficiency_are_those_of_the_throughputs():
+    one, two, four = scaling([run(1, 10.0), run(2, 18.0), run(4, 25.0)], 1000)
+    assert (one.speedup, one.efficiency, one.serial_share) == (1.0, 1.0, None)
+    assert (
+        two.speedup == pytest.approx(1.8)
+        and two.efficiency == pytest.approx(0.9)
+        and four.efficiency == pytest.approx(0.625)
+    )
+    assert four.epoch_s == pytest.approx(40.0) and four.speedup_ci95 is None
+
+
+def test_a_serial_tenth_is_found_at_every_number_of_ranks():
+    found = scaling([run(n, 10 / (0.1 + 0.9 / n)) for n in (1, 2, 4, 8)], None)
+    assert [scale.serial_share for scale in found[1:]] == pytest.approx([0.1] * 3)
+    assert found[0].epoch_s is None
+
+
+def test_a_machine_that_slows_down_between_rounds_changes_no_speedup():
+    steady = [run(n, 10.0 * n * 0.9 / (2 if r else 1), r) for r in (0, 1, 2) for n in (1, 2)]
+    found = scaling(steady, None)[1]
+    assert found.speedup == pytest.approx(2.0) and found.speedup_ci95 == pytest.approx((2.0, 2.0))
+
+
+def test_rounds_that_scatter_widen_the_interval():
+    found = scaling(
+        [
+            run(n, rate, r)
+            for r, rates in enumerate([(10, 19), (10, 16), (10, 18)])
+            for n, rate in zip((1, 2), rates, strict=True)
+        ],
+        None,
+    )
+    low, high = found[1].speedup_ci95
+    assert low < 1.6 < found[1].speedup < 1.9 < high
+
+
+def test_a_count_that_never_ran_is_left_out():
+    assert [scale.world_size for scale in scaling([run(1, 10.0), run(4, 30.0)], None)] == [1, 4] and scaling(
+        [], None
+    ) == []
+
+
+@pytest.mark.parametrize("text", ["", "2", "a,b", "0,2", "2,2", "-1,4"])
+def test_rank_counts_that_are_none_are_refused_with_an_example(text):
+    with pytest.raises(UserError, match="--ranks 1,2,4"):
+        rank_counts(text)
+
+
+def test_rank_counts_come_in_order():
+    assert rank_counts("4, 1,2") == [1, 2, 4]
+
+
+def test_the_threads_of_a_rank_are_the_same_for_all_and_put_back(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with equal_threads(10**6) as said:
+        assert os.environ["OMP_NUM_THREADS"] == "1" and "OMP_NUM_THREADS=1 " in said
+    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with equal_threads(2) as said:
+        assert os.environ["OMP_NUM_THREADS"] == "3" and "=3 " in said
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
+    found = scaling([run(1, 10.0, communication=0.0), run(2, 18.0, communication=0.1)], 1000)
+    page.write(found, "strong", "<script>alert(1)</script>", ["a <b>note</b>"], tmp_path / "scaling.html")
+    text = (tmp_path / "scaling.html").read_text()
+    shown = text.split('<script type="application/json"')[0]
+    assert "<script" not in shown and "<b>note" not in shown and "default-src 'none'" in unescape(shown)
+    assert shown.count('class="panel"') == 6 and "1.80x" in shown and not re.search(r"(src|href)=", shown)
+
+
+def test_every_quantity_has_a_panel_with_its_intervals_and_what_is_ideal():
+    rounds = [(10, 19), (10, 16), (10, 18)]
+    runs = [
+        run(n, rate, r, communication=0.1 * (n - 1))
+        for r, rates in enumerate(rounds)
+        for n, rate in enumerate(rates, 1)
+    ]
+    found = scaling(runs, 1000)
+    strong, weak = ({panel.title: panel for panel in page.panels(found, mode)} for mode in ("strong", "weak"))
+    assert list(strong) == list(weak) and len(strong) == 6
+    for panel in strong.values():
+        (_, _, _), (two, value, ends) = panel.values
+        assert two == 2 and ends[0] <= value <= ends[1], panel.title
+    ideals = {title: panel.ideal(2) / panel.values[0][1] for title, panel in strong.items() if panel.ideal}
+    assert ideals == pytest.approx({
+        "Training time: one epoch": 0.5, "Time of an optimizer step": 0.5, "Throughput": 2, "Speed-up": 2, "Parallel efficiency": 1,
+    })  # fmt: skip
+    assert weak["Time of an optimizer step"].ideal(2) == found[0].step_s  # twice the batch in the same time
+
+
+def test_what_is_not_known_has_no_panel():
+    titles = [panel.title for panel in page.panels(scaling([run(1, 10.0), run(2, 18.0)], None), "strong")]
+    assert len(titles) == 4 and not any("epoch" in title or "Communication" in title for title in titles)
+
+
+def test_an_interval_without_end_does_not_make_everything_else_flat():
+    wild = scaling(
+        [run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 2)]) for n, rate in enumerate(rates, 1)], None
+    )
+    assert wild[1].speedup_ci95[1] > 100
+    panel = next(panel for panel in page.panels(wild, "strong") if panel.title == "Speed-up")
+    assert page.figure(panel)["layout"]["yaxis"]["range"][1] < 4
+
+
+def test_the_picture_holds_every_panel_on_axes_of_its_own():
+    drawn = page.panels(scaling([run(1, 10.0), run(2, 18.0)], 1000), "strong")
+    picture = go.Figure(page.grid(drawn))
+    assert {trace.xaxis for trace in picture.data} == {f"x{n + 1}" if n else "x" for n in range(len(drawn))}
+    assert [note.text for note in picture.layout.annotations] == [f"{panel.title} ({panel.unit})" for panel in drawn]
+
+
+@pytest.mark.parametrize(("flags", "mode"), [((), "strong"), (("--strong",), "strong"), (("--weak",), "weak")])
+def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, mode, monkeypatch):
+    asked = []
+    monkeypatch.setattr(scale_command, "scale", lambda *given, **_: asked.append(given[3]) or 0)
+    typer.main.get_command(app).main(args=["scale", "model.py", *flags], prog_name="autotune", standalone_mode=False)
+    assert asked == [mode]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
+    """Weakly: two ranks do twice the samples in a step, each what one did."""
+    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
+    done = autotune(
+        "scale",
+        "ok.py",
+        "--ranks",
+        "1,2",
+        "--weak",
+        "--rounds",
+        "1",
+        "--base-config",
+        "ds.json",
+        "--json",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["mode"] == "weak" and [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [
+        (1, 8),
+        (2, 16),
+    ]
+    assert all(
+        each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in found["scales"]
+    )
+    assert "Weak scaling" in (tmp_path / "studies" / "ok" / "scaling.html").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.alone
+def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
+    found = plan.plan(
+        StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path
+    )
+    said = Console(file=io.StringIO())
+    runs, failures = measure(
+        found, executor, tmp_path, candidates(found.baseline, [1, 2], "strong"), 2, ProgressView(said)
+    )
+    assert failures == [] and [(each.round, each.world_size, each.samples_per_step) for each in runs] == [
+        (0, 1, 16), (0, 2, 16), (1, 1, 16), (1, 2, 16),
+    ]  # fmt: skip
+    one, two = scaling(runs, found.workload.n_samples)
+    assert one.communication == 0 and two.communication > 0 and two.speedup_ci95 is not None
+    assert "round 2 of 2: 2 ranks" in said.file.getvalue()
+
+
+@pytest.mark.process
+def test_a_wrong_list_of_ranks_ends_as_one_sentence(tmp_path, models):
+    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    assert "--ranks 1,2,4" in one_sentence(autotune("scale", "ok.py", "--ranks", "two", cwd=tmp_path))

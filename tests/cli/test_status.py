@@ -1,0 +1,238 @@
+"""A study followed from another terminal: the same lines, its end, and a sentence where there is nothing to follow."""
+
+import io
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.instant import Instant, failed, report, runner_of
+from support.zoo import wait_until
+
+from autotune.cli import status
+from autotune.errors import UserError
+from autotune.report.progress import ProgressView
+from autotune.study import events
+from autotune.study.lock import note_agent, run_under_way, study_lock
+from autotune.study.storage import records
+from autotune.trial.result import Outcome
+
+
+def view():
+    """A view that is no terminal, and what it shows."""
+    text = io.StringIO()
+    return ProgressView(Console(file=text, width=400, highlight=False)), text
+
+
+def ran(studies: Path, watcher, **changes):
+    """A study of trials that take no time, one of them crashed."""
+    behaviour = lambda c: failed(Outcome.CRASHED, "it broke") if c.micro_batch_size == 2 else report(c)  # noqa: E731
+    runner_of(studies, Instant(behaviour), watcher=watcher, trials=8, **changes).run()
+
+
+def test_another_terminal_sees_what_the_run_itself_shows(tmp_path):
+    here, shown_here = view()
+    there, shown_there = view()
+    folder = tmp_path / "studies" / "s"
+    with study_lock(folder) as lock:
+        note_agent(lock, "")
+        watched = events.Broadcast(events.Journal(folder), here)
+        watched.doing("profiling")
+        follower = threading.Thread(target=status.follow, args=(folder, os.getpid(), there))
+        follower.start()
+        ran(tmp_path / "studies", watched)
+        assert wait_until(lambda: shown_there.getvalue() == shown_here.getvalue())
+        assert follower.is_alive()
+    follower.join(5)
+    assert not follower.is_alive()
+    said = shown_there.getvalue()
+    assert "profiling" in said and "it broke" in said and "base" in said and "again" in said and "best so far" in said
+
+
+def test_whoever_comes_later_sees_it_from_the_beginning_and_no_line_twice(tmp_path):
+    here, shown_here = view()
+    there, shown_there = view()
+    folder = tmp_path / "studies" / "s"
+    with study_lock(folder):
+        watched = events.Broadcast(events.Journal(folder), here)
+        ran(tmp_path / "studies", watched)
+        follower = threading.Thread(target=status.follow, args=(folder, os.getpid(), there))
+        follower.start()
+        assert wait_until(lambda: shown_there.getvalue() == shown_here.getvalue())
+        time.sleep(3 * status.LOOK_S)
+    follower.join(5)
+    assert shown_there.getvalue() == shown_here.getvalue()
+
+
+def test_the_journal_of_an_earlier_run_is_passed_by(tmp_path):
+    events.Journal(tmp_path).say("of old")
+    follower = events.JournalReader(tmp_path, os.getpid() + 1)
+    assert list(follower.events()) == []
+    follower = events.JournalReader(tmp_path, os.getpid())
+    assert [event.text for event in follower.events()] == ["of old"] and list(follower.events()) == []
+    follower.close()
+
+
+def test_a_line_that_is_only_half_written_is_shown_when_it_is_whole(tmp_path):
+    path = events.path_in(tmp_path)
+    path.parent.mkdir()
+    path.write_text('{"run": 7}\n{"kind": "no')
+    follower = events.JournalReader(tmp_path, 7)
+    assert list(follower.events()) == []
+    with path.open("a") as file:
+        file.write('te", "text": "now"}\n')
+    assert [event.text for event in follower.events()] == ["now"]
+    follower.close()
+
+
+def test_a_line_that_a_full_disk_cut_short_is_passed_by(tmp_path, monkeypatch):
+    watched = events.Journal(tmp_path)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+    watched.say("it is full")
+    monkeypatch.undo()
+    watched.say("there is room again")
+    follower = events.JournalReader(tmp_path, os.getpid())
+    assert [event.text for event in follower.events()] == ["there is room again"]
+    follower.close()
+
+
+def test_a_line_of_another_version_is_passed_by(tmp_path):
+    events.Journal(tmp_path).say("known")
+    with events.path_in(tmp_path).open("a") as file:
+        file.write('{"kind": "tomorrow", "time_s": 0}\n[1]\n{"kind": "note", "text": "known, too", "new": 1}\n')
+    follower = events.JournalReader(tmp_path, os.getpid())
+    assert [event.text for event in follower.events()] == ["known", "known, too"]
+    follower.close()
+
+
+def test_in_a_terminal_seconds_pass_also_while_nobody_says_anything():
+    text = io.StringIO()
+    shown = ProgressView(Console(file=text, force_terminal=True, width=80, highlight=False))
+    with shown:
+        shown.emit(events.Event(kind=events.Kind.PHASE, text="importing torch", time_s=time.time() - 7))
+        assert wait_until(lambda: "importing torch  8 s" in text.getvalue())
+
+
+def test_what_is_quick_says_nothing_and_what_is_not_says_so_later():
+    text = io.StringIO()
+    shown = ProgressView(Console(file=text, force_terminal=True, width=80, highlight=False), after_s=0.5)
+    with shown:
+        shown.doing("reading the trials")
+        assert "reading" not in text.getvalue()
+        assert wait_until(lambda: "reading the trials" in text.getvalue())
+
+
+def test_looking_does_not_keep_a_run_from_starting(tmp_path):
+    stop = threading.Event()
+    with study_lock(tmp_path):
+        assert run_under_way(tmp_path) == os.getpid()
+
+    def look():
+        while not stop.is_set():
+            run_under_way(tmp_path)
+
+    lookers = [threading.Thread(target=look) for _ in range(2)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for _ in range(50):
+            with study_lock(tmp_path):
+                pass
+    finally:
+        stop.set()
+        for looker in lookers:
+            looker.join()
+    assert run_under_way(tmp_path) is None and run_under_way(tmp_path / "nowhere") is None
+
+
+def test_without_a_name_the_one_that_runs_is_meant_and_anything_else_is_said(tmp_path):
+    with pytest.raises(UserError, match="no study lies in"):
+        status.only_running(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "study.yaml").write_text("")
+    with pytest.raises(UserError, match=r"no study runs now.*: a, b"):
+        status.only_running(tmp_path)
+    with study_lock(tmp_path / "b"):
+        assert status.only_running(tmp_path) == "b"
+        with study_lock(tmp_path / "a"), pytest.raises(UserError, match="2 studies run now: a, b"):
+            status.only_running(tmp_path)
+
+
+def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "studies").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here, _ = view()
+    with study_lock(tmp_path / "studies" / "s"):
+        status.status(None, None, once=True, as_json=False)
+        assert "no trial has ended yet" in capsys.readouterr().out
+        status.status("s", None, once=False, as_json=True)
+        assert json.loads(capsys.readouterr().out)["process"] == os.getpid()
+        ran(tmp_path / "studies", here)
+        status.status("s", None, once=True, as_json=False)
+        assert f"process {os.getpid()} runs it now" in capsys.readouterr().out
+    status.status("s", None, once=False, as_json=False)
+    said = capsys.readouterr().out
+    assert said.startswith("study s: 8 trials") and "recommended" in said and "runs it now" not in said
+
+
+def test_a_study_that_ends_while_it_is_followed_ends_with_its_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    here, _ = view()
+    (tmp_path / "studies").mkdir()
+    begun, over = threading.Event(), threading.Event()
+
+    def run():
+        with study_lock(tmp_path / "studies" / "s"):
+            watched = events.Broadcast(events.Journal(tmp_path / "studies" / "s"), here)
+            ran(tmp_path / "studies", watched)
+            begun.set()
+            over.wait(10)
+
+    runner = threading.Thread(target=run)
+    runner.start()
+    assert begun.wait(30)
+    threading.Timer(0.5, over.set).start()
+    assert status.status("s", None, once=False, as_json=False) == 0
+    runner.join()
+    found = capsys.readouterr()
+    assert "it broke" in found.err and "recommended" in found.out
+
+
+def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_be_in_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "studies" / "s" / status.SCALING
+    begun, over = threading.Event(), threading.Event()
+
+    def measure():
+        with study_lock(folder, "s"):
+            events.Journal(folder).say("round 1 of 3: 2 ranks")
+            begun.set()
+            over.wait(10)
+
+    measuring = threading.Thread(target=measure)
+    measuring.start()
+    assert begun.wait(30) and status.running_studies(tmp_path / "studies") == {"s": os.getpid()}
+    with (
+        pytest.raises(UserError, match=r"study 's' is being run by process .*`autotune status s`"),
+        study_lock(folder, "s"),
+    ):
+        pass
+    threading.Timer(0.5, over.set).start()
+    assert status.status(None, None, once=False, as_json=False) == 0
+    measuring.join()
+    found = capsys.readouterr()
+    assert "round 1 of 3: 2 ranks" in found.err and "studies/s/scaling.html" in found.out
+
+
+def test_a_command_opens_the_database_of_its_study_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran(tmp_path / "studies", events.SILENT, finalists=0)
+    opened, original = [], records.open_storage
+    monkeypatch.setattr(records, "open_storage", lambda *args, **kw: opened.append(args) or original(*args, **kw))
+    status.status("s", None, once=True, as_json=True)
+    assert len(opened) == 1

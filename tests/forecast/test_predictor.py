@@ -1,0 +1,290 @@
+"""Memory and step time from formulas: the tables of ZeRO, DeepSpeed's real allocations, what grows with what."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune.forecast import memory, step_time
+from autotune.forecast.knobs import Knobs
+from autotune.forecast.predictor import Calibration, Predictor, probability_below, settings_of
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Machine, Pass, Profile
+
+P, N = 1_000_000, 4
+ZERO = "zero_optimization."
+PROFILE = Profile(
+    n_parameters=P, n_trainable=P, flops_per_sample=6e9, activation_bytes_per_sample=4e6, checkpointed_bytes_per_sample=1e6, n_blocks=4,
+    sequence=128,
+)  # fmt: skip
+GPU = Machine(
+    accelerator="cuda",
+    world_size=N,
+    flops={"fp32": 1e13, "bf16": 1e14},
+    memory_bytes_per_s=1e12,
+    link_alpha_s=1e-5,
+    link_bytes_per_s=1e10,
+)
+
+
+def of(*candidates, terms=memory.memory_terms, profile=PROFILE, machine=GPU):
+    return terms(Knobs.of(candidates), profile, machine)
+
+
+def states(**values):
+    """Weights, gradients, master and optimizer states in the second of two micro-steps, in bytes per parameter."""
+    found = of(Candidate.of({"micro_batch_size": 1000, "gradient_accumulation_steps": 2, **values}))
+    return [round(float(found[name][0]) / P, 6) for name in ("weights", "gradients", "master", "states")]
+
+
+def seconds(name, **values):
+    return float(of(Candidate.of({"micro_batch_size": 8, **values}), terms=step_time.step_time_terms)[name][0])
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, [2, 2, 4, 8]), (1, [2, 2, 1, 2]), (2, [2, 0.5, 1, 2]), (3, [0.5, 0.5, 1, 2])]
+)  # 16 P; 4 P + 12 P/N; 2 P + 14 P/N; 16 P/N
+def test_mixed_precision_adam_takes_the_bytes_of_the_zero_paper(stage, expected):
+    assert states(zero_stage=stage, precision="bf16") == expected
+
+
+@pytest.mark.parametrize(("stage", "total"), [(0, 16), (1, 8 + 12 / N), (2, 4 + 16 / N), (3, 16 / N)])
+def test_in_fp32_stages_1_and_2_clone_a_master_shard_and_the_others_do_not(stage, total):
+    assert sum(states(zero_stage=stage)) == pytest.approx(total)
+
+
+def test_fp32_sums_of_16_bit_gradients_are_unsharded_at_stage_1():
+    accumulating = {"precision": "bf16", "data_types.grad_accum_dtype": "fp32"}
+    assert states(zero_stage=1, **accumulating)[1] == 6
+    assert states(zero_stage=2, **accumulating)[1] == 4 / N
+
+
+def test_bf16_master_and_states_take_two_bytes_each():
+    settings = {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
+    assert states(zero_stage=1, precision="bf16", **settings)[2:] == [2 / N, 4 / N]
+
+
+def test_an_offloaded_optimizer_leaves_the_device():
+    assert states(zero_stage=2, precision="bf16", offload_optimizer="cpu") == [2, 0, 0, 0]
+
+
+def test_frozen_parameters_cost_their_weights_only_and_are_sharded_at_stage_3_only():
+    frozen = Profile(
+        n_parameters=P, n_trainable=P // 10, flops_per_sample=1e9, activation_bytes_per_sample=1e9, checkpointed_bytes_per_sample=1e9,
+        n_blocks=4, sequence=1,
+    )  # fmt: skip
+    at_2, at_3 = (
+        of(Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16"), profile=frozen) for stage in (2, 3)
+    )
+    assert at_2["weights"][0] == 2 * P and at_3["weights"][0] == 2 * P / N
+    assert at_2["states"][0] == 8 * P / 10 / N
+
+
+@pytest.mark.parametrize(
+    ("settings", "elements"),
+    [({}, 5e8), ({ZERO + "overlap_comm": True}, 1e9), ({ZERO + "contiguous_gradients": False}, 0)],
+)
+def test_a_device_holds_the_whole_bucket_even_for_a_smaller_model(settings, elements):
+    found = of(Candidate.of({"micro_batch_size": 100, "zero_stage": 2, "precision": "bf16", **settings}))
+    assert found["buckets"][0] == 2 * elements
+
+
+def phase(name, candidate, machine=GPU, profile=PROFILE):
+    return {
+        key: float(column[0])
+        for key, column in memory.memory_phases(Knobs.of([candidate]), profile, machine)[name].items()
+    }
+
+
+def test_on_a_cpu_only_the_touched_part_of_a_bucket_counts():
+    reduced = phase("reduce", Candidate(micro_batch_size=1, zero_stage=1), Machine.guess("cpu", 2))
+    assert reduced["buckets"] == 2 * 4 * P  # the bucket, and the flat copy that travels
+    assert reduced["gradients"] == 4 * P / 2  # the own part, copied out of it
+
+
+def test_an_optimizer_steps_on_a_flat_copy_of_its_shard_and_needs_scratch_for_it():
+    # torch's AdamW: sqrt(v) and sqrt(v) / c, 4 bytes each; with 16-bit weights the gradients are cast to fp32 first.
+    assert phase("step", Candidate(micro_batch_size=1, zero_stage=1, precision="bf16"))["step"] == (4 + 8) * P / N
+    assert phase("step", Candidate(micro_batch_size=1, precision="bf16"))["gradients"] == 2 * P
+
+
+def test_stage_3_keeps_small_parameters_whole_and_what_is_used_again_soon():
+    sized = replace(PROFILE, sizes=((100, 8000), (200_000, 1)))
+    settings = {"zero_stage": 3, ZERO + "stage3_prefetch_bucket_size": 0, ZERO + "stage3_max_reuse_distance": 0}
+    gathered = [
+        phase("backward", Candidate.of({"micro_batch_size": 1, **settings, **more}), profile=sized)["gathered"]
+        for more in ({ZERO + "stage3_param_persistence_threshold": 0}, {}, {ZERO + "stage3_max_reuse_distance": 2 * P})
+    ]
+    # Two of four blocks and what is outside them; the 800,000 elements of small ones; the whole model.
+    assert gathered == [4 * (2 * 0.9 / 4 + 0.1) * P, pytest.approx(4 * 800_000), 4 * P]
+
+
+def a_pass(*moments):
+    return Pass(
+        moments=moments, kept_bytes=(0, 0), largest_bytes=(0, 0), flops=(0, 1e9), moved_bytes=(1e6, 1e6), n_ops=100
+    )
+
+
+def test_the_peak_of_backward_weighs_activations_against_the_gradients_that_are_complete_by_then():
+    # Early much is alive and no gradient is complete; late it is the other way round.
+    followed = replace(PROFILE, passes={"fp32/0": a_pass((0, 10e6, 0), (1e6, 1e6, P))})
+    few, many = (phase("backward", Candidate(micro_batch_size=b), profile=followed) for b in (0.1, 8))
+    assert (few["activations"], few["gradients"]) == (1e6 + 0.1e6, 4 * P)
+    assert (many["activations"], many["gradients"]) == (80e6, 0)
+    again = phase("backward", Candidate(micro_batch_size=8, gradient_accumulation_steps=2), profile=followed)
+    assert (again["activations"], again["gradients"]) == (
+        80e6,
+        4 * P,
+    )  # those of the first micro-step are there all the time
+
+
+def test_a_pass_that_was_not_followed_lies_between_those_that_were():
+    followed = replace(PROFILE, passes={"fp32/0": a_pass((0, 4e6, 0)), "fp32/1": a_pass((0, 1e6, 0))})
+    every = [
+        phase("backward", Candidate(micro_batch_size=10, checkpoint_every=k), profile=followed)["activations"]
+        for k in (0, 1, 2)
+    ]
+    assert every == [40e6, 10e6, 25e6]
+    assert phase("backward", Candidate(micro_batch_size=10, precision="bf16"), profile=followed)["activations"] == 20e6
+
+
+def test_activations_are_linear_in_the_micro_batch_and_do_not_see_accumulation():
+    found = of(
+        *(Candidate(micro_batch_size=b, gradient_accumulation_steps=k) for b, k in ((100, 1), (200, 1), (200, 8)))
+    )["activations"]
+    assert found[1] == 2 * found[0] == found[2]
+
+
+def test_recomputing_every_block_keeps_what_the_profile_says_and_every_second_half_of_it():
+    every = [float(of(Candidate(micro_batch_size=100, checkpoint_every=k))["activations"][0]) for k in (0, 1, 2)]
+    assert every[0] == 4e8 and every[1] == 1e8 and every[2] == pytest.approx(2.5e8)
+
+
+def test_recomputation_costs_a_third_of_the_blocks_compute():
+    assert seconds("recompute", checkpoint_every=1) == pytest.approx(PROFILE.block_share / 3 * seconds("compute"))
+
+
+@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (3, 3)), (2, (3, 9)), (3, (3, 12))])
+def test_communication_follows_the_table_of_volumes(stage, volumes):
+    settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False} if stage else {})
+    for steps, volume in zip((1, 4), volumes, strict=True):
+        wire_s = seconds("communication", gradient_accumulation_steps=steps, **settings)
+        assert wire_s == pytest.approx(
+            step_time.WITHIN_A_STEP["cuda"] * volume * P * 4 * (N - 1) / N / GPU.link_bytes_per_s
+        )
+
+
+def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu_all():
+    counted = replace(PROFILE, passes={"fp32/0": a_pass((0, 1e6, 0))}, sizes=((1000, 50),))
+    few, many = Candidate(micro_batch_size=1, zero_stage=3), Candidate(micro_batch_size=4096, zero_stage=3)
+    for machine, hidden in ((GPU, True), (Machine.guess("cpu", N), False)):
+        found = step_time.step_time_terms(Knobs.of([few, many]), counted, machine)
+        host = found["bookkeeping"] + found["launches"]
+        assert (host[1] < 0.5 * host[0]) == hidden
+
+
+def test_over_gloo_a_scatter_is_an_all_reduce():
+    flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8}
+    on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))[
+        "communication"
+    ][0]
+    slower = step_time.WITHIN_A_STEP["cpu"] / step_time.WITHIN_A_STEP["cuda"]
+    assert on_cpu == pytest.approx(4 / 3 * slower * seconds("communication", **flat))
+
+
+def test_small_buckets_send_more_messages():
+    small, large = (
+        seconds("messages", **{"zero_stage": 2, ZERO + "reduce_bucket_size": size}) for size in (10_000, 1_000_000)
+    )
+    assert small > 10 * large
+
+
+def test_one_rank_communicates_nothing():
+    alone = Machine.guess("cuda", 1)
+    found = of(
+        *(Candidate(micro_batch_size=1, zero_stage=s) for s in range(4)), terms=step_time.step_time_terms, machine=alone
+    )
+    assert not found["communication"].any() and not found["messages"].any()
+
+
+def test_terms_are_finite_and_not_negative_for_any_candidate():
+    rng = random.Random(0)
+    candidates = [
+        Candidate(
+            micro_batch_size=rng.choice([1, 7, 4096]), gradient_accumulation_steps=rng.choice([1, 64]), zero_stage=rng.randrange(4),
+            precision=rng.choice(["fp32", "bf16", "torch_autocast"]), checkpoint_every=rng.randrange(5),
+            offload_optimizer=rng.choice(["none", "cpu"]), offload_param=rng.choice(["none", "cpu"]),
+        )
+        for _ in range(300)
+    ]  # fmt: skip
+    for profile in (PROFILE, Profile.guess(10, 5, 0)):
+        for terms in (memory.memory_terms, step_time.step_time_terms):
+            table = np.column_stack(list(of(*candidates, terms=terms, profile=profile).values()))
+            assert np.isfinite(table).all() and (table >= 0).all() and (table.sum(axis=1) > 0).all()
+
+
+def test_a_forecast_adds_up_and_its_interval_holds_it():
+    predictor = Predictor(PROFILE, GPU)
+    candidate = Candidate(micro_batch_size=8, zero_stage=2, precision="bf16")
+    for said in (predictor.memory(candidate), predictor.step_time(candidate)):
+        assert said.total.value == pytest.approx(sum(term.value for term in said.terms))
+        assert all(term.low <= term.value <= term.high for term in [*said.terms, said.total])
+        assert said.total.low < said.total.value < said.total.high
+        assert probability_below(said, said.total.value) == pytest.approx(0.5)
+        assert probability_below(said, said.total.high) == pytest.approx(0.95, abs=0.001)
+
+
+def test_measurements_scale_the_terms_that_are_off_and_narrow_the_interval():
+    """A machine whose runtime takes twice what is usual, and whose activations are 10 % larger."""
+    machine = Machine.guess("cpu", 2)
+    predictor = Predictor(PROFILE, machine)
+    candidates = [Candidate(micro_batch_size=b, zero_stage=z) for b in (2, 8, 32) for z in (0, 1, 2)]
+    other = Candidate(micro_batch_size=64, zero_stage=2)
+
+    def truth(candidate):
+        terms = dict(zip(memory.SPREADS, predictor.memory_terms([candidate])[0], strict=True))
+        return float(sum(v * {"workspace": 2.0, "activations": 1.1}.get(name, 1.0) for name, v in terms.items()))
+
+    before = predictor.memory(other)
+    for candidate in candidates:
+        predictor.learn(candidate, peak_memory_bytes=truth(candidate), step_time_s=None)
+    after = predictor.memory(other)
+    assert abs(before.total.value / truth(other) - 1) > 0.08
+    assert after.total.value == pytest.approx(truth(other), rel=0.03) and after.log_sd < before.log_sd
+    assert after.n_measured == len(candidates)
+
+
+def test_intervals_widen_where_the_measurements_scatter_more_than_was_stated():
+    rng = np.random.default_rng(0)
+    terms = rng.uniform(1, 2, (20, 3))
+    widths = []
+    for scatter in (0.02, 0.1):
+        calibration = Calibration([0.1, 0.1, 0.1], 0.1, 0.02).fit(
+            terms, terms.sum(axis=1) * np.exp(scatter * rng.standard_normal(20))
+        )
+        widths.append(float(calibration.predict(terms[:1])[1][0]))
+    assert 0.01 < widths[0] < 0.04 and widths[1] > 0.07
+
+
+def test_one_spoiled_measurement_does_not_bend_the_rest():
+    terms = np.random.default_rng(0).uniform(1, 2, (20, 3))
+    measured = terms.sum(axis=1)
+    measured[3] *= 2
+    mean, _ = Calibration([0.1, 0.1, 0.1], 0.1, 0.02).fit(terms, measured).predict(terms)
+    assert np.delete(np.abs(np.exp(mean) / measured - 1), 3).max() < 0.03
+
+
+def test_settings_of_a_configuration_are_dotted_paths_and_hold_where_a_candidate_says_nothing():
+    base = settings_of({"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}})
+    assert base == {ZERO + "reduce_bucket_size": 1000}
+    said, own = (
+        Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5})
+    )
+    assert Knobs.of([said, own], base).reduce_bucket.tolist() == [1000, 5]
+
+
+def test_a_guessed_workload_is_less_sure_of_its_activations():
+    guessed = Profile.guess(P, P, 4)
+    assert memory.spreads(guessed)["activations"] > memory.spreads(PROFILE)["activations"]
+    assert guessed.flops_per_sample == 6 * P * guessed.sequence

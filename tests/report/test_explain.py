@@ -1,0 +1,172 @@
+"""Why this configuration and not another: every answer rests on trials or on a prediction, and says which."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from support.instant import Instant, Watcher, failed, report, runner_of
+from typer.testing import CliRunner
+
+from autotune.cli.app import app
+from autotune.errors import UserError
+from autotune.report import load
+from autotune.report.explain import Evidence, read_setting
+from autotune.study.storage import records
+from autotune.trial.result import Outcome
+
+SPACE = [
+    {
+        "micro_batch_size": [2, 4, 8, 16, 512],
+        "gradient_accumulation_steps": [1, 2],
+        "precision": ["fp32", "bf16"],
+        "checkpoint_every": [0, 1],
+        "zero_stage": [0, 1, 2],
+    }
+]
+OBJECTIVES = ["latency", "throughput", "memory"]
+LIMIT = 10**10
+
+
+def machine(candidate):
+    """Memory by micro-batch; stage 2 crashes."""
+    if candidate.zero_stage == 2:
+        return failed(Outcome.CRASHED, "RuntimeError: no stage 2 here")
+    size = 10**8 * (1 + candidate.micro_batch_size)
+    return failed(Outcome.OOM, "over") if size > LIMIT else report(
+        candidate, peak_memory_bytes={"steady": size}, observed=replace(report(candidate).observed, zero_stage=candidate.zero_stage)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished study, in the layout that commands expect."""
+    root = tmp_path_factory.mktemp("explained")
+    given = {
+        "sampler": "physics",
+        "space": SPACE,
+        "trials": 16,
+        "finalists": 0,
+        "objectives": OBJECTIVES,
+        "stop_below": 0.0,
+    }
+    runner = runner_of(root / "studies", Instant(machine), watcher=Watcher(), device_memory_bytes=LIMIT, **given)
+    runner.run()
+    return root
+
+
+@pytest.fixture(scope="module")
+def evidence(folder):
+    url = records.default_url(folder / "studies")
+    study = records.load_study(records.open_storage(url), "s")
+    return Evidence(study, load.load("s", url, folder / "studies" / "s"))
+
+
+def test_the_choice_is_explained_knob_by_knob(evidence):
+    said = evidence.choice()
+    assert "recommended?" in said.question and "the best compromise" in said.answer
+    assert said.candidate == evidence.recommended.values()
+    changed = [name for name, value in evidence.baseline.values().items() if said.candidate.get(name) != value]
+    assert changed and all(any(reason.startswith(name) for reason in said.reasons) for name in changed)
+    measured = next(m for m in said.measured if not m["differs"])
+    assert (
+        said.predicted["step_time_s"]["low"]
+        <= measured["metrics"]["step_time_s"]
+        <= said.predicted["step_time_s"]["high"]
+    )
+    assert any("configurations ran" in reason for reason in said.reasons)
+
+
+def test_what_cannot_run_is_refused_with_the_rule(evidence):
+    said = evidence.what_if("precision", "fp16")
+    assert said.answer.startswith("It cannot run here: ") and "fp16" in said.answer
+    assert evidence.why_not("precision", "fp16").answer.startswith("It cannot run here: ")
+
+
+def test_what_does_not_fit_is_said_with_bytes(evidence):
+    said = evidence.what_if("micro_batch_size", 512)
+    assert "would not fit: predicted to need" in said.answer and "a rank has 9.31 GiB" in said.answer
+    why = evidence.why_not("micro_batch_size", 512).answer
+    assert why.startswith("No candidate with it fits: the smallest is predicted to need")
+
+
+def test_a_worse_value_is_said_to_be_worse_with_its_interval_and_its_trials(evidence):
+    other = "fp32" if evidence.recommended.precision == "bf16" else "bf16"
+    said = evidence.what_if("precision", other)
+    step = said.predicted["step_time_s"]
+    assert step["low"] < step["value"] < step["high"] and step["ratio"] > 1
+    factor = float(said.answer.split("x the recommended one")[0].rsplit(" ", 1)[1])
+    assert factor < 1 and "worse step time" in said.answer
+    assert said.measured and all(m["differs"] is not None for m in said.measured)
+    why = evidence.why_not("precision", other)
+    assert "of the" in why.reasons[0] and "trials that ran had it" in why.reasons[0]
+
+
+def test_the_prediction_of_what_was_not_run_is_near_the_truth(evidence):
+    tried = {json.dumps(t["candidate"], sort_keys=True) for t in evidence.trials}
+    pool = [
+        c
+        for c in evidence.sampler.guide.catalogue.candidates
+        if c.key not in tried and c.zero_stage < 2 and c.micro_batch_size <= 16
+    ]
+    errors = []
+    for candidate in pool:
+        truth = report(candidate).step_times_s[2]
+        errors.append(abs(math.log(evidence._predicted(candidate)["step_time_s"]["value"] / truth)))
+    assert sorted(errors)[len(errors) // 2] < 0.15
+
+
+def test_a_value_whose_every_trial_failed_is_said_to_have_failed(evidence):
+    crashed = [t for t in evidence.trials if t["outcome"] == Outcome.CRASHED]
+    assert crashed
+    said = evidence.what_if("zero_stage", 2)
+    assert "crashed" in said.answer or any(m["outcome"] == Outcome.CRASHED for m in said.measured)
+
+
+def test_the_recommended_value_is_recommended(evidence):
+    stage = evidence.recommended.zero_stage
+    assert evidence.why_not("zero_stage", stage).answer.startswith("It is recommended: ")
+    assert evidence.what_if("zero_stage", stage).answer.startswith("It is: ")
+
+
+def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):
+    said = evidence.why_not("micro_batch_size", 6)
+    assert (
+        said.answer.startswith("The space of this study does not hold it. ")
+        and said.predicted["step_time_s"]["value"] > 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("zero_stage=3", ("zero_stage", 3)), ("precision=bf16", ("precision", "bf16")),
+        ("zero_optimization.overlap_comm=true", ("zero_optimization.overlap_comm", True)),
+        ("zero_optimization.overlap_comm=default", ("zero_optimization.overlap_comm", None)),
+    ],
+)  # fmt: skip
+def test_a_setting_is_read(text, expected):
+    assert read_setting(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("zero_stage", "KEY=VALUE is needed"), ("zero_stag=3", "Did you mean 'zero_stage'"), ("zero_stage=9", "zero_stage"),
+        ("zero_optimization.overlap_com=1", "overlap_com"), ("micro_batch_size=[1]", "a single value"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_in_a_sentence(text, why):
+    with pytest.raises(UserError, match=why):
+        read_setting(text)
+
+
+def test_the_command_prints_words_or_json(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    shown = CliRunner().invoke(app, ["explain", "s", "--why-not", "micro_batch_size=512"])
+    assert shown.exit_code == 0 and "No candidate with it fits" in shown.stdout
+    data = json.loads(CliRunner().invoke(app, ["explain", "s", "--what-if", "precision=fp32", "--json"]).stdout)
+    assert {"question", "answer", "candidate", "predicted", "fits", "measured", "reasons"} == set(data)
+    assert "compromise" in CliRunner().invoke(app, ["explain", "s"]).stdout
+    both = CliRunner().invoke(app, ["explain", "s", "--why-not", "zero_stage=1", "--what-if", "zero_stage=1"])
+    assert isinstance(both.exception, UserError) and "not both" in str(both.exception)

@@ -1,0 +1,476 @@
+"""What another tool takes away: DeepSpeed's JSON, an Accelerate config, flags for transformers; and what no file says."""
+
+import json
+import shlex
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+from support.commands import read_by_deepspeed
+
+from autotune.report.export import (
+    FORMATS,
+    ExportError,
+    Started,
+    deepspeed_config,
+    export,
+    notes,
+)
+from autotune.report.script_changes import learning_rate_changes, script_side_changes
+from autotune.scoring.convergence.learning_rate import LearningRate
+from autotune.space.candidate import Candidate, from_deepspeed
+from autotune.space.deepspeed import check_config
+from autotune.trial.command import Invocation
+from autotune.trial.workload import ACCELERATE, TRAINER
+
+BASE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 0.5,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+    },
+    "tensorboard": {"enabled": True, "output_path": "runs"},
+}
+CANDIDATES = [
+    {"micro_batch_size": 4},
+    {"micro_batch_size": 3, "gradient_accumulation_steps": 5, "zero_stage": 1, "precision": "bf16"},
+    {
+        "micro_batch_size": 4,
+        "zero_stage": 2,
+        "precision": "bf16",
+        "checkpoint_every": 1,
+        "zero_optimization.overlap_comm": True,
+    },
+    {
+        "micro_batch_size": 16,
+        "zero_stage": 3,
+        "precision": "fp16",
+        "offload_optimizer": "cpu",
+        "offload_param": "cpu",
+        "checkpoint_every": 2,
+    },
+    {
+        "micro_batch_size": 2,
+        "precision": "torch_autocast",
+        "gradient_accumulation_steps": 4,
+        "communication_data_type": "bf16",
+    },
+    {"micro_batch_size": 2, "zero_stage": 1, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"},
+]
+
+STARTED = Started(
+    invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
+    flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="",
+    baseline=Candidate.of(CANDIDATES[0]).values(),
+)  # fmt: skip
+
+
+def pick(values: dict, base: dict = BASE) -> dict:
+    """A pick as `recommended.json` has it; trials leave out what writes files."""
+    candidate = Candidate.of(values)
+    ds_config = {key: value for key, value in candidate.to_deepspeed(base).items() if key != "tensorboard"}
+    return {"trial": 7, "candidate": candidate.values(), "ds_config": ds_config, "metrics": {}, "ci95": {}}
+
+
+def exported(values: dict, form: str, base: dict = BASE) -> str:
+    return export(pick(values, base), base, form, world_size=2)
+
+
+every_candidate = pytest.mark.parametrize("values", CANDIDATES, ids=lambda values: Candidate.of(values).describe())
+
+
+@every_candidate
+def test_the_deepspeed_json_has_only_keys_that_deepspeed_reads(values):
+    config = json.loads(exported(values, "deepspeed"))
+    check_config(config, "export")
+    assert '"auto"' not in json.dumps(config)
+
+
+@every_candidate
+def test_the_deepspeed_json_means_the_candidate(values):
+    config = json.loads(exported(values, "deepspeed"))
+    found, wanted = from_deepspeed(config, world_size=2), Candidate.of(values)
+    for name in (
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "zero_stage",
+        "precision",
+        "offload_optimizer",
+        "offload_param",
+    ):
+        assert getattr(found, name) == getattr(wanted, name)
+    assert config["optimizer"] == BASE["optimizer"]
+
+
+def test_the_deepspeed_json_keeps_what_trials_leave_out():
+    assert json.loads(exported(CANDIDATES[0], "deepspeed"))["tensorboard"] == BASE["tensorboard"]
+
+
+def test_the_deepspeed_json_states_stage_0_since_hugging_face_wants_it():
+    assert json.loads(exported(CANDIDATES[0], "deepspeed"))["zero_optimization"] == {"stage": 0}
+
+
+def test_a_trial_without_its_json_is_exported_from_its_candidate():
+    bare = {"trial": 3, "candidate": Candidate.of(CANDIDATES[1]).values()}
+    assert deepspeed_config(bare, BASE) == deepspeed_config(pick(CANDIDATES[1]), BASE)
+
+
+def test_exporting_changes_neither_the_pick_nor_the_base():
+    chosen = pick(CANDIDATES[0])
+    before = json.dumps([chosen, BASE])
+    for form in FORMATS:
+        export(chosen, BASE, form, 2, STARTED)
+    deepspeed_config(chosen, BASE)["optimizer"]["params"]["lr"] = 0
+    assert json.dumps([chosen, BASE]) == before
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_deepspeed_reads_every_exported_json(tmp_path):
+    paths = []
+    for i, values in enumerate(CANDIDATES):
+        paths.append(tmp_path / f"{i}.json")
+        paths[-1].write_text(exported(values, "deepspeed"))
+    assert read_by_deepspeed(paths) == [Candidate.of(values).global_batch_size(1) for values in CANDIDATES]
+
+
+@every_candidate
+def test_the_accelerate_config_holds_the_whole_json(values):
+    config = yaml.safe_load(exported(values, "accelerate"))
+    assert config["distributed_type"] == "DEEPSPEED" and config["num_processes"] == 2
+    assert json.loads(config["deepspeed_config"]["deepspeed_config_file"]) == json.loads(exported(values, "deepspeed"))
+    assert config["deepspeed_config"]["zero3_init_flag"] is (Candidate.of(values).zero_stage == 3)
+
+
+def test_the_accelerate_config_leaves_out_what_accelerate_refuses_beside_a_json():
+    config = yaml.safe_load(exported(CANDIDATES[3], "accelerate"))
+    refused = {
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "zero_stage",
+        "offload_optimizer_device",
+        "offload_param_device",
+        "mixed_precision",
+    }
+    assert not refused & {*config, *config["deepspeed_config"]}
+
+
+def test_accelerate_reads_every_exported_config(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed, so that it reads its config was not tried")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import DistributedType
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    file = tmp_path / "accelerate.yaml"
+    for values in CANDIDATES:
+        file.write_text(exported(values, "accelerate"))
+        config = load_config_from_file(str(file))
+        assert (
+            config.distributed_type == DistributedType.DEEPSPEED
+            and config.num_processes == 2
+            and config.mixed_precision is None
+        )
+        found = HfDeepSpeedConfig(config.deepspeed_config["deepspeed_config_file"])
+        assert found.config == json.loads(exported(values, "deepspeed")) and found.is_zero3() is (
+            Candidate.of(values).zero_stage == 3
+        )
+
+
+def hf_namespace(values: dict, base: dict = BASE):
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed, so that it reads its flags was not tried"
+    )
+    # Parsed, not instantiated: with --deepspeed that needs Accelerate and a device.
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    return parser.parse_args(["--output_dir", "out", *shlex.split(exported(values, "hf-args", base))])
+
+
+@every_candidate
+def test_transformers_reads_every_flag(values):
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed, so that it reads its flags was not tried"
+    )
+    known = {field.name for field in fields(transformers.TrainingArguments)}
+    flags = [word.removeprefix("--") for word in shlex.split(exported(values, "hf-args")) if word.startswith("--")]
+    found, candidate = hf_namespace(values), Candidate.of(values)
+    assert set(flags) <= known and len(set(flags)) == len(flags)
+    assert found.per_device_train_batch_size == candidate.micro_batch_size
+    assert found.gradient_accumulation_steps == candidate.gradient_accumulation_steps
+    assert (found.bf16, found.fp16) == (candidate.precision == "bf16", candidate.precision == "fp16")
+    assert found.deepspeed == "ds_config.json"
+
+
+def test_flags_repeat_what_the_json_says_of_the_optimizer_since_transformers_compares():
+    found = hf_namespace(CANDIDATES[1])
+    assert (found.learning_rate, found.weight_decay, found.adam_beta2, found.max_grad_norm) == (3e-4, 0.1, 0.95, 0.5)
+
+
+def test_flags_say_nothing_of_an_optimizer_that_the_json_does_not_make():
+    assert "learning_rate" not in exported(CANDIDATES[1], "hf-args", base={})
+
+
+def test_checkpointing_of_every_layer_and_of_every_second_one_become_flags():
+    assert hf_namespace(CANDIDATES[2]).gradient_checkpointing is True
+    found = hf_namespace(CANDIDATES[3])
+    assert found.activation_checkpointing is True and json.loads(found.activation_checkpointing_kwargs) == {
+        "every_n_layers": 2
+    }
+
+
+def test_autocast_sets_no_bf16_flag_since_that_would_make_the_weights_bf16():
+    assert "bf16" not in exported(CANDIDATES[4], "hf-args")
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"
+    ):
+        exported(CANDIDATES[0], "acelerate")
+
+
+def test_notes_say_what_the_exported_text_cannot():
+    assert any("batch_size=16" in note for note in notes(pick(CANDIDATES[3]), BASE, "accelerate"))
+    assert any("every second" in note for note in notes(pick(CANDIDATES[3]), BASE, "accelerate"))
+    assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), BASE, "accelerate"))
+    assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), BASE, "hf-args"))
+    assert notes(pick(CANDIDATES[3]), BASE, "deepspeed") == []
+
+
+def changes(values: dict, baseline: dict | None = None) -> str:
+    return "\n".join(
+        script_side_changes(Candidate.of(values), Candidate.of(baseline or {"micro_batch_size": 8}), "Block")
+    )
+
+
+def test_what_changes_nothing_in_the_script_says_nothing():
+    assert changes({"micro_batch_size": 8, "zero_stage": 2, "zero_optimization.overlap_comm": True}) == ""
+
+
+def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_pointed_out():
+    said = changes({"micro_batch_size": 4})
+    assert "`DataLoader(..., batch_size=4)`" in said
+    before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
+    (kept,) = learning_rate_changes(after, before, LearningRate(), in_json=True)
+    assert "0.5 times" in kept and "kept your learning rate" in kept
+    rate = LearningRate(rule="sqrt", baseline_batch=16)
+    (stated,) = learning_rate_changes(after, before, rate, in_json=True)
+    (own,) = learning_rate_changes(after, before, rate, in_json=False)
+    assert "the JSON states 0.707 times your learning rate" in stated and "multiply your learning rate by 0.707" in own
+    assert learning_rate_changes(after, after, rate, in_json=True) == []
+    (again,) = learning_rate_changes(after, before, rate, in_json=True, flag="--learning_rate 7e-05")
+    assert "transformers wants the same from `--learning_rate 7e-05`" in again
+
+
+def test_a_batch_split_otherwise_keeps_the_learning_rate():
+    said = changes({"micro_batch_size": 4, "gradient_accumulation_steps": 2})
+    assert "--gradient_accumulation_steps 2" in said and "Learning rate" not in said
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [(1, "recompute every `Block`:"), (2, "recompute every second `Block`"), (4, "recompute every 4th `Block`")],
+)
+def test_checkpointing_names_the_block_and_how(every, said):
+    found = changes({"micro_batch_size": 8, "checkpoint_every": every})
+    assert said in found and "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)" in found
+
+
+def test_checkpointing_that_the_baseline_had_is_taken_away():
+    assert "no longer recompute `Block`" in changes(
+        {"micro_batch_size": 8}, {"micro_batch_size": 8, "checkpoint_every": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "before", "said"),
+    [
+        ("bf16", "fp32", "`x.to(torch.bfloat16)`"),
+        ("fp16", "fp32", "`x.to(torch.float16)`"),
+        ("fp32", "bf16", "float32 again"),
+        ("torch_autocast", "fp32", "`torch.autocast` around the model's forward"),
+    ],
+)
+def test_a_precision_says_what_becomes_of_the_inputs(precision, before, said):
+    assert said in changes(
+        {"micro_batch_size": 8, "precision": precision}, {"micro_batch_size": 8, "precision": before}
+    )
+
+
+def test_stage_3_says_how_to_save_and_stage_0_how_to_go_backward():
+    assert "save_checkpoint" in changes({"micro_batch_size": 8, "zero_stage": 3})
+    assert "engine.backward(loss)" in changes({"micro_batch_size": 8}, {"micro_batch_size": 8, "zero_stage": 1})
+
+
+def test_a_script_that_ran_at_stage_0_goes_backward_as_it_should():
+    stage_0, stage_1 = Candidate(micro_batch_size=8), Candidate(micro_batch_size=8, zero_stage=1)
+    assert script_side_changes(stage_0, stage_1, "Block", is_script=True) == []
+
+
+def test_a_one_bit_optimizer_is_made_by_the_json():
+    assert "no `optimizer=`" in changes({"micro_batch_size": 8, "optimizer": "OneBitAdam"})
+
+
+def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice():
+    before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
+    assert any("data loader" in text for text in script_side_changes(after, before, "Block"))
+    told = script_side_changes(after, before, "Block", is_script=True)
+    assert told == []
+
+
+# The command to paste.
+
+
+def command(values: dict, *, changes: tuple[str, ...] = (), ranks: int = 2, **invocation) -> tuple[list[str], str]:
+    """Its comments and its last line."""
+    started = replace(STARTED, invocation=replace(STARTED.invocation, **invocation))
+    *comments, line = export(
+        pick(values) | {"script_side_changes": changes}, BASE, "command", ranks, started
+    ).splitlines()
+    assert all(comment.startswith("# ") for comment in comments)
+    return comments, line
+
+
+TORCHRUN = {
+    "command": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3",
+    "world_size": 2,
+}
+
+
+def test_the_users_own_launcher_stays_with_the_flags_of_the_winner():
+    assert command(CANDIDATES[1], **TORCHRUN)[1] == (
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py --bs 3 --lr 1e-3 --deepspeed_config ds_config.json"
+    )
+
+
+def test_a_script_that_was_named_alone_is_started_by_torchrun():
+    assert command(CANDIDATES[1])[1] == (
+        "torchrun --standalone --nproc_per_node=2 train.py --bs 3 --lr 1e-3 --deepspeed_config ds_config.json"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["bash train.sh", "cd /home/me && torchrun --nproc_per_node 2 train.py --bs 8 --lr 1e-3"]
+)
+def test_what_only_a_shell_can_read_is_written_out(text):
+    comments, line = command(CANDIDATES[1], command=text, world_size=2, environment={"HF_HOME": "/data"})
+    assert line.startswith("HF_HOME=/data torchrun --standalone --nproc_per_node=2 train.py --bs 3")
+    assert any(text in comment for comment in comments)
+
+
+def test_another_number_of_ranks_is_another_launcher():
+    comments, line = command(CANDIDATES[1], **TORCHRUN | {"world_size": 4})
+    assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --standalone --nproc_per_node=2")
+    assert any("another number of ranks" in text for text in comments)
+
+
+def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
+    text = "BS={micro_batch_size} deepspeed --num_gpus 2 train.py --zero {zero_stage} --config {ds_config}"
+    arguments = ("--local_rank={local_rank}", "--zero", "{zero_stage}", "--config", "{ds_config}")
+    started = replace(
+        STARTED, flags={}, invocation=replace(STARTED.invocation, command=text, arguments=arguments, world_size=2)
+    )
+    line = export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    assert line == "BS=3 deepspeed --num_gpus 2 train.py --zero 1 --config ds_config.json"
+
+
+def test_a_module_is_started_as_one():
+    line = command(
+        CANDIDATES[1],
+        module="pkg.train",
+        command="torchrun --nproc_per_node 2 -m pkg.train --bs 8 --lr 1e-3",
+        world_size=2,
+    )[1]
+    assert line.startswith("torchrun --nproc_per_node 2 -m pkg.train --bs 3")
+    assert command(CANDIDATES[1], module="pkg.train")[1].startswith(
+        "torchrun --standalone --nproc_per_node=2 -m pkg.train --bs 3"
+    )
+
+
+def test_what_no_flag_carries_is_a_comment_and_what_one_carries_is_not():
+    comments, _ = command(
+        CANDIDATES[1], changes=("Command line: `--bs 3` instead of 8.", "Data: the DataLoader at train.py:9.")
+    )
+    assert any("train.py:9" in text for text in comments) and not any("--bs" in text for text in comments)
+
+
+def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
+    for source, said in (("conf/ds.json", "takes the place of conf/ds.json"), ("", "the configuration in the script")):
+        text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(STARTED, flags={}, config_source=source))
+        assert said in text and "--deepspeed_config" not in text
+
+
+HF = {
+    name: [f"--{name}"] for name in ("deepspeed", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
+}
+
+
+def test_training_arguments_are_those_of_the_winner_and_no_others():
+    how = replace(
+        STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing")
+    )
+    started = replace(STARTED, flags=HF, invocation=how)
+    line = export(pick(CANDIDATES[4]), BASE, "command", 2, started).splitlines()[-1]
+    assert line == (
+        "torchrun --standalone --nproc_per_node=2 train.py --per_device_train_batch_size=2 --gradient_accumulation_steps 4"
+        " --deepspeed ds_config.json"
+    )
+    assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
+    # What is the script's default already is not said.
+    assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({}, False),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 4.24264e-4}}}, True),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4.24264e-4}}, "optimizer": None}, True),
+    ],
+)
+def test_training_arguments_state_the_rate_that_the_json_does(stated, said):
+    """Transformers ends a training whose flag differs from its JSON."""
+    started = replace(STARTED, flags=HF, invocation=replace(STARTED.invocation, arguments=("--learning_rate", "3e-4")))
+    chosen = pick(CANDIDATES[1])
+    chosen["ds_config"] = {key: value for key, value in (chosen["ds_config"] | stated).items() if value is not None}
+    line = export(chosen, BASE, "command", 2, started).splitlines()[-1]
+    assert ("--learning_rate 0.000424264" in line) == said and ("--learning_rate 3e-4" in line) != said
+
+
+def test_accelerates_launcher_takes_the_exported_config():
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "OMP_NUM_THREADS": "1"}
+    text = "X=1 accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3"
+    line = command(CANDIDATES[1], command=text, world_size=2, environment=environment)[1]
+    assert line == "X=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+    line = command(CANDIDATES[1], command="bash train.sh", world_size=2, environment=environment)[1]
+    assert line == "OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+
+
+def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
+    change = (
+        "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    )
+    comments, line = command(CANDIDATES[1], changes=(change,))
+    assert line.startswith("accelerate launch --config_file accelerate.yaml train.py --bs 3")
+    assert comments == ["# accelerate.yaml is the same pick in the format `accelerate`."]
+
+
+def test_a_model_has_no_command():
+    with pytest.raises(ExportError, match="no command line starts"):
+        export(pick(CANDIDATES[0]), BASE, "command", 2)
+
+
+def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
+    before = Candidate.of({"micro_batch_size": 8, "zero_stage": 1})
+    after = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "precision": "bf16", "checkpoint_every": 1})
+    assert script_side_changes(after, before, "Block", is_script=True, family=TRAINER) == [
+        "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
+    ]
+    raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
+    assert "Saving: " in raw and "checkpoint(block, x" in raw
+    assert not any(
+        "Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE)
+    )
+    off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
+    assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

@@ -1,0 +1,161 @@
+"""What `autotune report` writes for programs, and what it says where it cannot."""
+
+import csv
+import io
+import json
+import sys
+
+import pandas
+import pytest
+from support.instant import Instant, runner_of
+from support.study_report import study_report
+
+from autotune.cli import app
+from autotune.report import files, load, pictures, series
+from autotune.report.data import StudyReport
+from autotune.report.page import render
+from autotune.study.storage import records
+
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
+
+
+@pytest.fixture(scope="module")
+def report():
+    return study_report()
+
+
+def test_the_csv_holds_every_trial_and_pandas_reads_its_numbers(report):
+    table = pandas.read_csv(io.StringIO(files.as_csv(report)))
+    assert list(table["trial"]) == [trial["trial"] for trial in report.trials]
+    assert table["samples_per_s"].dtype == float and table["samples_per_s"].isna().sum() == sum(
+        not t["metrics"] for t in report.trials
+    )
+    complete = table[table["outcome"] == "complete"]
+    assert (complete["samples_per_s_low"] <= complete["samples_per_s"]).all() and (complete["speedup"] > 0).all()
+    assert set(table["candidate.precision"]) == {"fp32", "bf16", "torch_autocast"}
+
+
+def test_a_reason_with_commas_and_lines_stays_one_cell(report):
+    trials = [report.trials[0] | {"reason": 'a, "b"\nc'}, *report.trials[1:]]
+    text = files.as_csv(
+        StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
+    )
+    assert next(csv.DictReader(io.StringIO(text)))["reason"] == 'a, "b"\nc'
+
+
+def test_the_json_says_what_the_page_shows(report, tmp_path):
+    written = files.write_report(report, tmp_path, single_file=False)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [path.name for path in written] == ["report.html", "report.json", "trials.csv"]
+    assert found["recommended"]["picks"].keys() == report.picks.keys() and len(found["trials"]) == len(report.trials)
+    assert {each["metric"] for each in found["effects"]} == set(report.study["objectives"])
+
+
+def test_a_single_file_is_one_file(report, tmp_path):
+    files.write_report(report, tmp_path / "one", single_file=True)
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["report.html"]
+
+
+def test_the_command_writes_the_report_of_a_study_and_prints_it_as_json(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(), trials=4).run()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["autotune", "report", "s", "-o", "out"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert not ended.value.code and {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.html",
+        "report.json",
+        "trials.csv",
+    }
+    assert capsys.readouterr().err == ""  # no progress where nobody looks at a terminal
+    monkeypatch.setattr("sys.argv", ["autotune", "report", "s", "--json"])
+    with pytest.raises(SystemExit):
+        app.main()
+    assert len(json.loads(capsys.readouterr().out)["trials"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("kaleido", r"pip install 'autotune\[png\]'"), ("plotly.io", "apt-get install chromium")]
+)
+def test_without_kaleido_or_a_browser_png_is_refused_with_the_remedy(report, tmp_path, monkeypatch, name, remedy):
+    def refuse(*_, **__):
+        raise RuntimeError("Kaleido requires Google Chrome to be installed.")
+
+    if name == "kaleido":
+        monkeypatch.setitem(sys.modules, "kaleido", None)
+    else:
+        pytest.importorskip("kaleido")
+        monkeypatch.setattr("plotly.io.write_images", refuse)
+    with pytest.raises(pictures.PictureError, match=remedy):
+        files.draw(report, tmp_path)
+
+
+def test_the_search_is_drawn_over_the_time_that_trials_took(report):
+    progress = series.progress(report)
+    assert [p.trial for p in progress] == [t["trial"] for t in report.trials]
+    assert progress[-1].ended_s == pytest.approx(sum(t["wall_s"] for t in report.trials), abs=0.1)
+    assert progress[0].gain == 1.0
+    assert all((p.gain is None) == (not t["metrics"]) for p, t in zip(progress, report.trials, strict=True))
+
+
+def test_an_outlier_among_the_steps_is_not_averaged_away(report):
+    trials = [dict(report.trials[0], step_times_s=[0.1] * 500 + [3.0] + [0.1] * 500), *report.trials[1:]]
+    steps = series.steps(
+        StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
+    )
+    first = next(curve for curve in steps if curve.trial == 0)
+    assert max(first.longest_ms) == 3000 and max(first.median_ms) == 100
+    assert len(first.median_ms) <= series.MOST_STEP_POINTS
+
+
+def test_every_trial_of_a_large_study_has_its_steps(report):
+    timed = [row for row in report.trials if row.get("step_times_s")]
+    trials = [timed[n % len(timed)] | {"trial": n, "step_times_s": [0.1] * 900} for n in range(1000)]
+    steps = series.steps(StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))
+    assert {found.trial for found in steps} == set(range(1000))
+    assert all(
+        60 <= len(found.median_ms) <= 80 and (len(found.median_ms) - 1) * found.size < found.n == 900 for found in steps
+    )
+
+
+def test_the_study_keeps_the_weights_of_its_objectives(tmp_path):
+    runner_of(tmp_path, Instant(), trials=2).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert set(found.study["weights"]) == set(found.study["objectives"])
+
+
+def test_forecasts_stand_beside_what_their_own_trial_measured(report):
+    again = {**report.picks["recommended"], "metrics": {**report.picks["recommended"]["metrics"], "step_time_s": 99.0}}
+    changed = StudyReport(
+        study=report.study,
+        recommended={**report.recommended, "picks": {"recommended": again}},
+        front=[],
+        trials=report.trials,
+    )
+    found = series.forecasts(changed)["step_time_s"]
+    own = {trial["trial"]: trial["metrics"].get("step_time_s") for trial in report.trials}
+    assert len(found) == sum(bool(trial["metrics"]) for trial in report.trials) and all(
+        point.measured == own[point.trial] for point in found
+    )
+
+
+def test_the_page_says_how_good_the_forecasts_were(report):
+    trials = [{**trial, "forecast": {"step_time_s": [1.0, 0.5, 2.0]}, "metrics": {"step_time_s": 1.5 if n else 3.0}, "outcome": "complete"}
+              for n, trial in enumerate(report.trials[:4])]  # fmt: skip
+    page = render.render(StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))
+    assert "step time: half of the forecasts were within 50%; 3 of 4 intervals held what was measured" in page
+
+
+def test_a_study_of_before_there_were_forecasts_has_no_such_section(report):
+    trials = [{name: value for name, value in trial.items() if name != "forecast"} for trial in report.trials]
+    page = render.render(
+        StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
+    )
+    assert 'id="forecasts"' not in page and 'id="forecast-plot"' not in page
+
+
+def test_a_study_that_ran_keeps_its_forecasts(tmp_path):
+    runner_of(tmp_path, Instant(), trials=3).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert {"peak_memory_bytes", "step_time_s"} <= set(series.forecasts(found))

@@ -1,0 +1,175 @@
+"""What the documents quote is what the program says, and what they show runs."""
+
+import re
+import shlex
+import shutil
+
+import pytest
+import typer.main
+import yaml
+from support.instant import finished
+from support.paths import MODELS, ROOT
+
+from autotune.cli.app import app, commands_of
+from autotune.study.spec.spec import StudySpec
+from autotune.trial.result import Outcome
+
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+SOURCES = "\n".join(path.read_text() for path in (ROOT / "autotune").rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
+# Commands whose lines in the documents are run as they stand, on studies that are made for them.
+CHEAP = ("init", "ls", "cp", "status", "explain", "export", "report", "history", "schedule add", "schedule list")
+COMMAND = typer.main.get_command(app)
+
+
+def rows(heading: str) -> list[str]:
+    """First cells of the table under a heading."""
+    section = TROUBLES.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [line.split("|")[1].strip() for line in lines[2:]]
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """The fenced blocks of a page in some languages."""
+    return [
+        body
+        for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        if language in languages
+    ]
+
+
+def lines() -> list[tuple[str, tuple[str, ...]]]:
+    """Every command line of ours that a block shows, with its page, split as a shell does."""
+    found = []
+    for page, text in TEXTS.items():
+        for block in blocks(text, "", "sh", "bash", "console"):
+            shown = [line.strip().removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
+            found += [
+                (page, tuple(shlex.split(line, comments=True)[1:])) for line in shown if line.startswith("autotune ")
+            ]
+    return list(dict.fromkeys(found))
+
+
+def command(words: tuple[str, ...]):
+    """The command that a line calls, its name, and its arguments."""
+    found, name = COMMAND, []
+    while hasattr(found, "commands"):
+        assert words and words[0] in found.commands, f"autotune {' '.join([*name, *words])}: no such command"
+        found, name, words = found.commands[words[0]], [*name, words[0]], words[1:]
+    return found, " ".join(name), list(words)
+
+
+def flags(found) -> set[str]:
+    """The flags of a command, or of all below it."""
+    below = [flags(each) for each in getattr(found, "commands", {}).values()]
+    return {"--help", "-h"}.union(*below, *([*option.opts, *option.secondary_opts] for option in found.params))
+
+
+@pytest.mark.parametrize("heading", ["Nothing runs", "A study does not go on"])
+def test_messages_are_quoted_as_they_are_said(heading):
+    quoted = [found[1] for cell in rows(heading) if (found := re.fullmatch(r"`(.+)`", cell))]
+    assert len(quoted) >= 2
+    # A message may be put together: `cannot be {how}`.
+    missing = [
+        text for text in quoted if text not in SOURCES and text.rsplit(" run as it is", 1)[0] + " {how}" not in SOURCES
+    ]
+    assert not missing
+
+
+def test_every_outcome_that_is_not_plain_is_explained():
+    assert {cell.strip("`") for cell in rows("Trials fail")} == {str(o) for o in Outcome} - {"complete", "illegal"}
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), lines(), ids=lambda value: " ".join(value) if isinstance(value, tuple) else value
+)
+def test_every_command_line_is_understood(page, words):
+    found, name, arguments = command(words)
+    with found.make_context(name, arguments):
+        pass
+
+
+def test_every_command_that_a_sentence_names_has_the_flags_that_it_is_named_with():
+    seen, wrong = 0, []
+    for page, text in TEXTS.items():
+        plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        for shown in re.findall(r"`autotune ([^`]+)`", plain):
+            seen += 1
+            # What stands after `--` and in quotation marks is the script's.
+            ours = re.sub(r'"[^"]*"', "", shown.split(" -- ")[0])
+            name = ours.split()[0]
+            found = COMMAND if name.startswith("-") else COMMAND.commands.get(name)
+            if found is None or not set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ours)) <= flags(found):
+                wrong.append(f"{page}: autotune {shown}")
+    assert seen > 30 and wrong == []
+
+
+def test_the_readme_has_every_command():
+    text = TEXTS["README.md"]
+    assert [
+        name for name in commands_of() if f"`autotune {name}" not in text and f"\nautotune {name}" not in text
+    ] == []
+
+
+def test_the_cheap_ones_run_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    chosen = [words for _, words in lines() if command(words)[1] in CHEAP]
+    assert len(chosen) >= 12
+    about = ("init", "ls", "cp")
+    for study in {command(words)[2][0] for words in chosen if command(words)[1] not in about and command(words)[2]}:
+        finished(tmp_path / "studies", study)
+    for words in chosen:
+        status = COMMAND.main(args=list(words), prog_name="autotune", standalone_mode=False)
+        assert not status, words
+        said = capsys.readouterr()
+        assert said.out or said.err, words
+
+
+@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
+def test_python_is_python(page):
+    for block in blocks(TEXTS[page], "python"):
+        compile(block, page, "exec")
+
+
+def test_files_are_read_as_they_are_shown(tmp_path):
+    shutil.copyfile(MODELS / "ok.py", tmp_path / "model.py")
+    seen = []
+    for block in blocks(TEXTS["docs/guide.md"], "yaml"):
+        name = block.removeprefix("# ").split("\n")[0]
+        path = tmp_path / name
+        path.write_text(block)
+        seen.append(name)
+        if name == "study.yaml":
+            stated = yaml.safe_load(block)
+            assert {"target"} < set(stated) and StudySpec.of(path).space.parameters
+        else:
+            key = "objectives" if "metric:" in block else "space"
+            StudySpec.of(tmp_path / "model.py", {key: str(path)})
+    assert len(seen) == 4 and seen.count("study.yaml") == 2
+
+
+def test_fields_and_metrics_that_the_pages_list_are_all_there_are():
+    from autotune.scoring.metrics import METRICS
+    from autotune.space.candidate import FIELDS
+    from autotune.study.spec.presets import presets
+
+    assert [name for name in FIELDS if f"`{name}`" not in TEXTS["docs/guide.md"]] == []
+    assert [name for name in (*METRICS, *presets("objectives")) if f"`{name}`" not in TEXTS["docs/guide.md"]] == []
+    assert [name for name in presets("search_spaces") if name not in TEXTS["docs/guide.md"]] == []
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+    targets = [
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)
+    ]
+    assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+def test_every_page_is_found_from_the_readme():
+    index = TEXTS["docs/decisions/README.md"]
+    found = [page for page in TEXTS if f"({page})" in TEXTS["README.md"] or f"({page.rpartition('/')[2]})" in index]
+    assert set(TEXTS) - set(found) == {"README.md"}

@@ -1,0 +1,171 @@
+"""The run on a GPU, dry: the same code on a CPU with a tiny model, and the figures that are made of what it wrote."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from support.paths import BENCHMARKS
+
+with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would be found by whoever imports after us
+    patch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+    import gpu_results
+
+CARD = "NVIDIA H100 80GB HBM3"
+MODEL = {
+    "part": "model", "model": "gpt-125m",
+    "profile": {"n_parameters": 10**8, "flops_per_sample": 1e12},
+    "machine": {"flops": {"fp32": 5e13, "bf16": 7e14}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 5e10, "op_s": 1e-5},
+}  # fmt: skip
+SYSTEM = {
+    "part": "system", "cold_reason": "", "date": "2026-01-01", "dry": False,
+    "environment": {"device_name": CARD, "device_memory_bytes": 80 << 30, "n_cores": 16, "versions": {"torch": "2.11"}},
+}  # fmt: skip
+
+
+def said(value, width=0.1):
+    return {"value": value, "low": value * (1 - width), "high": value * (1 + width)}
+
+
+def measured(seconds, memory, *, part="grid", time_off=1.0, joules=None, precision="bf16", accumulation=1):
+    """A line of a trial whose memory was foretold 5 % too high, and its time so much off."""
+    expected = {"peak_memory_bytes": said(1.05 * memory), "step_time_s": said(time_off * seconds)}
+    return {
+        "part": part, "model": "gpt-125m", "words": "some", "outcome": "complete", "reason": "", "wall_s": 3.0, "startup_s": {},
+        "candidate": {"precision": precision, "gradient_accumulation_steps": accumulation},
+        "expected": {"before": expected, "after": expected},
+        "step_time_s": seconds, "ci95_s": 0.001, "n_steps": 10, "samples_per_step": 8, "tokens_per_step": 8192,
+        "micro_step_s": {"boundary": 0.9 * seconds}, "peak_memory_bytes": memory, "reserved_memory_bytes": memory, "alloc_retries": 1,
+        "joules_per_step": joules,
+    }  # fmt: skip
+
+
+def test_a_configuration_is_told_by_speed_arithmetic_memory_and_energy():
+    found = gpu_results.figures([MODEL, SYSTEM, measured(0.1, 10**10, joules=50.0)])["models"]["gpt-125m"]
+    (row,) = found["configurations"]
+    assert row["samples_per_s"] == pytest.approx(80) and row["tokens_per_s"] == pytest.approx(81920)
+    assert row["flops_share"] == pytest.approx(80e12 / 989e12) == found["best_flops_share"]
+    assert row["joules_per_sample"] == pytest.approx(50 / 8) and row["watts"] == pytest.approx(500)
+    assert row["events_over_wall"] == pytest.approx(0.9) and found["most_alloc_retries"] == 1
+    assert row["startup_s"] == pytest.approx(2.0)
+
+
+def test_in_fp32_and_on_an_unknown_card_arithmetic_is_measured_against_a_matrix_product():
+    rates = MODEL["machine"]["flops"]
+    assert gpu_results.peak_flops(CARD, "fp32", rates) == 5e13
+    assert gpu_results.peak_flops("Some card", "bf16", rates) == 7e14
+    assert gpu_results.peak_flops("NVIDIA H100 PCIe", "bf16", rates) == 756e12
+
+
+def test_forecasts_are_scored_by_error_interval_and_order():
+    rows = [measured(0.1, 100), measured(0.2, 200, time_off=1.3), measured(0.4, 400, time_off=0.8), measured(0.3, 300)]
+    found = gpu_results.figures([MODEL, SYSTEM, *rows])["models"]["gpt-125m"]["forecast"]["before"]
+    assert (
+        found["peak_memory_bytes"]["error_median"] == pytest.approx(0.05)
+        and found["peak_memory_bytes"]["interval_90_holds"] == 1
+    )
+    assert (
+        found["step_time_s"]["error_median"] == pytest.approx(0.1) and found["step_time_s"]["interval_90_holds"] == 0.5
+    )
+    assert found["step_time_kendall_tau"] == pytest.approx(1.0) and found["n"] == 4
+
+
+def test_a_limit_that_was_promised_and_did_not_run_is_told():
+    row = {
+        "part": "limits", "model": "gpt-125m", "card": "24 GB", "candidate": {}, "surely_fits": 20, "likely_fits": 24, "ran": 22,
+        "out_of_memory": 23, "outcomes": ["complete", "oom"], "cap_bytes": 1,
+    }  # fmt: skip
+    assert gpu_results.limit(row)["what_surely_fits_ran"] and gpu_results.limit(row)["left_unused"] == pytest.approx(
+        2 / 22
+    )
+    assert not gpu_results.limit({**row, "surely_fits": 23})["what_surely_fits_ran"]
+
+
+def test_a_search_is_told_by_when_it_was_near_its_best():
+    trials = [
+        {
+            "part": "search trial", "trial": f"{n:04d}", "outcome": outcome, "step_time_s": seconds, "samples_per_step": 8, "wall_s": 2.0,
+            "ended_s": 3.0 * n,
+        }
+        for n, (seconds, outcome) in enumerate([(0.2, "complete"), (0.101, "complete"), (None, "oom"), (0.1, "complete")])
+    ]  # fmt: skip
+    found = gpu_results.figures(
+        [MODEL, SYSTEM, *trials, {"part": "search", "exit_status": 0, "wall_s": 20.0, "trials_s": 8.0}]
+    )["search"]
+    assert found["best_over_baseline"] == pytest.approx(2) and found["outcomes"] == {"complete": 3, "oom": 1}
+    assert (found["near_best_after_trials"], found["near_best_after_s"]) == (2, 3.0)
+    assert found["beyond_its_trials_s"] == pytest.approx(3.0)
+
+
+def test_what_was_cut_short_says_so_and_keeps_what_there_is(tmp_path):
+    lines = [
+        json.dumps(line)
+        for line in (MODEL, SYSTEM, measured(0.1, 100), {"part": "limits", "error": "not run", "card": "80 GB"})
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + '\n{"part": "sea')
+    found = gpu_results.figures(gpu_results.read(tmp_path))
+    assert (
+        len(found["models"]["gpt-125m"]["configurations"]) == 1 and found["search"] is None and found["honesty"] is None
+    )
+    assert found["not_run"] == ["limits: not run", "the call was ended before its last part"]
+
+
+def test_a_card_becomes_a_part_of_a_file_name():
+    assert gpu_results.slug(CARD) == "h100-80gb-hbm3"
+    assert gpu_results.slug("NVIDIA GeForce RTX 4090") == "rtx-4090"
+
+
+def test_energy_is_read_between_two_instants():
+    clock = iter(range(10_000))
+    meter = gpu.Energy(lambda: 10.0 * next(clock))  # ten joules a reading
+    try:
+        until = time.time() + 10
+        while len(meter.joules) < 8 and time.time() < until:
+            time.sleep(0.01)
+        times = list(meter.times)
+        assert meter.between(times[1], times[5]) == pytest.approx(40)
+        assert meter.between((times[1] + times[2]) / 2, times[2]) == pytest.approx(
+            5, abs=0.05
+        )  # clocks count in quarters of a microsecond
+        assert meter.between(times[0] - 1, times[2]) is None
+    finally:
+        meter.close()
+
+
+def test_every_configuration_of_the_run_can_be_made():
+    from autotune.space.candidate import Candidate
+
+    for size in (*gpu.SIZES.values(), *gpu.TINY.values()):
+        found = [Candidate.of(knobs) for knobs in (*gpu.grid(size), *gpu.larger(size))]
+        assert len(set(found)) >= 20
+        assert size.width % size.heads == 0
+
+
+@pytest.mark.system  # parts are left out where its budget of seconds runs out, as beside other tests
+@pytest.mark.timeout(700)
+def test_the_dry_run_goes_through_every_part(tmp_path):
+    """One call from the shell, as on the GPU: each part leaves its lines, and the analysis its files."""
+    out = tmp_path / "out"
+    environment = os.environ | {"PYTHON": sys.executable, "AUTOTUNE_GPU_CACHE": str(tmp_path / "cache")}
+    command = [str(BENCHMARKS / "gpu.sh"), "--dry-run", "--out", str(out), "--budget", "500"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = gpu_results.read(out)
+    said_errors = {row["part"]: row["error"] for row in rows if row.get("error")}
+    assert set(said_errors) == {"ops"}, said_errors
+    found = json.loads((out / "analysed" / "gpu-dry-run.json").read_text())
+    tiny = found["models"]["gpt-tiny"]
+    assert len(tiny["configurations"]) >= 4 and tiny["forecast"]["before"]["n"] >= 4
+    assert found["startup"]["ratio"] > 1 and found["honesty"]["rounds"] == 1
+    assert found["search"]["exit_status"] == 0 and found["search"]["trials"] >= 2
+    assert len(found["models"]["gpt-small"]["configurations"]) >= 1
+    capped = [row for row in found["limits"] if "ran" in row]
+    assert len(capped) == 2 and any("oom" in row["outcomes"] for row in capped), capped
+    assert found["outcomes"].get("illegal", 0) <= 1 and not found["crashes"]  # most CPUs refuse fp16
+    study = out / "analysed" / "studies" / "dry-run-gpt-tiny"
+    assert {"study.yaml", "model.py", "recommended.json", "front.json", "README.md"} <= {
+        path.name for path in study.iterdir()
+    }

@@ -1,0 +1,79 @@
+"""The package's layout: no import circles, and modules, classes and functions of a bounded size."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT as CHECKOUT
+
+ROOT = CHECKOUT / "autotune"
+MAX_MODULE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 450, 250, 60
+# Packages that keep to the sizes by now; the others follow.
+SIZED = ("worker",)
+
+
+def modules() -> dict[str, Path]:
+    """Files of the package by module name."""
+    names = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(("autotune", *path.relative_to(ROOT).with_suffix("").parts))
+        names[name.removesuffix(".__init__")] = path
+    return names
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Names that a module imports anywhere: in functions and for types too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def import_graph(package: str = "autotune") -> dict[str, set[str]]:
+    """What each module of a package imports of it; the `__init__` of packages do not count."""
+    files = {name: path for name, path in modules().items() if f"{name}.".startswith(f"{package}.")}
+    return {
+        name: {other for other in imports(ast.parse(path.read_text())) if other in files and other != name}
+        - {other for other, file in files.items() if file.name == "__init__.py"}
+        for name, path in files.items()
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of an import circle; none without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})) == {"a", "b", "c"}
+    assert circle({"a": {"b"}, "b": set()}) == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = import_graph()
+    assert len(graph) > 100 and circle(graph) == []
+
+
+@pytest.mark.parametrize("room", SIZED)
+def test_modules_classes_and_functions_stay_small(room: str) -> None:
+    large = []
+    for path in sorted((ROOT / room).rglob("*.py")):
+        text = path.read_text()
+        if len(text.splitlines()) > MAX_MODULE_LINES:
+            large.append(str(path))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                limit = MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES
+                if (node.end_lineno or 0) - node.lineno + 1 > limit:
+                    large.append(f"{path}:{node.lineno} {node.name}")
+    assert not large

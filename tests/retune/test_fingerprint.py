@@ -1,0 +1,99 @@
+"""What has changed since a study, in words, and what of the search it touches."""
+
+from dataclasses import replace
+
+import pytest
+from support.instant import ENVIRONMENT, SPACE, WORKLOAD
+
+from autotune.retune import fingerprint
+from autotune.retune.fingerprint import Fingerprint, changes, lines, narrowed, opened, touched
+from autotune.space.space import SearchSpace
+from autotune.trial.workload import DataShape, Workload
+
+ASKED = {
+    "space": SPACE,
+    "objectives": [{"name": "latency", "metric": "step_time_s"}],
+    "base_config": {},
+    "device_memory_bytes": None,
+}
+BEFORE = replace(
+    WORKLOAD, structure="a", data=DataShape(fields=("int64[*]",), lengths={"128": 0.7, "256": 0.3}, n_seen=100)
+)
+
+
+def of(workload: Workload = BEFORE, ranks: int = 2, **asked: object) -> Fingerprint:
+    return Fingerprint(values=fingerprint._known(workload, ranks, {**ASKED, **asked}))
+
+
+def environment(**changed: object) -> Workload:
+    return replace(BEFORE, environment=replace(ENVIRONMENT, **changed))  # type: ignore[arg-type]
+
+
+def test_nothing_changed_is_nothing_to_say():
+    assert changes(of(), of()) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "part", "words"),
+    [
+        (of(environment(device_name="another")), "device", "device: stub, now another"),
+        (of(environment(versions={"deepspeed": "0.20.1"})), "deepspeed", "DeepSpeed: 0.19.8, now 0.20.1"),
+        (of(environment(bf16=False)), "bf16", "bfloat16 support: yes, now no"),
+        (of(ranks=4), "ranks", "ranks: 2, now 4"),
+        (of(replace(BEFORE, structure="b")), "model", "structure of the model has changed"),
+        (of(replace(BEFORE, n_parameters=2000)), "parameters", "parameters: 1,000, now 2,000"),
+        (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16 GiB, now 8 GiB"),
+        (of(space={**SPACE, "zero_stage": [0, 1]}), "space", "search space: new: zero_stage"),
+        (
+            of(replace(BEFORE, data=DataShape(fields=("int64[*]",), lengths={"128": 0.2, "512": 0.8}, n_seen=100))),
+            "lengths",
+            "lengths of the samples: 70% up to 128, 30% up to 256, now 80% up to 512, 20% up to 128",
+        ),
+    ],
+)
+def test_a_change_is_told_in_words(now, part, words):
+    found = changes(of(), now)
+    assert [change.part for change in found] == [part]
+    assert lines(found) == [words]
+
+
+def test_a_build_of_the_same_version_and_a_few_bytes_of_memory_are_no_change():
+    assert changes(of(), of(environment(versions={"deepspeed": "0.19.8+cpu"}, device_memory_bytes=2**34 - 2**20))) == []
+
+
+def test_what_an_earlier_version_did_not_know_is_no_change():
+    assert changes(of(replace(BEFORE, structure="", data=None)), of()) == []
+
+
+def test_a_slightly_other_sample_of_lengths_is_no_change():
+    near = replace(BEFORE, data=DataShape(fields=("int64[*]",), lengths={"128": 0.65, "256": 0.35}, n_seen=100))
+    assert changes(of(), of(near)) == []
+
+
+def test_more_memory_opens_the_search_and_another_torch_does_not():
+    assert opened(changes(of(), of(environment(device_memory_bytes=2**35))))
+    with_torch = [environment(versions={"deepspeed": "0.19.8", "torch": version}) for version in ("2.6", "2.7")]
+    assert not opened(changes(of(with_torch[0]), of(with_torch[1])))
+
+
+def test_only_what_a_change_touches_is_searched():
+    space = SearchSpace.parse({**SPACE, "zero_stage": [0, 1, 2]}, "test")
+    names = touched(changes(of(), of(environment(versions={"deepspeed": "0.20"}))))
+    good = [
+        {
+            "micro_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "precision": "bf16",
+            "checkpoint_every": 0,
+            "zero_stage": 1,
+        }
+    ]
+    kept = narrowed(space, names, good)
+    assert kept["checkpoint_every"].all_values() == (0,)
+    assert list(kept["zero_stage"].all_values()) == [0, 1, 2]
+    assert narrowed(space, None, good) is space
+
+
+def test_unexplained_or_sweeping_changes_touch_everything():
+    assert touched([]) is None
+    assert touched(changes(of(), of(replace(BEFORE, structure="b")))) is None

@@ -1,0 +1,301 @@
+"""Re-tuning: what moved is found, what did not is left alone, and whatever interrupts it leaves nothing half done."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import sqlalchemy
+from support.instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, plan_of, recorded, report, spec_of
+
+from autotune.report import files, load
+from autotune.retune import comparison
+from autotune.retune.comparison import DriftCheck, EarlierRatio, Reading
+from autotune.retune.decision import RetuneVerdict
+from autotune.retune.retuning import RetuneRequest, Retuning
+from autotune.space.candidate import Candidate
+from autotune.study import warm_start
+from autotune.study.storage import records
+from autotune.study.storage.history import GoneError, History
+from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
+from autotune.study.storage.tables import ENVIRONMENT as ENVIRONMENTS
+from autotune.trial.result import Outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
+STUDY = {"trials": 32, "sampler": "grid", "objectives": ["throughput"], "repeats": 3, "stop_trials": False,
+         "memory_filter": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished study, its files written."""
+    folder = tmp_path_factory.mktemp("finished")
+    runner = recorded(folder, Instant(), **STUDY)
+    runner.run()
+    found = load.load("s", records.default_url(folder), folder / "s")
+    files.write_answer(found, folder / "s")
+    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
+    runner.storage.engine.dispose()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished, tmp_path_factory):
+    """Measurements of a re-tuning that nobody interrupts."""
+    executor = Instant(slow_bf16)
+    retune(shutil.copytree(finished, tmp_path_factory.mktemp("undisturbed") / "studies"), executor)
+    return len(executor.ran)
+
+
+@pytest.fixture
+def tmp_path(finished, tmp_path_factory):
+    """A folder with a copy of the finished study."""
+    return shutil.copytree(finished, tmp_path_factory.mktemp("study") / "studies")
+
+
+def retuning(folder, **asked):
+    return Retuning(
+        name="s", folder=folder / "s", url=records.default_url(folder), asked=RetuneRequest(**asked), observer=Watcher()
+    )
+
+
+def retune(folder, executor, plan=None, **asked):
+    run = retuning(folder, **asked)
+    run.begin()
+    return run.run(plan or plan_of(spec_of(**STUDY)), executor)
+
+
+def config(folder):
+    return json.loads((folder / "s" / "ds_config.json").read_text())
+
+
+def history(folder):
+    return History(records.open_storage(records.default_url(folder)).engine)
+
+
+def slow_bf16(candidate):
+    """What a new version made of it: bf16 takes twice as long."""
+    found = report(candidate)
+    factor = 2.2 if candidate.precision == "bf16" else 1.0
+    return replace(found, step_times_s=[each * factor for each in found.step_times_s])
+
+
+def rows(folder):
+    engine = records.open_storage(records.default_url(folder)).engine
+    with engine.connect() as connection:
+        tables = (MEASUREMENT, RECOMMENDATION, DECISION, ENVIRONMENTS)
+        return {
+            table.name: connection.scalar(sqlalchemy.select(sqlalchemy.func.count()).select_from(table))
+            for table in tables
+        }
+
+
+# Unchanged, improved, failed.
+
+
+def test_where_nothing_moved_it_stops_after_a_few_measurements_in_turns(tmp_path):
+    before, executor = config(tmp_path), Instant()
+    decision = retune(tmp_path, executor)
+    assert decision.verdict is RetuneVerdict.UNCHANGED and "as it did" in decision.reason
+    assert len(executor.ran) == 2 * comparison.FEWEST and len(set(executor.ran)) == 2
+    assert config(tmp_path) == before
+
+
+def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kept(tmp_path):
+    before = config(tmp_path)
+    assert before["bf16"] == {"enabled": True}
+    decision = retune(tmp_path, Instant(slow_bf16))
+    assert decision.verdict is RetuneVerdict.IMPROVED
+    assert ("precision", "bf16", "fp32") in decision.differences
+    assert config(tmp_path) != before and "bf16" not in config(tmp_path)
+    assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
+    kept = history(tmp_path).decisions("s")[0]
+    assert (
+        kept["verdict"] == "improved"
+        and kept["evidence"]["duel"]["gain"] > 0.03
+        and kept["ended_at"] >= kept["began_at"]
+    )
+    assert len(history(tmp_path).recommendations("s")) == 2
+
+
+def test_the_search_takes_a_fifth_of_the_trials_but_no_fewer_than_six(tmp_path):
+    assert retune(tmp_path, Instant(slow_bf16)).n_trials == 7
+
+
+def test_after_a_replacement_the_study_answers_with_the_new_configuration(tmp_path):
+    retune(tmp_path, Instant(slow_bf16))
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert found.picks["recommended"]["candidate"]["precision"] == "fp32"
+    assert found.name == "s" and found.picks["recommended"]["ds_config"] == config(tmp_path)
+    assert retune(tmp_path, Instant(slow_bf16)).verdict is RetuneVerdict.UNCHANGED
+
+
+def test_a_configuration_that_no_longer_runs_is_replaced_without_a_gain_to_show(tmp_path):
+    decision = retune(
+        tmp_path, Instant(lambda c: failed(Outcome.OOM, "no room") if c.precision == "bf16" else report(c))
+    )
+    assert decision.verdict is RetuneVerdict.IMPROVED
+    assert "does not run any more (oom: no room)" in decision.reason
+    assert config(tmp_path).get("bf16") is None
+
+
+def test_where_nothing_runs_it_fails_and_the_configuration_stays(tmp_path):
+    before = config(tmp_path)
+    with pytest.raises(Exception, match="all ended the same way"):
+        retune(tmp_path, Instant(lambda c: failed(Outcome.CRASHED, "broken driver")))
+    assert config(tmp_path) == before
+
+
+def test_a_gain_below_the_least_one_replaces_nothing(tmp_path):
+    before = config(tmp_path)
+    decision = retune(tmp_path, Instant(slow_bf16), min_gain=0.9)
+    assert decision.verdict is RetuneVerdict.UNCHANGED and "--min-gain" in decision.reason
+    assert config(tmp_path) == before
+
+
+def test_what_can_run_is_searched_although_nothing_moved(tmp_path):
+    """fp16 has come with a new device: nothing became slower, and still there may be something better."""
+    plan = plan_of(spec_of(**STUDY))
+    newer = replace(WORKLOAD, environment=replace(ENVIRONMENT, fp16=True))
+    decision = retune(tmp_path, Instant(), replace(plan, workload=newer))
+    assert [change.part for change in decision.changes] == ["fp16"]
+    assert decision.n_trials == 7 and not decision.standing.moved
+
+
+@pytest.mark.process
+def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path):
+    command = f'echo "$AUTOTUNE_STUDY $AUTOTUNE_OLD_CONFIG $AUTOTUNE_NEW_CONFIG" >> {tmp_path}/told'
+    retune(tmp_path, Instant(), on_change=command)
+    assert not (tmp_path / "told").exists()
+    decision = retune(tmp_path, Instant(slow_bf16), on_change=command)
+    assert (tmp_path / "told").read_text().split() == [
+        "s", str(decision.folder / "previous" / "ds_config.json"), str(tmp_path / "s" / "ds_config.json"),
+    ]  # fmt: skip
+
+
+# Interrupted, deleted.
+
+
+@pytest.mark.parametrize("at", [3, 7, 12, 22])
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, undisturbed, at):
+    executor = Instant(slow_bf16)
+    executor.stop_at = at
+    with pytest.raises(KeyboardInterrupt):
+        retune(tmp_path, executor)
+    assert history(tmp_path).interrupted("s") is not None
+    executor.stop_at = -1
+    decision = retune(tmp_path, executor)
+    assert decision.verdict is RetuneVerdict.IMPROVED and decision.generation == 1
+    assert len(history(tmp_path).decisions("s")) == 1
+    assert len(executor.ran) - undisturbed <= 2  # at most the round under way is measured again
+
+
+def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path, monkeypatch):
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_answer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            retune(tmp_path, Instant(slow_bf16))
+    before, executor = config(tmp_path), Instant(slow_bf16)
+    assert before.get("bf16")
+    decision = retune(tmp_path, executor)
+    assert decision.verdict is RetuneVerdict.IMPROVED and executor.ran == []
+    assert config(tmp_path).get("bf16") is None
+    assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
+
+
+def test_one_that_is_killed_again_and_again_counts_as_failed(tmp_path):
+    for _ in range(3):
+        retuning(tmp_path).begin()
+    with pytest.raises(Exception, match="killed 3 times"):
+        retuning(tmp_path).begin()
+    assert history(tmp_path).decisions("s")[0]["verdict"] == "failed"
+    assert retune(tmp_path, Instant()).generation == 2
+
+
+def test_a_study_that_is_deleted_meanwhile_leaves_no_row_and_ends_with_a_sentence(tmp_path):
+    assert rows(tmp_path)["autotune_measurement"] > 12
+
+    class Deleting(Instant):
+        def submit(self, folder):
+            if len(self.ran) == 9:
+                records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
+            return super().submit(folder)
+
+    with pytest.raises(GoneError, match="was deleted meanwhile"):
+        retune(tmp_path, Deleting(slow_bf16))
+    assert set(rows(tmp_path).values()) == {0}
+    assert records.study_names(records.open_storage(records.default_url(tmp_path))) == []
+
+
+# What counts as moved.
+
+
+def turns(incumbent, baseline):
+    return lambda n: {
+        "incumbent": Reading(outcome=Outcome.COMPLETE, metrics={"step_time_s": incumbent(n), "peak_memory_bytes": 1e9}),
+        "baseline": Reading(outcome=Outcome.COMPLETE, metrics={"step_time_s": baseline(n), "peak_memory_bytes": 1e9}),
+    }
+
+
+THEN = EarlierRatio(logs=(math.log(0.5), math.log(0.503), math.log(0.498)), step_time_s=1.0, peak_memory_bytes=1e9)
+
+
+def test_a_machine_that_became_slower_altogether_has_moved_nothing():
+    standing = comparison.check_drift(THEN, turns(lambda n: 0.7 + 0.001 * (n % 2), lambda n: 1.4))
+    assert not standing.moved and standing.machine == pytest.approx(math.log(1.4))
+    assert any("40% slower" in line for line in standing.lines())
+
+
+@pytest.mark.parametrize("factor", [1.05, 0.93])
+def test_five_percent_against_the_baseline_has_moved(factor):
+    standing = comparison.check_drift(THEN, turns(lambda n: 0.5 * factor + 0.001 * (n % 2), lambda n: 1.0))
+    assert standing.moved and ("slower" if factor > 1 else "faster") in standing.reason
+    assert standing.shift == pytest.approx(math.log(factor), abs=0.01)
+
+
+def test_noise_that_could_hide_it_is_no_proof_that_nothing_moved():
+    wide = EarlierRatio(logs=(math.log(0.45), math.log(0.55)), step_time_s=1.0)
+    standing = comparison.check_drift(wide, turns(lambda n: 0.5 + 0.04 * (n % 2), lambda n: 1.0))
+    assert standing.moved and "noise" in standing.reason and standing.n_rounds == comparison.MOST
+
+
+def test_more_memory_has_moved():
+    then = replace(THEN, peak_memory_bytes=0.5e9)
+    assert "memory" in comparison.check_drift(then, turns(lambda n: 0.5, lambda n: 1.0)).reason
+
+
+def test_a_baseline_in_use_is_compared_with_nothing():
+    standing = comparison.check_drift(replace(THEN, logs=()), turns(lambda n: 1.0, lambda n: 1.0))
+    assert not standing.moved and standing.n_rounds == 1 and "baseline itself" in standing.reason
+    assert standing.lines() == []
+
+
+def test_a_standing_reads_back_as_it_was_written():
+    standing = comparison.check_drift(THEN, turns(lambda n: 0.6, lambda n: 1.0))
+    assert DriftCheck.of_data(json.loads(json.dumps(standing.to_data()))) == standing
+
+
+# What earlier studies teach.
+
+
+def test_a_new_study_of_the_same_model_starts_from_what_an_earlier_one_found(tmp_path):
+    watcher, planned = Watcher(), {"workload": replace(WORKLOAD, structure="abc")}
+    for name in ("a", "t"):
+        changes = {**STUDY, "name": name, "sampler": "physics", "stop_below": 0.0, "trials": 8}
+        runner = recorded(tmp_path, Instant(), watcher=watcher, learn=True, planned=planned, **changes)
+        runner.run()
+    assert any("starting from 8 trials of study a" in text for text in watcher.said)
+    told = [records.told_candidate(each) for each in records.told_trials(runner.study)]
+    best = load.load("a", records.default_url(tmp_path), tmp_path / "a").picks["recommended"]["candidate"]
+    assert told[1] == Candidate.of(best)
+
+
+def test_a_deleted_study_leaves_no_rows(tmp_path):
+    assert all(count for name, count in rows(tmp_path).items() if name != "autotune_decision")
+    records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
+    assert set(rows(tmp_path).values()) == {0}

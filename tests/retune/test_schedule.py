@@ -1,0 +1,375 @@
+"""Schedules: when a study is due, which daemon leads, and what a dead one leaves."""
+
+import contextlib
+import datetime
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+import yaml
+
+from autotune.cli.schedule import schedule_exported, schedule_list
+from autotune.errors import UserError
+from autotune.retune import schedule, schedule_export
+from autotune.retune.schedule import Daemon, Schedule, ScheduleError
+from autotune.study.lock import study_lock
+from autotune.study.storage import records
+from autotune.study.storage.history import History
+from autotune.study.storage.leases import Leases, Owner
+from autotune.study.storage.tables import SCHEDULE
+
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
+DAY = 86400.0
+# The daemon as `autotune schedule run` starts it, in a hurry, and with a stand-in for `autotune retune`.
+DAEMON = """
+    import sys
+    from pathlib import Path
+    from autotune.retune import schedule
+    schedule.BEAT_S, schedule.RETRY_S = 0.1, 0.5
+    schedule.Daemon(sys.argv[1], Path(sys.argv[2]), lambda text: print(text, flush=True), [sys.executable, sys.argv[3]]).run()
+"""
+# Holds the study's lock, notes that it has begun, takes a moment, and writes down when it ran.
+RUN = """
+    import os, sys, time
+    from pathlib import Path
+    from autotune.errors import UserError
+    from autotune.retune import schedule
+    from autotune.study.lock import study_lock
+    from autotune.study.storage import records
+    from autotune.study.storage.history import History
+    studies = Path("studies")
+    try:
+        with study_lock(studies / sys.argv[1]):
+            history = History(records.open_storage(os.environ["AUTOTUNE_STORAGE"], create=False).engine)
+            found = schedule.due(history, sys.argv[1])
+            left = history.interrupted(sys.argv[1])
+            if found or left:
+                schedule.started(history, found)
+                number = left["id"] if left else history.begin(sys.argv[1], "due")
+                began = time.time()
+                time.sleep(0.3)
+                history.decide(sys.argv[1], number, verdict="unchanged", ended_at=time.time())
+                with open("runs", "a") as file:
+                    file.write(f"{began} {time.time()}\\n")
+    except UserError:
+        pass
+"""
+
+
+@pytest.fixture
+def history(tmp_path):
+    url = records.default_url(tmp_path / "studies")
+    records.create_study(records.open_storage(url), "s", ["minimize"], ["m"])
+    return History(records.open_storage(url).engine)
+
+
+def add(history, **values):
+    given = {"study": "s", "every_s": DAY, "cron": None, "on_change": False, "next_run_at": 0.0} | values
+    return history.add_schedule(**given)
+
+
+def at(*moment):
+    return datetime.datetime(*moment).astimezone().timestamp()
+
+
+# Rules.
+
+
+def test_an_interval_or_five_fields_of_a_crontab():
+    assert schedule.rule_of("7d", None) == (7 * DAY, None)
+    assert schedule.rule_of("2w", None) == (14 * DAY, None)
+    assert schedule.rule_of(None, "0 3  * * 0") == (None, "0 3 * * 0")
+
+
+@pytest.mark.parametrize(
+    ("every", "cron", "said"),
+    [
+        (None, None, "give --every 7d or --cron"),
+        ("7d", "0 3 * * 0", "give --every 7d or --cron"),
+        ("soon", None, "--every: 'soon' is not a number"),
+        ("1s", None, "at least a minute"),
+        (None, "0 3 * *", "4 fields"),
+        (None, "61 3 * * *", "--cron"),
+        (None, "0 3 1 * 1", "a day of the month or a weekday"),
+    ],
+)
+def test_what_is_no_rule_is_refused_in_words(every, cron, said):
+    with pytest.raises(ScheduleError, match=said):
+        schedule.rule_of(every, cron)
+
+
+@pytest.mark.parametrize(
+    ("cron", "then"),
+    [
+        ("0 3 * * 0", (2026, 11, 22, 3, 0)),  # Sunday, as crontab counts
+        ("0 3 * * 7", (2026, 11, 22, 3, 0)),
+        ("30 4 * * 1-5", (2026, 11, 23, 4, 30)),
+        ("0 3 * * sat", (2026, 11, 28, 3, 0)),
+        ("15 * * * *", (2026, 11, 21, 12, 15)),
+        ("0 0 1 * *", (2026, 12, 1, 0, 0)),
+        ("0 1 * * 0-2", (2026, 11, 22, 1, 0)),
+    ],
+)
+def test_the_next_run_is_the_one_that_cron_means(cron, then):
+    assert schedule.next_after(None, cron, at(2026, 11, 21, 12, 0)) == at(*then)  # a Saturday
+
+
+# What is due.
+
+
+def test_missed_runs_are_made_up_for_by_one(history):
+    add(history, next_run_at=1000.0)
+    found = schedule.due(history, "s", now=1000.0 + 30 * DAY)
+    assert len(found) == 1
+    schedule.started(history, found, now=1000.0 + 30 * DAY)
+    assert schedule.due(history, "s", now=1000.0 + 30 * DAY + 1) == []
+    assert len(schedule.due(history, "s", now=1000.0 + 31 * DAY)) == 1
+
+
+def test_a_clock_that_was_years_ahead_does_not_put_the_next_run_off_for_years(history):
+    add(history, next_run_at=at(2040, 1, 1))
+    now = at(2026, 11, 21)
+    assert schedule.due(history, "s", now=now) == []
+    assert Schedule.of(history.schedules("s")[0]).due_at(now) == now + DAY
+
+
+def test_a_study_without_a_schedule_is_told_so(history):
+    with pytest.raises(ScheduleError, match="autotune schedule add s --every 7d"):
+        schedule.due(history, "s")
+
+
+def test_a_schedule_of_a_study_that_is_not_there_is_refused(history):
+    with pytest.raises(Exception, match="is gone"):
+        add(history, study="other")
+    assert history.schedules("other") == []
+
+
+# Who leads.
+
+
+def daemon(history, tmp_path):
+    return Daemon(str(history.engine.url), tmp_path / "studies", lambda _: None)
+
+
+# Of a kernel whose processes nobody here can see.
+ELSEWHERE = Owner("elsewhere", "another kernel", 1, "0", "x")
+
+
+def elsewhere(history, tmp_path):
+    """A daemon that looks to others like one on another host."""
+    one = daemon(history, tmp_path)
+    one.leases = Leases(history.engine, "", ELSEWHERE, schedule.STALE_LOOKS)
+    return one
+
+
+def test_of_two_daemons_one_leads_and_the_other_takes_over_when_it_is_silent(history, tmp_path):
+    first, second = elsewhere(history, tmp_path), daemon(history, tmp_path)
+    for _ in range(20):
+        first.look()
+        second.look()
+        assert (first.leads, second.leads) == (True, False)
+    for _ in range(schedule.STALE_LOOKS):
+        second.look()
+    assert second.leads
+    first.look()  # it was only asleep
+    assert not first.leads
+    second.leases.give_back(schedule.LEASE)
+    first.look()
+    assert first.leads
+
+
+def test_a_wall_clock_that_jumps_changes_nothing_about_who_leads(history, tmp_path, monkeypatch):
+    first, second = elsewhere(history, tmp_path), daemon(history, tmp_path)
+    first.look()
+    for year in (2040, 2000):
+        monkeypatch.setattr(schedule.time, "time", lambda year=year: at(year, 1, 1))
+        second.look()
+    assert first.leads and not second.leads
+
+
+def test_a_daemon_of_this_machine_that_was_killed_is_replaced_at_once(history, tmp_path):
+    dead, second = daemon(history, tmp_path), daemon(history, tmp_path)
+    dead.leases = Leases(history.engine, "", replace(Owner.here(), started="1"))
+    dead.look()
+    second.look()
+    assert dead.leads and second.leads
+
+
+def test_a_retuning_that_outlived_its_daemon_is_left_alone_until_it_is_killed_too(history, tmp_path, monkeypatch):
+    clock, later = [0.0], at(2040, 1, 1)
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
+    add(history, every_s=100 * 366 * DAY / 20, next_run_at=later)
+    history.begin("s", "due")
+    one = daemon(history, tmp_path)
+    one.start = lambda _: None
+    with study_lock(tmp_path / "studies" / "s"):
+        one.look()
+        assert one.leads and history.schedules()[0]["next_run_at"] == later
+    one.look()
+    assert history.schedules()[0]["next_run_at"] == later  # it is looked for once in a while
+    clock[0] += schedule.RETRY_S
+    one.look()
+    assert history.schedules()[0]["next_run_at"] < later
+
+
+def test_a_database_that_does_not_answer_starts_nothing(history, tmp_path, monkeypatch):
+    add(history, next_run_at=0.0)
+    one, begun = daemon(history, tmp_path), []
+    one.start = begun.append
+    one.look()
+    assert [each.number for each in begun] == [1]
+
+    def locked(*_):
+        raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(history.__class__, "_rows", locked)
+    one.look()
+    assert len(begun) == 1 and not one.leads
+
+
+@pytest.mark.process
+def test_what_could_not_begin_is_tried_again_after_a_while(history, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
+    add(history, next_run_at=0.0)
+    one = Daemon(
+        str(history.engine.url), tmp_path / "studies", lambda _: None, [sys.executable, "-c", "open('ran', 'w')"]
+    )
+    ran = tmp_path / "ran"
+
+    def looked() -> bool:
+        one.look()
+        for child in one._children.values():
+            child.wait()
+        one.look()
+        found = ran.exists()
+        ran.unlink(missing_ok=True)
+        return found
+
+    assert looked() and not looked()
+    clock[0] += schedule.RETRY_S
+    assert looked()
+
+
+def started(tmp_path):
+    script, run = tmp_path / "daemon.py", tmp_path / "run.py"
+    script.write_text(textwrap.dedent(DAEMON))
+    run.write_text(textwrap.dedent(RUN))
+    command = [
+        sys.executable,
+        str(script),
+        records.default_url(tmp_path / "studies"),
+        str(tmp_path / "studies"),
+        str(run),
+    ]
+    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+
+
+def runs(tmp_path):
+    with contextlib.suppress(FileNotFoundError):
+        return [tuple(map(float, line.split())) for line in (tmp_path / "runs").read_text().splitlines()]
+    return []
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_daemons_that_are_killed_at_random_run_everything_once(history, tmp_path):
+    """Two at a time, one of them killed every other second: no two runs at once, none lost, and no more than were due."""
+    add(history, every_s=1.0, next_run_at=0.0)
+    rng = random.Random(3)
+    living = [started(tmp_path), started(tmp_path)]
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 60 and len(runs(tmp_path)) < 4:
+            time.sleep(rng.uniform(1.0, 2.5))
+            if len(runs(tmp_path)) > 1:
+                victim = living.pop(rng.randrange(2))
+                victim.send_signal(signal.SIGKILL)
+                victim.wait()
+                living.append(started(tmp_path))
+    finally:
+        for each in living:
+            each.send_signal(signal.SIGTERM)
+        for each in living:
+            assert each.wait(20) in (0, -signal.SIGTERM)  # the latter where it was still being started
+    time.sleep(0.5)  # a run outlives a daemon that was killed
+    took_s = time.monotonic() - began
+    found = sorted(runs(tmp_path))
+    assert 4 <= len(found) <= took_s / 1.0 + 1
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
+    # The newest may have been stopped together with its daemon; it is taken up next time.
+    assert all(row["verdict"] == "unchanged" for row in history.decisions("s")[1:])
+
+
+# For other schedulers.
+
+
+@pytest.fixture
+def two(history):
+    add(history, every_s=7 * DAY)
+    add(history, every_s=None, cron="0 3 * * 0")
+    return [Schedule.of(row) for row in history.schedules()]
+
+
+def test_every_form_asks_whether_it_is_due_and_takes_an_improvement_for_no_failure(two):
+    for form in schedule_export.FORMS:
+        text = schedule_export.export(form, two, Path("/data/my project"), None)
+        assert text.count("retune s --if-due") == 2, form
+    assert "SuccessExitStatus=3" in schedule_export.export("systemd", two, Path("/data"), None)
+    jobs = list(yaml.safe_load_all(schedule_export.export("k8s", two, Path("/data"), None)))
+    assert [job["spec"]["schedule"] for job in jobs] == ["17 3 * * *", "0 3 * * 0"]
+    assert all("-eq 3" in str(job) for job in jobs)
+
+
+def test_a_folder_is_quoted_for_each_scheduler(two):
+    text = schedule_export.export("cron", two, Path("/data/my 10% project"), None)
+    assert "0 3 * * 0 cd '/data/my 10\\% project' && " in text
+    assert "WorkingDirectory=/data/my 10%% project\n" in schedule_export.export(
+        "systemd", two, Path("/data/my 10% project"), None
+    )
+    for form in schedule_export.FORMS:
+        with pytest.raises(UserError, match="cannot be written into a schedule"):
+            schedule_export.export(form, two, Path("/data/x\n* * * * * touch pwned"), None)
+
+
+def test_a_password_is_not_exported(two):
+    for form in schedule_export.FORMS:
+        assert "secret" not in schedule_export.export(form, two, Path("/data"), "postgresql://me:secret@host/db")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"every_s": None, "cron": "0 3 * * 0\n* * * * * touch pwned"},
+        {"every_s": None, "cron": '0 3 * * 0" && touch pwned #'},
+        {"every_s": None, "cron": "0 3 * * $(touch)"},
+        {"every_s": None, "cron": None},
+        {"every_s": float("inf")},
+        {"study": "s\n* * * * * touch pwned"},
+    ],
+)
+def test_a_row_that_no_command_wrote_is_not_exported(history, values, capsys):
+    row = {"study": "s", "every_s": DAY, "cron": None, "on_change": False, "created_at": 0.0, "next_run_at": 0.0}
+    with history.engine.begin() as connection:
+        connection.execute(SCHEDULE.insert().values(row | values))
+    url = str(history.engine.url)
+    for form in schedule_export.FORMS:
+        with pytest.raises(ScheduleError, match="autotune schedule remove 1"):
+            schedule_exported(form, None, url)
+    schedule_list(url, as_json=False)
+    assert "pwned" not in capsys.readouterr().out
+
+
+def test_a_field_over_two_lines_becomes_one(history):
+    with history.engine.begin() as connection:
+        row = {"study": "s", "cron": "0 3\n* * 0", "on_change": False, "created_at": 0.0, "next_run_at": 0.0}
+        connection.execute(SCHEDULE.insert().values(row))
+    assert Schedule.of(history.schedules()[0]).cron == "0 3 * * 0"

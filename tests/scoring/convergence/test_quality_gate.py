@@ -1,0 +1,166 @@
+"""The quality gate on loss curves whose truth is known."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.scoring.convergence.quality_gate import LEAST_STEPS, judge, judge_gradient, numerics
+from autotune.space.candidate import Candidate
+from autotune.trial.result import GradientCheck
+
+STEPS = 60
+
+
+def curve(steps: int = STEPS, *, lag: float = 0.0, chaos: float = 1e-4, data: int = 0, seed: int = 0) -> list[float]:
+    """A loss that falls with the logarithm of the step, the noise of the data in it, and what rounding makes of it."""
+    at = np.arange(steps) + 1.0
+    shift = np.minimum(lag, at - 0.5)
+    batches = 0.08 * np.random.default_rng(1000 + data).standard_normal(steps)
+    rounding = chaos * np.cumsum(np.random.default_rng(seed).standard_normal(steps)) / math.sqrt(steps)
+    return list(4.3 - 0.5 * np.log(at - shift + 1) + batches + rounding)
+
+
+def replicates(**what: float) -> list[list[float]]:
+    return [curve(seed=100 + k, **what) for k in range(2)]
+
+
+def test_hundred_clean_pairs_pass() -> None:
+    """Other data, other roundings, quiet and chaotic training: fewer than 2 of 100 may be refused."""
+    refused = 0
+    for n in range(100):
+        chaos = 10 ** (-5 + n % 4)  # 1e-5 to 1e-2
+        others = [curve(data=n, chaos=chaos, seed=9000 + 10 * n + k) for k in range(3)]
+        refused += not judge(curve(data=n, chaos=chaos, seed=n), others[0], others[1:]).passed
+    assert refused < 2
+
+
+@pytest.mark.parametrize("lag", [3.0, 6.0, 12.0])
+def test_what_is_several_steps_behind_is_refused_with_the_lag_in_words(lag: float) -> None:
+    found = judge(curve(lag=lag, seed=1), curve(seed=2), replicates(), batch=16)
+    assert found.passed is False and found.excess > found.limit
+    assert "trains worse: over steps" in found.reason and "steps behind" in found.reason and found.batch == 16
+    assert found.losses == curve(seed=2) and len(found.replicates) == 2
+
+
+def test_a_shortened_first_step_is_no_worse_numerics() -> None:
+    """DeepSpeed's bf16 stage 0 takes a zero-gradient step before the first, so that Adam's first one is a quarter short."""
+    assert judge(curve(lag=0.3, seed=1), curve(seed=2), replicates()).passed
+
+
+def test_a_loss_that_is_far_lower_is_no_numerics_either_and_the_learning_rate_is_asked_for() -> None:
+    found = judge(list(np.array(curve(seed=1)) - 0.3), curve(seed=2), replicates())
+    assert not found.passed and "is its learning rate what it should be?" in found.reason
+    assert judge(list(np.array(curve(seed=1)) - 1e-3), curve(seed=2), replicates()).passed
+
+
+def test_curves_that_are_not_paired_are_told_apart_by_their_noise() -> None:
+    """Other dropout and other batches: the noise of the data stays in the difference, and the replicates show how much."""
+    others = [curve(data=n) for n in (1, 2)]
+    assert judge(curve(data=3), curve(), others).passed
+    assert not judge(curve(data=3, lag=25.0), curve(), others).passed
+
+
+def test_without_replicates_the_difference_itself_says_how_noisy_it_is() -> None:
+    assert judge(curve(data=3), curve(), []).passed
+    assert not judge(curve(lag=6.0), curve(seed=1), []).passed
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    assert judge([*curve()[:-1], math.nan], curve(), replicates()).passed is False
+    found = judge([*curve()[:-1], None], curve(), replicates())
+    assert found.passed is False
+    json.dumps(vars(found), allow_nan=False)  # it is kept as a file
+
+
+def test_too_short_curves_say_nothing() -> None:
+    found = judge(curve()[: LEAST_STEPS - 1], curve(), replicates())
+    assert found.passed is None and "7 steps are too few" in found.reason
+
+
+@given(st.floats(0.1, 10), st.floats(-5, 5))
+def test_the_verdict_knows_no_unit_of_loss(scale: float, offset: float) -> None:
+    def moved(values: list[float]) -> list[float]:
+        return [scale * value + offset for value in values]
+
+    for lag in (0.0, 6.0):
+        found = judge(moved(curve(lag=lag, seed=1)), moved(curve(seed=2)), [moved(each) for each in replicates()])
+        assert found.passed is (lag == 0)
+
+
+CLEAN = GradientCheck(error=0.0019, norm=2.0, n_micro=4)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (GradientCheck(error=0.0065, norm=2.0, n_micro=128), "the sum of 128 micro-gradients is off by 0.65%"),
+        (GradientCheck(error=0.6, norm=1.2, n_micro=1), "its gradient is off by 60.00%"),
+        (GradientCheck(error=0.0, norm=2048.0, n_micro=1), "1.02e+03 times the reference's"),
+        (GradientCheck(error=0.0, norm=0.01, n_micro=1), "0.005 times the reference's"),
+        (GradientCheck(error=math.nan, norm=math.inf, n_micro=1), "not finite"),
+    ],
+)
+def test_a_gradient_that_is_not_what_was_computed_is_refused(found: GradientCheck, said: str) -> None:
+    assert said in judge_gradient(found, CLEAN, {})
+
+
+def test_a_gradient_that_was_rounded_once_or_carries_its_error_on_is_not() -> None:
+    assert judge_gradient(CLEAN, CLEAN, {}) == "" and judge_gradient(None, CLEAN, {}) == ""
+    assert (
+        judge_gradient(GradientCheck(error=0.4, norm=2.0, n_micro=1), None, {"optimizer": {"type": "OneBitAdam"}}) == ""
+    )
+    assert (
+        judge_gradient(
+            GradientCheck(error=0.4, norm=2.0, n_micro=1),
+            CLEAN,
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+        )
+        == ""
+    )
+
+
+def config(**values: object) -> dict:
+    return Candidate.of({"micro_batch_size": 4, **values}).to_deepspeed({})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"zero_stage": 3}, {"checkpoint_every": 1}, {"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+     {"zero_stage": 2, "zero_optimization.reduce_bucket_size": 1000}],
+)  # fmt: skip
+def test_where_and_when_it_is_computed_changes_no_numerics(values: dict) -> None:
+    assert numerics(config(**values)) == numerics(config()) == {}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"precision": "bf16"}, {"precision": "torch_autocast"}, {"communication_data_type": "bf16"},
+     {"zero_stage": 3, "zero_optimization.zero_quantized_weights": True}, {"optimizer": "OneBitAdam"}],
+)  # fmt: skip
+def test_precision_wire_quantisation_and_compression_do(values: dict) -> None:
+    assert numerics(config(**values)) != {}
+
+
+def test_so_does_accumulating_in_16_bits() -> None:
+    once, often = config(precision="bf16"), config(precision="bf16", gradient_accumulation_steps=8)
+    exact = {"data_types.grad_accum_dtype": "fp32", "precision": "bf16", "zero_stage": 2}
+    assert numerics(once) != numerics(often)
+    assert numerics(config(**exact)) == numerics(config(**exact, gradient_accumulation_steps=8))
+
+
+def test_a_lag_of_a_step_is_none_where_the_luck_of_the_batches_hides_how_steep_the_curve_is() -> None:
+    """Twelve steps of batches of 8, as measured: bf16 at stage 0, whose first step is shortened, beside fp32."""
+    base = np.array([1.4843, 1.4419, 1.3588, 1.4194, 1.5248, 1.4204, 1.4116, 1.5804, 1.4405, 1.4597, 1.4681, 1.3504])
+    behind = base + 1e-4 * np.array([1.3, 1.6, 6.9, 21.0, 11.5, 29.5, 21.6, 18.5, 8.6, 20.9, 23.5, 4.0])
+    others = [
+        base + 1e-4 * np.array([0, -1, 0, 1, 1, 0, 0, 1, 0, 0, -1, 0]),
+        base - 1e-4 * np.array([0, 2, -1, 1, 2, 0, -1, 2, 1, -1, -1, -1]),
+    ]
+    assert judge(behind, base, others).passed
+    assert judge(base + 0.02, base, others).passed is False

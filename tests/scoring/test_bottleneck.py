@@ -1,0 +1,402 @@
+"""What a trial is bound by: six planted causes, what follows from each, and what cannot be known."""
+
+import gzip
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from support.instant import WORKLOAD, Instant, runner_of
+from support.instant import report as instant_report
+from support.zoo import MIB
+
+from autotune.cli import answer
+from autotune.errors import UserError
+from autotune.report import diagnosis, load
+from autotune.scoring.bottleneck import BOUND_FROM, diagnose
+from autotune.scoring.effects import effects
+from autotune.scoring.step_parts import Evidence, StepObservation
+from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, Traced
+
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
+BALANCED = {
+    "data": 0.001,
+    "forward": 0.100,
+    "backward": 0.205,
+    "step": 0.020,
+    "reduce": 0.010,
+    "gather": 0.002,
+    "wait": 0.001,
+}
+
+
+def candidate(**knobs):
+    base = {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "zero_stage": 0,
+        "precision": "bf16",
+        "checkpoint_every": 0,
+    }
+    return base | knobs
+
+
+def seen(number, samples_per_s, *, outcome="complete", forward=None, **knobs):
+    phases = {"forward": forward} if forward else {}
+    return StepObservation(
+        trial=number, candidate=candidate(**knobs), samples_per_s=samples_per_s, outcome=outcome, phases_s=phases
+    )
+
+
+def evidence(*ranks, knobs=(), **more):
+    """A trial with one table of phases for each rank, in seconds."""
+    tables = [BALANCED | rank for rank in ranks or ({}, {})]
+    own = StepObservation(
+        trial=1,
+        candidate=candidate(**dict(knobs)),
+        samples_per_s=100.0,
+        outcome="complete",
+        phases_s={"forward": max(t["forward"] for t in tables)},
+    )
+    given = {
+        "seen": own,
+        "world_size": len(tables),
+        "ranks": [dict(enumerate(tables))],
+        "n_blocks": 4,
+        "n_parameters": 10**6,
+    } | more
+    return Evidence(**given)
+
+
+def share(found, name):
+    return next(part.share for part in found.parts if part.name == name)
+
+
+SMALL_BATCH = [
+    seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) for n, b in enumerate((2, 4, 16), start=2)
+]
+PLANTED = [
+    ("compute", evidence(), []),
+    ("input pipeline", evidence({"data": 0.080}, {"data": 0.075}), []),
+    ("stragglers", evidence({"wait": 0.120}, {"forward": 0.220}), []),
+    ("communication", evidence({"reduce": 0.220}, {"reduce": 0.225}), []),
+    ("optimizer", evidence({"step": 0.200}, {"step": 0.210}), []),
+    ("recomputation", evidence({"backward": 0.305}, {"backward": 0.305}, knobs={"checkpoint_every": 1}.items()), []),
+    ("launch overhead", evidence(), SMALL_BATCH),
+]
+
+
+TRAFFIC = {"products": 0.05, "traffic": 0.10, "launches": 0.001}
+PLANTED.append(("memory bandwidth", evidence(expected_s=TRAFFIC), []))
+
+
+@pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
+def test_a_planted_cause_is_named(cause, what, others):
+    assert diagnose(what, others).bound_by == cause
+
+
+@pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
+def test_the_parts_make_up_the_step_and_no_more(cause, what, others):
+    found = diagnose(what, others)
+    assert 0.9 < sum(part.share for part in found.parts if part.seconds is not None) < 1.01
+
+
+def test_a_rank_that_is_slow_in_its_backward_too_is_a_straggler_and_not_a_slow_network():
+    found = diagnose(evidence({"wait": 0.310}, {"forward": 0.200, "backward": 0.415}), [])
+    assert found.bound_by == "stragglers" and share(found, "communication") < 0.05
+    assert "rank 1 is the slowest" in next(part.known for part in found.parts if part.name == "stragglers")
+    assert any("rank 1 takes" in note and "most of it in backward" in note for note in found.notes)
+
+
+def test_one_slow_loader_among_ranks_is_a_straggler_and_slow_ones_everywhere_are_the_input_pipeline():
+    slow = {"data": 0.150}
+    assert diagnose(evidence(slow, {"wait": 0.150}, {"wait": 0.150}, {"wait": 0.150}), []).bound_by == "stragglers"
+    assert diagnose(evidence(slow, slow, slow, slow), []).bound_by == "input pipeline"
+
+
+def test_recomputation_that_was_timed_goes_before_what_a_forward_leads_to_expect():
+    timed = {"backward": 0.200, "recompute": 0.150}
+    found = diagnose(evidence(timed, timed, knobs={"checkpoint_every": 1}.items()), [])
+    assert found.bound_by == "recomputation"
+    assert next(part.seconds for part in found.parts if part.name == "recomputation") == 0.150
+    assert next(part.seconds for part in found.parts if part.name == "compute") == pytest.approx(0.300)
+
+
+def test_ranks_that_wait_alike_lose_nothing_to_a_straggler():
+    """Meeting before many small messages costs time by itself."""
+    assert share(diagnose(evidence({"wait": 0.3}, {"wait": 0.3}), []), "stragglers") == 0
+
+
+def traced(**kinds_s):
+    """A trace of forward and backward of 300 ms, 200 of them in operations that are worth it."""
+    spent = {"products": 0.1, "traffic": 0.1, "messages": 0.0} | kinds_s
+    return Traced(
+        file="t.json.gz",
+        n_steps=2,
+        spans_s={"forward": 0.1, "backward": 0.2, "step": 0.02},
+        kinds_s={"forward": dict.fromkeys(spent, 0.0), "backward": spent},
+        messages_s=spent["messages"],
+        hidden_s=0.75 * spent["messages"],
+    )
+
+
+def test_a_trace_tells_products_memory_and_the_host_apart():
+    found = diagnose(evidence({}, traced={0: traced()}, world_size=1, ranks=[{0: BALANCED}]), SMALL_BATCH)
+    # The trace goes before what other trials say.
+    computing = BALANCED["forward"] + BALANCED["backward"]
+    seconds = {part.name: part.seconds for part in found.parts}
+    assert seconds["launch overhead"] == pytest.approx(computing * 0.1 / 0.3) and "traced" in next(
+        part.known for part in found.parts if part.name == "launch overhead"
+    )
+    assert seconds["memory bandwidth"] == pytest.approx(computing * 0.1 / 0.3)
+    assert seconds["compute"] == pytest.approx(computing * 0.1 / 0.3)
+
+
+def test_messages_that_overlap_with_computing_are_said_to():
+    found = diagnose(evidence(traced={rank: traced(messages=0.04) for rank in (0, 1)}), [])
+    assert any("40.0 ms" in note and "75% of that overlaps" in note for note in found.notes)
+
+
+def test_memory_traffic_that_takes_less_than_the_arithmetic_is_no_bottleneck():
+    found = diagnose(evidence(expected_s={"products": 0.10, "traffic": 0.09, "launches": 0.001}), [])
+    assert found.bound_by == "compute" and share(found, "memory bandwidth") > 0.35
+
+
+def test_a_trial_of_an_earlier_version_is_told_what_it_lacks():
+    old = {name: BALANCED[name] for name in ("data", "forward", "backward", "step")}
+    found = diagnose(evidence(ranks=[{0: old, 1: old}]), [])
+    assert share(found, "communication") is None and "--profile" in next(
+        p.known for p in found.parts if p.name == "communication"
+    )
+
+
+def test_one_disturbed_step_among_three_decides_nothing():
+    quiet, disturbed = {0: BALANCED, 1: BALANCED}, {0: BALANCED | {"wait": 0.8}, 1: BALANCED | {"forward": 0.9}}
+    assert diagnose(evidence(ranks=[disturbed, quiet, quiet]), []).bound_by == "compute"
+
+
+def test_steps_that_were_taken_apart_are_held_against_the_run_that_they_are_of():
+    """Run again on a busy machine all steps are slow; that says nothing of the shares."""
+    rough = "read the shares as rough"
+    assert any(rough in note for note in diagnose(evidence(step_s=0.2), []).notes)
+    assert not any(rough in note for note in diagnose(evidence(step_s=0.2, beside_s=0.34), []).notes)
+
+
+def test_with_one_rank_nothing_is_lost_to_others():
+    found = diagnose(evidence({"backward": 0.6}), [])
+    assert share(found, "communication") == 0 and share(found, "stragglers") == 0
+
+
+def test_a_full_device_is_named_where_it_stands_in_the_way():
+    heavy = {"backward": 0.305}
+    found = diagnose(
+        evidence(heavy, heavy, knobs={"checkpoint_every": 1}.items(), peak_memory_bytes=95, memory_limit_bytes=100), []
+    )
+    assert found.bound_by == "memory capacity"
+    assert any("allocator" in note for note in diagnose(evidence(alloc_retries=3), []).notes)
+
+
+def test_larger_micro_batches_that_do_not_fit_are_named_where_nothing_else_differs():
+    others = [
+        seen(8, None, outcome="predicted_oom", micro_batch_size=64, gradient_accumulation_steps=2),
+        seen(9, None, outcome="oom", micro_batch_size=32),
+        seen(10, None, outcome="oom", micro_batch_size=32, precision="fp32"),
+    ]
+    assert next(note for note in diagnose(evidence(), others).notes if "do not fit" in note).endswith("trial 8, 9")
+
+
+def larger(outcome, **knobs):
+    return seen(9, 150.0 if outcome == "complete" else None, outcome=outcome, micro_batch_size=32, **knobs)
+
+
+SMALLER = [seen(n, 100.0, forward=0.080 + 0.0025 * b, micro_batch_size=b) for n, b in enumerate((1, 2, 4), start=2)]
+RECOMPUTING = evidence({"recompute": 0.1}, {"recompute": 0.1}, knobs={"checkpoint_every": 2}.items())
+NEARLY_FULL = {"peak_memory_bytes": 90, "memory_limit_bytes": 100}
+CAPACITY = {
+    "a full device keeps the batch small": (evidence(**NEARLY_FULL), SMALLER, "memory capacity"),
+    "a half full one does not": (evidence(peak_memory_bytes=50, memory_limit_bytes=100), SMALLER, "launch overhead"),
+    "nor does a full one on which a larger batch ran": (evidence(**NEARLY_FULL), SMALL_BATCH, "launch overhead"),
+    "a half full one that the larger batch does not fit": (
+        evidence(peak_memory_bytes=50, memory_limit_bytes=100), [*SMALLER, larger("oom")], "memory capacity",
+    ),
+    "a larger batch that surely does not fit": (evidence(), [*SMALLER, larger("predicted_oom")], "memory capacity"),
+    "one of another precision tells nothing": (evidence(), [*SMALLER, larger("oom", precision="fp32")], "launch overhead"),
+    "less recomputed does not fit": (RECOMPUTING, [seen(9, None, outcome="oom", checkpoint_every=0)], "memory capacity"),
+    "less recomputed fits": (RECOMPUTING, [seen(9, 120.0, checkpoint_every=4)], "recomputation"),
+    "what recomputes more tells nothing": (RECOMPUTING, [seen(9, None, outcome="oom", checkpoint_every=1)], "recomputation"),
+    "a batch that keeps the device busy is no matter of memory": (evidence(**NEARLY_FULL), [larger("oom")], "compute"),
+    "nor is a slow loader": (evidence({"data": 0.08}, {"data": 0.08}, **NEARLY_FULL), [larger("oom")], "input pipeline"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "others", "verdict"), CAPACITY.values(), ids=CAPACITY)
+def test_memory_capacity_is_named_where_it_alone_stands_in_the_way(what, others, verdict):
+    found = diagnose(what, others)
+    assert found.bound_by == verdict
+    assert any("does not fit the memory" in note for note in found.notes) == (verdict == "memory capacity")
+
+
+def test_what_was_not_measured_is_said_to_be_so():
+    found = diagnose(evidence(ranks=[{}]), [])
+    assert found.bound_by == "" and "were not kept" in found.notes[0] and "--profile" in found.notes[0]
+    assert {part.name for part in found.parts if part.known == "not measured"} == {"compute", *BOUND_FROM}
+    alone = diagnose(evidence(), [])
+    assert share(alone, "launch overhead") is None and share(alone, "memory bandwidth") is None
+
+
+def test_advice_comes_from_the_trial_that_differs_in_nothing_else():
+    slow = evidence({"reduce": 0.220}, {"reduce": 0.225})
+    others = [
+        seen(5, 150.0, gradient_accumulation_steps=4),
+        seen(6, 300.0, gradient_accumulation_steps=8, precision="fp16"),
+        seen(7, 90.0, zero_stage=1),
+        seen(8, 200.0, precision="fp32"),
+    ]
+    advice = diagnose(slow, others).advice
+    assert [(each.knob, each.value, each.factor) for each in advice] == [("gradient_accumulation_steps", 4, 1.5)]
+    assert "trial 5" in advice[0].why
+
+
+def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():
+    trials = [
+        (candidate(precision=p, zero_stage=z, gradient_accumulation_steps=k), (2.0 if k == 4 else 1.0) * (1.3 if p == "bf16" else 1.0))
+        for p in ("fp32", "bf16") for z in (0, 1, 2) for k in (1, 4)
+    ]  # fmt: skip
+    found = effects("samples_per_s", trials, candidate())
+    advice = diagnose(evidence({"reduce": 0.220}, {"reduce": 0.225}), [], found).advice
+    assert advice[0].knob == "gradient_accumulation_steps" and advice[0].factor == pytest.approx(2.0, rel=0.1)
+    assert "estimated from 12 trials" in advice[0].why
+
+
+def test_a_known_devices_peak_gives_the_mfu():
+    note = next(
+        n
+        for n in diagnose(evidence(device_name="NVIDIA H100 80GB HBM3", tokens_per_step=10**9, step_s=10.0), []).notes
+        if "MFU" in n
+    )
+    assert "% of its peak" in note and "no peak is known" in next(
+        n for n in diagnose(evidence(device_name="AMD EPYC", tokens_per_step=10**6, step_s=0.3), []).notes if "MFU" in n
+    )
+
+
+def test_without_a_known_peak_the_mfu_is_that_of_the_probed_one_and_of_the_counted_operations():
+    found = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e9, step_s=0.1, peak_flops=4e10), [])
+    assert any("10.0 GFLOP/s" in note and "25% (MFU) of the 40.0" in note for note in found.notes)
+
+
+def phased(candidate):
+    return instant_report(candidate, phase_times_s={"data": 0.05, "forward": 0.01, "backward": 0.02, "step": 0.005})
+
+
+def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
+    monkeypatch.chdir(tmp_path)
+    answer.diagnose("s", None, None, profile=False, as_json=False)
+    said = capsys.readouterr().out
+    assert "bound by input pipeline" in said and "num_workers" in said
+    answer.diagnose("s", 0, None, profile=False, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
+
+
+def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def behaviour(candidate):
+        return phased(candidate) if candidate.micro_batch_size == 8 else None
+
+    runner_of(tmp_path / "studies", Instant(behaviour), trials=6).run()
+    monkeypatch.chdir(tmp_path)
+    report = load.load("s", records.default_url(tmp_path / "studies"), tmp_path / "studies" / "s")
+    number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
+    with pytest.raises(UserError, match="did not complete"):
+        answer.diagnose("s", number, None, profile=False, as_json=False)
+    with pytest.raises(UserError, match="no told trial 99"):
+        answer.diagnose("s", 99, None, profile=False, as_json=False)
+
+
+def test_a_study_whose_trial_folders_are_gone_is_still_answered(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    (tmp_path / "studies" / "s" / "trials").rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    answer.diagnose("s", 0, None, profile=False, as_json=False)
+    assert "bound by input pipeline" in capsys.readouterr().out
+
+
+def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(), trials=3).run()
+    monkeypatch.chdir(tmp_path)
+    answer.diagnose("s", 0, None, profile=False, as_json=False)
+    said = capsys.readouterr().out
+    assert "what bounds it is not known" in said and "phases of its step were not kept" in said
+
+
+def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(tmp_path, monkeypatch):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    shutil.rmtree(tmp_path / "studies" / "s" / "trials" / "0000")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="without --profile"):
+        answer.diagnose("s", 0, None, profile=True, as_json=False)
+
+
+def test_a_trial_that_ran_elsewhere_is_not_traced_here(tmp_path, monkeypatch):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    (tmp_path / "studies" / "s" / "study.yaml").write_text("target: model.py\nexecutor: slurm\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="ran on slurm"):
+        answer.diagnose("s", 0, None, profile=True, as_json=False)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    folder = TrialDir(tmp_path / "studies" / "s" / "trials" / "0000")
+    request = read_record(folder.request, TrialRequest)
+    again = zoo.request("gpt_tiny", micro=8, world_size=1)
+    write_record(folder.request, replace(again, candidate=request.candidate))
+    monkeypatch.chdir(tmp_path)
+    answer.diagnose("s", 0, None, profile=True, as_json=False)
+    said = capsys.readouterr().out
+    assert "traced: between operations" in said and "perfetto" in said and "aten::" in said
+    with gzip.open(folder.path / "profile" / "trace-rank-0.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"autotune: data", "autotune: forward", "autotune: backward", "autotune: step", "aten::addmm"} <= names
+
+
+REAL = [
+    ("slow_loader", 2, {}, "input pipeline"),
+    ("slow_rank", 2, {}, "stragglers"),
+    ("wide_table", 1, {}, "optimizer"),
+    ("many_layers", 2, {"zero_stage": 2, "zero_optimization.reduce_bucket_size": 1024}, "communication"),
+    ("heavy_blocks", 1, {"micro": 8, "checkpoint_every": 1, "traced_steps": 1}, "recomputation"),
+    ("many_layers", 1, {"micro": 1, "gradient_accumulation_steps": 8, "traced_steps": 1}, "launch overhead"),
+    ("long_streams", 1, {"micro": 4, "traced_steps": 1}, "memory bandwidth"),
+]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "world_size", "what", "cause"), REAL, ids=[cause for *_, cause in REAL])
+@pytest.mark.alone
+def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, cause):
+    result = zoo.run(model, world_size=world_size, **what)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    found = diagnosis.of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4))
+    assert found.bound_by == cause, [(part.name, part.share) for part in found.parts]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo):
+    limit = {"world_size": 1, "device_memory_bytes": 300 * MIB}
+    refused = zoo.run("many_layers", micro=32768, **limit)
+    assert refused.outcome is Outcome.OOM, refused.reason
+    small = zoo.run("many_layers", micro=1, gradient_accumulation_steps=8, traced_steps=1, **limit)
+    assert small.outcome is Outcome.COMPLETE, small.reason
+    other = StepObservation(trial=1, candidate=refused.candidate, samples_per_s=None, outcome=str(refused.outcome))
+    alone, beside = (diagnosis.of_result(small, zoo.folder.path, WORKLOAD, others) for others in ([], [other]))
+    assert (alone.bound_by, beside.bound_by) == ("launch overhead", "memory capacity")
+    assert 0 < share(alone, "memory capacity") < 1

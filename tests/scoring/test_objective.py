@@ -1,0 +1,307 @@
+"""Metrics, objectives, constraints, and the time to a loss."""
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from autotune.scoring.convergence.noise_scale import NoiseScale
+from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
+from autotune.scoring.metrics import METRICS, goodput, measure
+from autotune.scoring.objective import Constraint, Objective, ObjectiveError, check_measurable, score
+from autotune.system.units import parse_bytes, parse_seconds
+from autotune.trial.result import Outcome, StepStats, TrialResult
+
+LATENCY = Objective(name="latency", metric="step_time_s")
+THROUGHPUT = Objective(name="throughput", metric="samples_per_s")
+CONVERGENCE = Objective(name="convergence", metric="time_to_loss_s")
+
+
+def trial(**changes):
+    steps = StepStats(median_s=0.5, ci95_s=0.05, n_steps=20, n_warmup=1)
+    values = {
+        "outcome": Outcome.COMPLETE,
+        "steps": steps,
+        "samples_per_step": 16,
+        "peak_memory_bytes": 1000,
+        "cpu_s_per_step": 0.8,
+    }
+    return TrialResult(**(values | changes))
+
+
+def loss_at(samples, batch):
+    """A loss curve as language models have it; beyond 64 samples a larger batch gains little."""
+    return 1.5 + 4 * (1 + samples / (1 + batch / 64) / 200) ** -0.5
+
+
+def training(batch, n_steps, seed=None, sigma=0.8, step_s=0.1):
+    noise = (
+        np.zeros(n_steps)
+        if seed is None
+        else np.random.default_rng(seed).standard_normal(n_steps) * sigma / math.sqrt(batch)
+    )
+    losses = [float(loss_at(index * batch, batch) + noise[index]) for index in range(n_steps)]
+    return trial(
+        samples_per_step=batch, losses=losses, steps=StepStats(median_s=step_s, ci95_s=0.0, n_steps=n_steps, n_warmup=1)
+    )
+
+
+def true_time(batch, target, step_s=0.1):
+    samples = ((4 / (target - 1.5)) ** 2 - 1) * 200 * (1 + batch / 64)
+    return samples / batch * step_s
+
+
+def test_step_time_is_the_median_with_its_interval():
+    estimate = measure(trial(), None)["step_time_s"]
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.5, 0.45, 0.55))
+
+
+def test_throughput_is_samples_over_step_time_and_so_is_its_interval():
+    estimate = measure(trial(), None)["samples_per_s"]
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((32, 16 / 0.55, 16 / 0.45))
+
+
+def test_tokens_per_second_exist_only_for_tokens():
+    assert "tokens_per_s" not in measure(trial(), None)
+    assert measure(trial(tokens_per_step=1600), None)["tokens_per_s"].value == 3200
+
+
+def test_too_few_steps_for_an_interval_give_a_wide_finite_one():
+    steps = StepStats(median_s=0.5, ci95_s=math.inf, n_steps=2, n_warmup=1)
+    estimates = measure(trial(steps=steps), None)
+    assert (estimates["step_time_s"].low, estimates["step_time_s"].high) == (0.0, 1.0)
+    assert all(math.isfinite(end) for estimate in estimates.values() for end in (estimate.low, estimate.high))
+
+
+def test_a_trial_without_steps_yields_no_metric_of_time():
+    assert set(measure(TrialResult(outcome=Outcome.OOM, peak_memory_bytes=5), None)) == {"peak_memory_bytes"}
+
+
+def test_every_metric_has_a_unit_and_a_label():
+    assert all(metric.unit and metric.label and metric.why_missing for metric in METRICS.values())
+
+
+def test_the_baseline_reaches_its_own_loss_at_its_end():
+    baseline = training(16, 100)
+    estimate = time_to_loss(baseline, Reference.of(baseline))
+    # The loss of the last quarter is that of weights which have seen 7/8 of the samples, and half a step.
+    assert estimate.value == pytest.approx((100 - (25 + 1) / 2) * 0.1)
+    assert estimate.low < estimate.value < estimate.high and not estimate.censored
+
+
+@pytest.mark.parametrize("batch", [8, 16, 32, 64, 256])
+def test_without_noise_the_time_to_loss_is_the_true_one_for_every_batch(batch):
+    reference = Reference.of(training(16, 100))
+    estimate = time_to_loss(training(batch, 4800 // batch), reference)
+    assert estimate.value == pytest.approx(true_time(batch, reference.loss_target), rel=0.02)
+
+
+@pytest.mark.parametrize("batch", [8, 32, 256])
+def test_noise_that_depends_on_the_batch_does_not_bias_the_time_to_loss(batch):
+    clean = true_time(batch, Reference.of(training(16, 100)).loss_target)
+    found = [
+        time_to_loss(training(batch, 4000 // batch, seed=1000 + seed), Reference.of(training(16, 100, seed=seed)))
+        for seed in range(60)
+    ]
+    assert np.median([estimate.value for estimate in found]) == pytest.approx(clean, rel=0.04)
+    assert np.mean([estimate.low <= clean <= estimate.high for estimate in found]) > 0.8
+
+
+def test_a_trial_that_ends_above_the_target_is_extrapolated_and_says_so():
+    reference = Reference.of(training(16, 100))
+    estimate = time_to_loss(training(16, 60), reference)
+    assert estimate.censored and estimate.value == pytest.approx(true_time(16, reference.loss_target), rel=0.1)
+    assert estimate.high == pytest.approx(10 * 60 * 0.1)
+
+
+def test_a_trial_that_does_not_learn_is_capped_at_ten_times_its_samples():
+    flat = trial(losses=[6.0] * 50, samples_per_step=16)
+    estimate = time_to_loss(flat, Reference.of(training(16, 100)))
+    assert estimate.censored and estimate.value == pytest.approx(10 * 50 * 0.5) and estimate.high >= estimate.value
+
+
+def test_a_trial_of_one_step_is_capped():
+    estimate = time_to_loss(trial(losses=[6.0], samples_per_step=16), Reference.of(training(16, 100)))
+    assert estimate.censored and estimate.value == pytest.approx(10 * 0.5)
+
+
+def test_the_time_to_loss_is_the_same_each_time():
+    noisy, reference = training(8, 200, seed=1), Reference.of(training(16, 100, seed=2))
+    assert time_to_loss(noisy, reference) == time_to_loss(noisy, reference)
+
+
+def test_the_time_to_loss_of_a_thousand_steps_takes_no_time():
+    noisy, reference = training(8, 1000, seed=1), Reference.of(training(16, 100, seed=2))
+    start = time.process_time()
+    for _ in range(5):
+        time_to_loss(noisy, reference)
+    assert (time.process_time() - start) / 5 < 0.1
+
+
+def test_the_odd_loss_that_is_not_finite_is_bridged():
+    reference = Reference.of(training(16, 100))
+    gaps = training(16, 120)
+    gaps.losses[0] = gaps.losses[50] = None
+    assert time_to_loss(gaps, reference).value == pytest.approx(
+        time_to_loss(training(16, 120), reference).value, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("losses", [[], [None] * 30, [3.0] * 10 + [None] * 20, [3.0] * 29 + [None]])
+def test_losses_that_are_missing_give_no_time_to_loss(losses):
+    assert time_to_loss(trial(losses=losses), Reference.of(training(16, 100))) is None
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [
+        (trial(losses=[]), "missing"),
+        (trial(losses=[5.0, 4.0, 3.0]), "too few"),
+        (trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)]), "did not fall"),
+        (trial(losses=[3.0 + 0.1 * index for index in range(40)]), "did not fall"),
+    ],
+)
+def test_a_baseline_that_does_not_learn_sets_no_target_and_says_why(baseline, said):
+    reference = Reference.of(baseline)
+    assert reference.loss_target is None and said in reference.problem
+    assert time_to_loss(training(16, 100), reference) is None
+
+
+def test_values_come_in_the_order_of_the_objectives():
+    assert score(trial(), [THROUGHPUT, LATENCY]).values == (32.0, 0.5)
+
+
+def test_a_score_has_every_metric_of_the_trial_not_only_the_objectives():
+    found = score(trial(), [LATENCY])
+    assert found.metrics["peak_memory_bytes"] == 1000 and found.ci95["step_time_s"] == pytest.approx((0.45, 0.55))
+
+
+def test_a_failed_trial_has_no_values_but_all_its_bounds():
+    limits = [Constraint(metric="step_time_s", max=1), Constraint(metric="samples_per_s", min=1)]
+    failed, fine = (score(result, [LATENCY], limits) for result in (TrialResult(outcome=Outcome.CRASHED), trial()))
+    assert failed.values is None and not failed.feasible
+    assert failed.violations.keys() == fine.violations.keys() == {"step_time_s <= max", "samples_per_s >= min"}
+
+
+def test_a_violation_is_a_share_of_the_bound():
+    limits = [Constraint(metric="peak_memory_bytes", max=800), Constraint(metric="samples_per_s", min=64)]
+    found = score(trial(), [LATENCY], limits)
+    assert found.violations == {"peak_memory_bytes <= max": 0.25, "samples_per_s >= min": 0.5} and not found.feasible
+
+
+def test_a_bound_that_is_held_has_no_positive_violation():
+    found = score(trial(), [LATENCY], [Constraint(metric="peak_memory_bytes", max="1000B")])
+    assert found.violations == {"peak_memory_bytes <= max": 0.0} and found.feasible
+
+
+def test_a_bound_of_an_objective_is_a_constraint_and_the_tightest_counts():
+    bounded = Objective(name="latency", metric="step_time_s", max="400ms")
+    found = score(trial(), [bounded], [Constraint(metric="step_time_s", max=1)])
+    assert found.violations == {"step_time_s <= max": pytest.approx(0.25)}
+
+
+def test_an_objective_that_the_baseline_does_not_yield_stops_the_study_with_a_reason():
+    tokens = Objective(name="tokens", metric="tokens_per_s")
+    with pytest.raises(
+        ObjectiveError, match=r"objective 'tokens': tokens_per_s cannot be measured .* use samples_per_s"
+    ):
+        check_measurable(trial(), [tokens], (), None)
+
+
+def test_a_bound_that_the_baseline_does_not_yield_stops_the_study_with_a_reason():
+    with pytest.raises(ObjectiveError, match="constraint: peak_memory_bytes cannot be measured"):
+        check_measurable(
+            trial(peak_memory_bytes=None), [LATENCY], [Constraint(metric="peak_memory_bytes", max=1)], None
+        )
+
+
+def test_a_loss_that_does_not_fall_is_given_as_the_reason():
+    flat = trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)])
+    with pytest.raises(ObjectiveError, match="loss did not fall during its trial; raise trial_budget_s"):
+        check_measurable(flat, [CONVERGENCE], (), Reference.of(flat))
+
+
+def test_a_baseline_that_yields_everything_passes():
+    baseline = training(16, 100)
+    check_measurable(baseline, [LATENCY, THROUGHPUT, CONVERGENCE], (), Reference.of(baseline))
+
+
+def test_a_censored_metric_is_marked_in_the_score():
+    assert score(training(16, 60), [CONVERGENCE], (), Reference.of(training(16, 100))).censored == ("time_to_loss_s",)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("4GiB", 4 * 2**30), ("500 MB", 500_000_000), ("1.5kib", 1536), (1024, 1024), ("1024", 1024), ("1e3", 1000)],
+)
+def test_bytes_are_read_with_their_unit(text, amount):
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("1 h 5 s", 3605), (600, 600), ("2.5", 2.5), ("1e-3s", 1e-3)],
+)
+def test_seconds_are_read_with_their_unit(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "m", "10 lightyears", "-5s", "10m 3", True, None, [1], "1..2s"])
+def test_an_amount_that_is_none_names_the_units(text):
+    with pytest.raises(ValueError, match="units: us, ms, s"):
+        parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"metric": "step_tim_s", "max": 1}, "'step_time_s'"),
+        ({"metric": "step_time_s"}, "`min` or a `max`"),
+        ({"metric": "step_time_s", "max": "4GiB"}, "units: us"),
+        ({"metric": "samples_per_s", "min": "4"}, "not a number of samples/s"),
+        ({"metric": "step_time_s", "min": 2, "max": 1}, "nothing can hold it"),
+        ({"metric": "step_time_s", "maximum": 2}, "maximum"),
+        ({"metric": "step_time_s", "max": math.nan}, "finite"),
+    ],
+)
+def test_a_constraint_that_cannot_be_is_refused(data, said):
+    with pytest.raises(ValidationError, match=said):
+        Constraint.model_validate(data)
+
+
+@pytest.mark.parametrize("weight", [0, -1, math.inf, math.nan])
+def test_a_weight_is_positive_and_finite(weight):
+    with pytest.raises(ValidationError):
+        Objective(name="latency", metric="step_time_s", weight=weight)
+
+
+def known(phi, *, resolved=True, batch=16):
+    return Reference(
+        batch=batch, noise=NoiseScale(samples=phi, low=phi / 1.2, high=phi * 1.2, resolved=resolved, n_samples=1000)
+    )
+
+
+def test_goodput_is_throughput_times_efficiency_and_at_the_baselines_batch_the_throughput():
+    same, larger = trial(samples_per_step=16), trial(samples_per_step=64)
+    rate = METRICS["samples_per_s"].of(larger, None)
+    found = goodput(larger, known(48.0))
+    assert found.value == pytest.approx(rate.value * (48 + 16) / (48 + 64))
+    assert found.low < found.value < found.high
+    assert goodput(same, known(48.0)) == METRICS["samples_per_s"].of(same, None)
+
+
+def test_where_the_noise_scale_still_grows_a_smaller_batch_is_worth_no_more_than_the_baselines():
+    growing = replace(known(48.0), noise=replace(known(48.0).noise, growing=True))
+    small, large = trial(samples_per_step=8), trial(samples_per_step=64)
+    assert goodput(small, known(48.0)).value > goodput(small, growing).value
+    assert goodput(small, growing).value == pytest.approx(METRICS["samples_per_s"].of(small, None).value)
+    assert goodput(large, growing) == goodput(large, known(48.0))
+
+
+def test_an_unresolved_noise_scale_leaves_only_the_question_at_the_same_batch():
+    assert goodput(trial(samples_per_step=64), known(48.0, resolved=False)) is None
+    assert goodput(trial(samples_per_step=16), known(48.0, resolved=False)) is not None
+    assert goodput(trial(samples_per_step=16), None) is None

@@ -1,0 +1,282 @@
+"""Launch commands as people type them: what they would start, found out without starting it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.study.setup import capture
+from autotune.trial.command import (
+    Invocation,
+    InvocationError,
+    check_templates,
+    has_flag,
+    start_of,
+    with_flag,
+    with_placeholders,
+    without_flag,
+    without_placeholders,
+)
+
+pytestmark = pytest.mark.process
+
+# It says so where it runs, which it never should.
+SCRIPT = "import deepspeed, pathlib\npathlib.Path('it-ran').touch()\ndeepspeed.initialize()\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a script, and the temporary folder that is looked through afterwards."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    (home / "train.py").write_text(SCRIPT)
+    before = set(psutil.Process().children(recursive=True))  # the warm server of other tests
+    yield home
+    assert not list((tmp_path / "scratch").iterdir()) and not list(home.rglob("it-ran"))
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def captured(command: str, **how) -> Invocation:
+    return capture.capture(command, Path.cwd(), **how)[0]
+
+
+def ranks(n: int, what: str, **more: int) -> str:
+    """A launcher as short as possible: `n` processes at once."""
+    each = (
+        f"RANK={r} LOCAL_RANK={r} WORLD_SIZE={more.get('world', n)} LOCAL_WORLD_SIZE={n} {what.format(rank=r)}"
+        for r in range(n)
+    )
+    return " & ".join([*each, "wait"])
+
+
+def test_a_script_without_a_launcher(folder):
+    found = captured("python train.py --lr 1e-3 'two words'")
+    assert found == Invocation(
+        script=str(folder / "train.py"), working_dir=str(folder), arguments=("--lr", "1e-3", "two words"),
+        command="python train.py --lr 1e-3 'two words'",
+    )  # fmt: skip
+
+
+def test_a_module_is_found_without_importing_its_package(folder):
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "__init__.py").write_text("raise SystemExit('imported')")
+    (folder / "pkg" / "train.py").write_text(SCRIPT)
+    found = captured("python -m pkg.train --bsz 4")
+    assert (found.script, found.module, found.arguments) == (
+        str(folder / "pkg" / "train.py"),
+        "pkg.train",
+        ("--bsz", "4"),
+    )
+
+
+def test_ranks_folder_and_variables_of_a_launcher(folder):
+    (folder / "sub").mkdir()
+    found = captured(f"export HF_HOME=/data MASTER_PORT=1; cd sub; {ranks(2, 'python ../train.py')}")
+    assert (found.world_size, found.working_dir, found.script) == (2, str(folder / "sub"), str(folder / "train.py"))
+    assert found.environment == {"HF_HOME": "/data"}
+
+
+def test_the_number_that_a_launcher_gives_each_rank_is_no_constant(folder):
+    found = captured(ranks(2, "python train.py --local_rank={rank} --device cpu:{rank} --lr 0"))
+    assert found.arguments == ("--local_rank={local_rank}", "--device", "cpu:{local_rank}", "--lr", "0")
+
+
+def test_templates_survive_a_script_of_the_shell(folder):
+    (folder / "train.sh").write_text("BSZ=$1 python train.py --zero=$2 --config $3\n")
+    found = captured("bash train.sh {train_micro_batch_size_per_gpu} {zero_stage} {ds_config}")
+    assert found.arguments == ("--zero={zero_stage}", "--config", "{ds_config}")
+    assert found.environment == {"BSZ": "{train_micro_batch_size_per_gpu}"} and found.fixed_environment == {}
+
+
+def test_a_template_that_does_not_arrive_is_named(folder):
+    with pytest.raises(InvocationError, match=r"\{micro_batch_size\} did not arrive.*train\.py"):
+        captured("echo {micro_batch_size}; python train.py --zero {zero_stage}")
+
+
+def test_what_else_the_command_runs_is_skipped_and_said(folder):
+    (folder / "prepare.py").write_text("open('it-ran', 'w')")
+    found, notes = capture.capture(f"python prepare.py; {ranks(2, 'python train.py')}", folder)
+    assert Path(found.script).name == "train.py" and len(notes) == 2
+    assert notes[0] == "prepare.py of your command was not run; run it yourself first if the training needs it"
+    assert notes[1] == "train.py is the first training that your command starts, and the one that is tuned"
+
+
+def test_python_in_the_shells_own_service_runs(folder):
+    (folder / "value.txt").write_text("7")
+    found = captured("python train.py --n $(python -c 'print(open(\"value.txt\").read())')")
+    assert found.arguments == ("--n", "7")
+
+
+@pytest.mark.parametrize("training", ["python train.py", ranks(2, "python train.py"), ranks(2, "python elsewhere.py")])
+def test_nothing_that_comes_after_the_training_is_run(folder, training):
+    (folder / "elsewhere.py").write_text("from somewhere import main\nmain()\n")
+    assert Path(captured(f"{training}; touch it-ran").script).name in training
+
+
+def test_a_users_own_sitecustomize_still_runs(folder, monkeypatch):
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text("import os\nos.environ['FROM_SITE'] = '1'\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
+    found = captured("python train.py $(python -c 'import os; print(os.environ[\"FROM_SITE\"])')")
+    assert found.arguments == ("1",) and "PYTHONPATH" not in found.environment
+
+
+def test_a_folder_that_a_launcher_adds_is_kept(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert captured("PYTHONPATH=$PYTHONPATH:/more python train.py").environment == {"PYTHONPATH": "/mine:/more"}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("no-such-launcher train.py", "no-such-launcher: command not found"),
+        ("echo out of luck; exit 3", "ended with status 3 and started no training script: out of luck"),
+        ("true", "started no training script that can be seen"),
+        ("python -c 'print(1)'", "started no training script that can be seen"),
+        ("python one.py; python other/one.py", r"several scripts \(one.py, other/one.py\)"),
+        (ranks(2, "python train.py", world=8), "2 of 8 ranks here"),
+        ("torchrun --nnodes=2 --nproc_per_node 2 train.py", "asks for 2 machines"),
+        ("python -m torch.distributed.run --nnodes 2 train.py", "asks for 2 machines"),
+        ("deepspeed --num_nodes 3 train.py", "asks for 3 machines"),
+        ("deepspeed --hostfile hosts train.py", "hosts names 2 machines"),
+        ("deepspeed --autotuning run train.py", "DeepSpeed's own tuner"),
+        ("accelerate launch --config_file two.yaml train.py", "asks for 2 machines"),
+        ("python -m no_such.module", "no module 'no_such.module'"),
+    ],
+)
+def test_a_command_that_cannot_be_tuned_ends_in_one_sentence(folder, command, said):
+    (folder / "other").mkdir()
+    for path in ("one.py", "other/one.py"):
+        (folder / path).write_text("open('it-ran', 'w')")
+    (folder / "hosts").write_text("# ours\na slots=2\nb slots=2\n")
+    (folder / "two.yaml").write_text("num_machines: 2\n")
+    with pytest.raises(InvocationError, match=said) as error:
+        captured(command)
+    assert "\n" not in str(error.value)
+
+
+def test_the_script_that_trains_is_taken_where_there_are_several(folder):
+    (folder / "prepare.py").write_text("print('ready')\n")
+    assert Path(captured("python prepare.py && python train.py").script).name == "train.py"
+
+
+def test_a_command_that_waits_for_something_is_given_up_and_ended(folder):
+    before = time.monotonic()
+    with pytest.raises(InvocationError, match=r"within 0.5 s; does it wait for something.*waiting for peers"):
+        captured("echo waiting for peers; sleep 60 & sleep 61", deadline_s=0.5)
+    assert time.monotonic() - before < 20
+
+
+def test_another_python_is_refused(folder):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "other"], check=True)
+    with pytest.raises(InvocationError, match="install autotune there"):
+        captured("other/bin/python train.py")
+
+
+TORCHRUN = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "arguments", "environment"),
+    [
+        (
+            "torchrun --standalone --nproc_per_node 2 train.py --bsz {micro_batch_size}",
+            ("--bsz", "{micro_batch_size}"),
+            TORCHRUN,
+        ),
+        ("deepspeed --num_gpus 2 train.py --deepspeed", ("--local_rank={local_rank}", "--deepspeed"), {}),
+        ("accelerate launch --config_file two.yaml train.py", (), TORCHRUN | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+        ("X=1 bash train.sh", ("--lr", "1"), TORCHRUN | {"X": "1"}),
+    ],
+)
+def test_the_launchers_that_people_use(folder, command, arguments, environment):
+    (folder / "two.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\nnum_processes: 2\nmixed_precision: bf16\n"
+        "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 2}\n"
+    )
+    (folder / "train.sh").write_text("set -e\ntorchrun --standalone --nproc_per_node=2 train.py --lr 1\ntouch it-ran\n")
+    found = captured(command)
+    assert (found.script, found.working_dir, found.world_size) == (str(folder / "train.py"), str(folder), 2)
+    assert found.arguments == arguments and environment.items() <= found.environment.items()
+    assert not {"RANK", "LOCAL_RANK", "MASTER_PORT", "TMPDIR", capture.CAPTURE, capture.MARK} & found.environment.keys()
+
+
+def test_the_hook_imports_nothing_of_ours_and_does_nothing_by_itself(folder):
+    code = "import json, sys; print(json.dumps([sorted(sys.modules), sys.path]))"
+    environment = os.environ | {"PYTHONPATH": str(capture.HOOK)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    modules, path = json.loads(done.stdout)
+    assert not {"autotune", "torch", "deepspeed", "yaml"} & {name.partition(".")[0] for name in modules}
+    assert str(capture.HOOK) not in path
+
+
+# Words of a command line.
+
+
+def test_templates_become_numbers_and_come_back():
+    text, numbers = with_placeholders("a {micro_batch_size} b={zero_stage} {ds_config} {other}")
+    assert (
+        "{other}" in text
+        and "{zero" not in text
+        and without_placeholders(text, numbers) == "a {micro_batch_size} b={zero_stage} {ds_config} {other}"
+    )
+    assert without_placeholders("17150000031", numbers) == "17150000031"
+
+
+def test_what_is_nearly_a_template_is_refused():
+    check_templates(['{"use_reentrant": false} {x} {ds_config}'], "here")
+    with pytest.raises(
+        InvocationError, match=r"here: {micro_batch_siz} is no template. Did you mean 'micro_batch_size'"
+    ):
+        check_templates(["--bsz {micro_batch_siz}"], "here")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("--bs 8 --lr 1", "--bs 4 --lr 1"),
+        ("--bs=8", "--bs=4"),
+        ("--batch_size 8", "--batch_size 4"),
+        ("--bs 8 --bs 16", "--bs 8 --bs 4"),
+        ("--bsz 8", "--bsz 8 --bs 4"),
+        ("--bs", "--bs 4"),
+        ("", "--bs 4"),
+    ],
+)
+def test_a_flag_is_changed_where_it_stands_or_added(before, after):
+    found = with_flag(before.split(), ("--bs", "--batch_size"), "4")
+    assert found == tuple(after.split()) and has_flag(found, ("--bs", "--batch_size"))
+
+
+def test_a_switch_is_taken_away_with_its_value():
+    assert without_flag("--bf16 true --lr 1 --bf16=True --fp16".split(), ("--bf16",)) == ("--lr", "1", "--fp16")
+
+
+@pytest.mark.parametrize(
+    ("command", "start"),
+    [
+        ("torchrun --n 2 train.py --a '1 2'", ("torchrun", "--n", "2", "train.py")),
+        ("X=1 deepspeed ./train.py --a '1 2'", ("X=1", "deepspeed", "./train.py")),
+        ("bash train.sh", None),
+        ("bash train.sh --a '1 2'", None),
+        ("cd /x && python train.py --a '1 2'", None),
+        ("python $HERE/train.py --a '1 2'", None),
+        ("python train.py --a '1 2' > log", None),
+        ("python train.py --a '1 2", None),
+    ],
+)
+def test_a_command_is_taken_apart_only_where_that_is_sure(command, start):
+    given = Invocation(
+        script="/x/train.py", working_dir="/x", arguments=("--local_rank={local_rank}", "--a", "1 2"), command=command
+    )
+    assert start_of(given) == start

@@ -1,0 +1,336 @@
+"""`autotune predict` and what it rests on: the cache, a study's trials, knobs that are wrong, ranks and memory that are not here."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.instant import WORKLOAD
+from support.paths import MODELS
+from support.zoo import ADAMW
+
+import autotune
+from autotune.cli import predict as predict_command
+from autotune.cli.predict import read_settings
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.study.setup import forecasts, profile_cache
+from autotune.trial.command import Invocation
+from autotune.trial.folder import write_record
+from autotune.trial.profile import Machine, Pass, Profile
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import TrialResult
+from autotune.trial.workload import Probed, Workload
+
+P = 10_000_000
+TARGET = MODELS / "ok.py"
+PASS = Pass(
+    moments=((0.0, 8e6, 0.0),),
+    kept_bytes=(0, 8e6),
+    largest_bytes=(0, 1e6),
+    flops=(0, 6e9),
+    moved_bytes=(1e7, 1e7),
+    n_ops=500,
+)
+PROFILE = Profile(
+    n_parameters=P, n_trainable=P, flops_per_sample=6e9, activation_bytes_per_sample=8e6, checkpointed_bytes_per_sample=1e6, n_blocks=4,
+    sequence=128, sizes=((1_000_000, 10),), passes={"fp32/0": PASS}, caveats=("something was assumed",),
+)  # fmt: skip
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    """A cache that knows the target, and a folder without studies."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+    own = "def optimizer" in TARGET.read_text()
+    profile_cache.save(WORKLOAD, profile_cache.workload_key(TARGET))
+    profile_cache.save(PROFILE, profile_cache.workload_key(TARGET, None if own else OPTIMIZER))
+    for ranks in (1, 2):
+        profile_cache.save(
+            replace(Machine.guess("cpu", ranks), measured=True, workspace_bytes=5e7), profile_cache.machine_key(ranks)
+        )
+    return tmp_path
+
+
+def predict(target, overrides, settings, *, as_json):
+    return predict_command.predict(str(target), overrides, settings, as_json=as_json)
+
+
+def said(capsys, *settings, **overrides):
+    assert predict(TARGET, overrides, settings, as_json=True) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.process
+def test_the_answer_adds_up_and_holds_its_intervals(known, capsys):
+    data = said(capsys, "micro_batch_size=16", "zero_stage=1", ranks=2)
+    for name in ("peak_memory_bytes", "step_time_s"):
+        assert data[name]["low"] < data[name]["value"] < data[name]["high"]
+        assert sum(term["value"] for term in data[name]["terms"]) == pytest.approx(data[name]["value"])
+    assert data["samples_per_s"]["value"] == pytest.approx(32 / data["step_time_s"]["value"])
+    assert data["tokens_per_s"]["value"] == pytest.approx(128 * data["samples_per_s"]["value"])
+    terms = {term["name"]: term["value"] for term in data["peak_memory_bytes"]["terms"]}
+    assert data["largest_tensor_bytes"] == 16 * 1e6
+    assert terms["activations"] == 16 * 8e6 and terms["weights"] == 4 * P and terms["workspace"] == 5e7
+    assert data["notes"] == ["something was assumed"]
+
+
+@pytest.mark.process
+def test_the_library_gives_the_commands_answer_without_a_word(known, capfd):
+    found = autotune.predict(TARGET, set={"micro_batch_size": 16, "zero_stage": 1}, ranks=2, device_memory_bytes="1GiB")
+    assert capfd.readouterr() == ("", "")
+    data = said(capfd, "micro_batch_size=16", "zero_stage=1", ranks=2, device_memory_bytes="1GiB")
+    assert (found.candidate, found.ranks, found.device_memory_bytes) == (data["candidate"], 2, 2**30)
+    for name in ("peak_memory_bytes", "step_time_s", "samples_per_s", "tokens_per_s"):
+        assert getattr(found, name) == tuple(data[name][key] for key in ("value", "low", "high"))
+    assert sum(found.memory_terms_bytes.values()) == pytest.approx(found.peak_memory_bytes.value)
+    assert sum(found.step_time_terms_s.values()) == pytest.approx(found.step_time_s.value)
+    assert (
+        found.binds == data["binds"]
+        and list(found.notes) == data["notes"]
+        and found.fits_probability == data["fits_probability"]
+    )
+    predict(TARGET, {"ranks": 2, "device_memory_bytes": "1GiB"}, ["micro_batch_size=16", "zero_stage=1"], as_json=False)
+    assert str(found) == capfd.readouterr().out.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"zero_stge": 3}, "Did you mean 'zero_stage'"), ({"zero_stage": [1]}, "a plain value")]
+)
+def test_the_library_says_a_wrong_knob_in_one_sentence(known, settings, words):
+    with pytest.raises(UserError, match=words) as error:
+        autotune.predict(TARGET, set=settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.process
+def test_people_get_a_waterfall_a_verdict_and_what_binds(known, capsys):
+    predict(TARGET, {"device_memory_bytes": "1GiB"}, ["micro_batch_size=64"], as_json=False)
+    text = capsys.readouterr().out
+    assert "####  (the largest tensor 61.0 MiB)" in text and "may not fit" not in text and ": fits" in text
+    assert "binds       memory: activations" in text and "largest micro-batch that surely fits:" in text
+
+
+@pytest.mark.process
+def test_less_memory_is_seen_not_to_be_enough(known, capsys):
+    data = said(capsys, "micro_batch_size=64", device_memory_bytes="400MiB")
+    assert data["fits_probability"] < 0.1
+    assert 1 <= data["largest_micro_batch_size"] < 64
+    assert said(capsys, device_memory_bytes="100MiB")["largest_micro_batch_size"] is None
+
+
+@pytest.mark.process
+def test_ranks_that_are_not_here_share_the_states_and_are_said_to_be_assumed(known, capsys):
+    here, there = (said(capsys, "zero_stage=3", "micro_batch_size=1", ranks=ranks) for ranks in (2, 64))
+    assert there["peak_memory_bytes"]["value"] < here["peak_memory_bytes"]["value"]
+    assert "links differ" in there["notes"][-1] and not any("links" in note for note in here["notes"])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("zero_stge=3", "Did you mean 'zero_stage'"),
+        ("zero_stage=7", "7 is not one of 0, 1, 2, 3"),
+        ("micro_batch_size=many", "not a whole number"),
+        ("zero_stage", "KEY=VALUE is needed"),
+        ("zero_optimization.reduce_buckets=5", "has no key 'reduce_buckets'"),
+        ("precision=fp16", "cannot run here: fp16"),
+        ("zero_stage=[1]", "a plain value is needed"),
+    ],
+)
+def test_a_wrong_knob_or_value_is_one_sentence(known, setting, words):
+    with pytest.raises(UserError) as error:
+        predict(TARGET, {}, [setting], as_json=False)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_values_read_as_people_write_them():
+    wanted = {"a": 5e8, "b": True, "c": None, "d": "bf16", "e": 0.5}
+    assert read_settings(["a=5e8", "b=true", "c=null", "d=bf16", "e=0.5"]) == wanted
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_script_is_run_once_and_then_predicted_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    script = MODELS / "scripts" / "dict_config.py"
+    first = command(script, "--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", 2, "--json")
+    assert first.returncode == 0 and "running dict_config.py, once" in first.stderr, first.stderr
+    again = command(script, "--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", 2, "--json")
+    assert again.returncode == 0 and again.stderr == ""
+    assert json.loads(first.stdout) == json.loads(again.stdout)
+    data = json.loads(again.stdout)
+    assert (data["ranks"], data["candidate"]["zero_stage"], data["candidate"]["micro_batch_size"]) == (2, 2, 4)
+    assert data["peak_memory_bytes"]["value"] > 0 and any("one forward of the script" in note for note in data["notes"])
+    other = command(script, "--ranks", 64, "--json")
+    assert other.returncode == 0 and json.loads(other.stdout)["ranks"] == 64, other.stderr
+
+
+@pytest.mark.process
+def test_the_stages_of_a_pipeline_are_not_predicted(tmp_path, monkeypatch):
+    known = replace(
+        WORKLOAD,
+        profile=PROFILE,
+        script=Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2),
+    )
+    monkeypatch.setattr(forecasts, "_known", lambda *_: (known, []))
+    with pytest.raises(UserError, match="stages of a pipeline"):
+        predict(MODELS / "scripts" / "pipeline.py", {}, [], as_json=False)
+
+
+def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_it(tmp_path):
+    script, settings = tmp_path / "train.py", tmp_path / "ds.json"
+    script.write_text("import deepspeed")
+    settings.write_text("{}")
+
+    def key(*arguments, ranks=None):
+        return profile_cache.script_key(
+            Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments), {}, ranks
+        )
+
+    first = key("--steps", "3")
+    assert key("--steps", "3") == first
+    assert len({first, key("--steps", "4"), key("--steps", "3", ranks=2)}) == 3
+    settings.write_text('{"fp16": {"enabled": true}}')
+    assert key("--steps", "3") != first
+
+
+def write_trial(folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET):
+    steps = {"median_s": 0.5, "ci95_s": 0.01, "n_steps": 5, "n_warmup": 2}
+    path = folder / "trials" / f"{number:04d}"
+    write_record(
+        path / "request.json", TrialRequest(target=str(target), candidate=candidate.values(), world_size=ranks)
+    )
+    data = {
+        "outcome": "complete",
+        "candidate": candidate.values(),
+        "world_size": ranks,
+        "peak_memory_bytes": peak,
+        "steps": steps,
+    }
+    write_record(path / "result.json", data)
+
+
+@pytest.mark.process
+def test_the_trials_of_the_study_correct_the_forecast(known, capsys):
+    """What they measured is a fifth more than the formulas say."""
+    before = said(capsys, "micro_batch_size=64", "zero_stage=1", ranks=2)["peak_memory_bytes"]
+    for number, (micro, stage) in enumerate([(2, 0), (8, 1), (16, 2), (32, 1), (32, 0)]):
+        one = said(capsys, f"micro_batch_size={micro}", f"zero_stage={stage}", ranks=2, name="other")[
+            "peak_memory_bytes"
+        ]["value"]
+        write_trial(
+            known / "studies" / "ok", number, Candidate(micro_batch_size=micro, zero_stage=stage), int(1.2 * one)
+        )
+    data = said(capsys, "micro_batch_size=64", "zero_stage=1", ranks=2)
+    after = data["peak_memory_bytes"]
+    assert data["corrected_by"] == {"study": "ok", "memory": 5, "step_time": 5} and data["measured"] == {}
+    assert after["value"] == pytest.approx(1.2 * before["value"], rel=0.06)
+    again = said(capsys, "micro_batch_size=16", "zero_stage=2", ranks=2)
+    assert again["measured"]["step_time_s"] == 0.5
+
+
+def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_count(tmp_path):
+    write_trial(tmp_path, 0, Candidate(micro_batch_size=1), 10**8)
+    write_trial(tmp_path, 1, Candidate(micro_batch_size=2), 10**8, ranks=4)
+    write_trial(tmp_path, 2, Candidate(micro_batch_size=3), 10**8, target=MODELS / "tied.py")
+    write_trial(tmp_path, 3, Candidate(micro_batch_size=4), 10**8)
+    (tmp_path / "trials" / "0003" / "result.json").write_text('{"outcome": "comp')
+    assert list(forecasts.measured_in(tmp_path, TARGET, 2)) == [Candidate(micro_batch_size=1)]
+    assert TrialResult.__dataclass_fields__.keys() >= {
+        "outcome",
+        "candidate",
+        "world_size",
+        "peak_memory_bytes",
+        "steps",
+    }
+
+
+@pytest.mark.process
+def test_it_answers_without_torch_and_without_optuna(known):
+    code = (
+        "import sys, json, autotune\n"
+        f"print(json.dumps({{'ranks': autotune.predict({str(TARGET)!r}, set={{'zero_stage': 1}}).ranks}}))\n"
+        "assert not {'torch', 'deepspeed', 'optuna', 'sqlalchemy'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 1
+
+
+def command(*arguments):
+    run = [sys.executable, "-m", "autotune.cli", "predict", *map(str, arguments)]
+    return subprocess.run(run, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.process
+def test_the_command_answers_in_json_and_ends_a_mistake_with_status_2_and_one_line(known):
+    done = command(
+        TARGET,
+        "--set",
+        "zero_stage=3",
+        "--set",
+        "micro_batch_size=8",
+        "--ranks",
+        64,
+        "--device-memory",
+        "80GiB",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert (data["ranks"], data["device_memory_bytes"], data["candidate"]["zero_stage"]) == (64, 80 * 2**30, 3)
+    wrong = command(TARGET, "--set", "zero_stge=3")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("autotune: ") and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.process
+def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    bare = replace(WORKLOAD, profile=None, machine=None)
+    found, notes = profile_cache.measure_missing(bare, MODELS / "tied.py", ADAMW, 1, zoo.executor, tmp_path / "trials")
+    assert found.profile is not None and found.machine is not None and found.machine.measured and notes == []
+
+    class NoExecutor:
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    again, _ = profile_cache.measure_missing(bare, MODELS / "tied.py", ADAMW, 1, NoExecutor(), tmp_path / "trials")
+    assert (again.profile, again.machine) == (found.profile, found.machine)
+    assert profile_cache.load(Workload, profile_cache.workload_key(MODELS / "tied.py")) == bare
+
+
+@pytest.mark.process
+def test_a_model_that_cannot_be_profiled_leaves_a_note_and_a_guess(zoo, tmp_path, monkeypatch, write_model):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    target = write_model("""
+        import torch
+
+        def model():
+            return torch.nn.Linear(8, 8)
+
+        def batch(n):
+            return torch.ones(n, 9), torch.zeros(n, 8)
+    """)
+    profile_cache.save(Machine.guess("cpu", 1), profile_cache.machine_key(1))
+    found, notes = profile_cache.measure_missing(WORKLOAD, target, ADAMW, 1, zoo.executor, tmp_path / "trials")
+    assert found.profile is None and "was not profiled" in notes[0]
+
+
+def test_what_the_target_imports_from_beside_it_belongs_to_its_key(tmp_path):
+    target, beside, other = tmp_path / "model.py", tmp_path / "layers.py", tmp_path / "other.py"
+    target.write_text("from layers import Layer\n")
+    beside.write_text("import math\n")
+    other.write_text("")
+    first = profile_cache.workload_key(target)
+    other.write_text("x = 1\n")
+    assert profile_cache.workload_key(target) == first
+    beside.write_text("import math  # changed\n")
+    assert profile_cache.workload_key(target) != first != profile_cache.workload_key(target, {"type": "SGD"})

@@ -1,0 +1,98 @@
+"""What a killed run left is ended and removed by the next one; Ctrl-C and SIGTERM end alike, and are told apart by their status."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.zoo import wait_until
+
+from autotune.study.lock import note_agent, run_under_way, study_lock
+from autotune.system import signals
+from autotune.system.processes import MARK, new_mark, run_mark
+from autotune.system.signals import Terminated, status_of, undisturbed
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+
+
+def killed_run(folder, mark):
+    """A folder whose last run was killed: the lock is free, and still says whose processes were its."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        note_agent(file, mark)
+
+
+@pytest.mark.process
+def test_every_process_of_a_killed_run_is_ended_whichever_of_its_servers_began_it(tmp_path):
+    marks = [run_mark() + "x", run_mark() + "x.0a1b2c3d", run_mark() + "xy"]
+    processes = [subprocess.Popen(SLEEP, env={**os.environ, MARK: mark}, start_new_session=True) for mark in marks]
+    try:
+        killed_run(tmp_path / "s", run_mark() + "x")
+        assert wait_until(lambda: all(len(Path(f"/proc/{p.pid}/environ").read_bytes()) > 0 for p in processes))
+        with study_lock(tmp_path / "s"):
+            assert [process.wait(5) for process in processes[:2]] == [-signal.SIGKILL] * 2
+            assert processes[2].poll() is None  # of another run
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_run_that_ends_by_itself_takes_its_mark_back(tmp_path):
+    with study_lock(tmp_path):
+        said = json.loads((tmp_path / ".lock").read_text())
+        assert said == {"pid": os.getpid(), "agent": run_mark()} and run_under_way(tmp_path) == os.getpid()
+    assert json.loads((tmp_path / ".lock").read_text())["agent"] == ""
+    with pytest.raises(RuntimeError), study_lock(tmp_path):
+        raise RuntimeError
+    assert json.loads((tmp_path / ".lock").read_text())["agent"] == ""
+
+
+@pytest.mark.process
+def test_the_marks_of_all_servers_of_a_process_begin_alike_and_those_of_a_fork_do_not():
+    first, second = new_mark(), new_mark()
+    assert first != second and all(mark.startswith(run_mark() + ".") for mark in (first, second))
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, run_mark().encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 100).decode() != run_mark()
+    os.close(read)
+    os.close(write)
+
+
+def test_shared_memory_of_a_killed_run_is_removed(tmp_path):
+    killed_run(tmp_path, "a-run-that-was-killed")
+    left, alive = Path(f"/dev/shm/torch_999999999_{os.getpid()}_0"), Path(f"/dev/shm/torch_{os.getpid()}_999_0")
+    try:
+        for path in (left, alive):
+            path.touch()
+        with study_lock(tmp_path):
+            assert not left.exists() and alive.exists()
+    finally:
+        for path in (left, alive):
+            path.unlink(missing_ok=True)
+
+
+def test_drafts_of_a_killed_run_are_removed(tmp_path):
+    (tmp_path / ".front.json.999999999").touch()
+    with study_lock(tmp_path):
+        assert not (tmp_path / ".front.json.999999999").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_is_put_off_and_its_status_says_by_what(number, status):
+    done = []
+    with pytest.raises(KeyboardInterrupt) as stop, signals.terminable(), undisturbed():
+        done.append(os.kill(os.getpid(), number))
+    assert done and status_of(stop.value) == status
+
+
+def test_sigterm_comes_as_an_interrupt():
+    with pytest.raises(Terminated), signals.terminable():
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,298 @@
+"""A study that knows before it runs: what does not fit is not launched, what is beaten is stopped, and the study ends when it is done."""
+
+import math
+import zlib
+from dataclasses import replace
+
+import pytest
+from support.instant import STEPS, Instant, Watcher, failed, report, runner_of, spec_of
+
+from autotune.errors import SpecError
+from autotune.report import load
+from autotune.scoring import recommend, step_times
+from autotune.space.candidate import Candidate
+from autotune.study.storage import records
+from autotune.trial.result import Outcome
+
+LIMIT = 1_100_000_000
+SMALL = [{"micro_batch_size": [2, 4, 8, 16, 32], "gradient_accumulation_steps": [1, 2], "precision": ["fp32", "bf16"]}]
+NEVER = {"stop_below": 0.0, "stop_trials": False, "finalists": 0}
+
+
+def needs(candidate):
+    """Bytes of a made-up workload: activations, and something that is always there."""
+    return 10**8 + 5 * 10**7 * candidate.micro_batch_size
+
+
+def limited(candidate):
+    """Runs where it fits."""
+    if needs(candidate) > LIMIT:
+        return failed(Outcome.OOM, "over the memory limit")
+    return report(candidate, peak_memory_bytes={"steady": needs(candidate)})
+
+
+def run(folder, behaviour=report, **changes):
+    executor, watcher = Instant(behaviour), Watcher()
+    runner = runner_of(folder, executor, watcher=watcher, **changes)
+    runner.run()
+    return runner, executor, watcher
+
+
+def outcomes(runner):
+    return [m.outcome for m in runner.measured()]
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
+def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tmp_path, sampler):
+    given = {"sampler": sampler, "space": SMALL, "trials": 17, "device_memory_bytes": LIMIT}
+    runner, executor, watcher = run(tmp_path, limited, **given, **NEVER)
+    ended = outcomes(runner)
+    assert ended.count(Outcome.PREDICTED_OOM) >= 2 and ended.count(Outcome.OOM) <= 1
+    assert len(executor.ran) == len(ended) - ended.count(Outcome.PREDICTED_OOM)
+    # 20 candidates, of which those with a micro-batch of 32 do not fit.
+    assert ended.count(Outcome.COMPLETE) == min(17 - ended.count(Outcome.OOM), 16)
+    reason = next(
+        t["reason"]
+        for t in map(records.told_data, records.told_trials(runner.study))
+        if t["outcome"] == "predicted_oom"
+    )
+    assert "predicted to need 1." in reason and "a rank has 1.02 GiB" in reason
+    seen = load.status_data(load.load("s", str(runner.storage.url), tmp_path / "s"), 0)
+    assert seen["outcomes"]["predicted_oom"] == ended.count(Outcome.PREDICTED_OOM)
+    assert watcher.ended_with[-1].n_told == min(17, len(executor.ran))
+
+
+@pytest.mark.parametrize("sampler", ["grid", "physics"])
+def test_without_the_filter_everything_is_launched(tmp_path, sampler):
+    runner, executor, _ = run(
+        tmp_path,
+        limited,
+        sampler=sampler,
+        space=SMALL,
+        trials=30,
+        device_memory_bytes=LIMIT,
+        memory_filter=False,
+        **NEVER,
+    )
+    assert outcomes(runner).count(Outcome.OOM) == 4 and len(executor.ran) == 20
+
+
+def test_predictions_without_end_count_as_trials(tmp_path):
+    many = [{"micro_batch_size": [8, *range(100, 160)]}]
+    runner, executor, _ = run(
+        tmp_path, limited, sampler="grid", space=many, trials=6, device_memory_bytes=LIMIT, **NEVER
+    )
+    assert 12 <= len(outcomes(runner)) <= 13 and len(executor.ran) <= 3
+
+
+def test_where_nothing_more_fits_the_study_says_so(tmp_path):
+    given = {"sampler": "physics", "space": [{"micro_batch_size": [2, 4, 64, 128, 256]}], "trials": 20}
+    runner, executor, watcher = run(tmp_path, limited, device_memory_bytes=LIMIT, **given, **NEVER)
+    assert {c.micro_batch_size for c in executor.ran} <= {2, 4, 8}
+    assert any("no remaining candidate fits the device memory of 1.02 GiB: of 3 that" in text for text in watcher.said)
+    assert not any("has been measured" in text for text in watcher.said)
+    again = load.load("s", str(runner.storage.url), tmp_path / "s")
+    assert any("no remaining candidate fits" in text for text in again.caveats())
+
+
+def test_a_baseline_that_runs_out_of_memory_does_not_end_the_search(tmp_path):
+    """Nothing was measured yet, and the guess of the workload may be wrong in its scale."""
+    given = {
+        "sampler": "physics",
+        "space": [{"micro_batch_size": [1, 2, 32, 64], "checkpoint_every": [0, 1]}],
+        "trials": 8,
+    }
+    behaviour = lambda c: failed(Outcome.OOM, "over") if needs(c) > 220_000_000 else limited(c)  # noqa: E731
+    runner, _, _ = run(tmp_path, behaviour, device_memory_bytes=220_000_000, **given, **NEVER)
+    assert outcomes(runner)[0] is Outcome.OOM and outcomes(runner).count(Outcome.COMPLETE) == 4
+
+
+def test_where_nothing_fits_at_all_the_answer_says_so(tmp_path):
+    given = {
+        "sampler": "physics",
+        "space": [{"micro_batch_size": [8, 16, 32]}],
+        "trials": 12,
+        "objectives": ["latency", "throughput"],
+    }
+    runner, executor, _ = run(
+        tmp_path, lambda _: failed(Outcome.OOM, "over"), device_memory_bytes=10**8, **given, **NEVER
+    )
+    assert set(outcomes(runner)) <= {Outcome.OOM, Outcome.PREDICTED_OOM} and len(executor.ran) == 3
+    found = load.load("s", str(runner.storage.url), tmp_path / "s")
+    assert found.picks == {} and found.why_nothing.startswith(
+        "no configuration fits the device memory: 3 ran out of it"
+    )
+
+
+# When it is done.
+
+
+def test_a_study_ends_when_nothing_is_left_to_gain_and_says_so(tmp_path):
+    wide = [{"micro_batch_size": {"range": [1, 40]}, "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}]
+    given = {
+        "sampler": "physics",
+        "space": wide,
+        "finalists": 0,
+        "objectives": ["latency", "throughput"],
+        "stop_trials": False,
+    }
+    runner, executor, watcher = run(tmp_path, trials=60, **given)
+    assert 12 <= len(executor.ran) < 60
+    why = next(text for text in watcher.said if text.startswith("stopped after"))
+    assert why.startswith(
+        f"stopped after {len(executor.ran)} of 60 trials: no candidate is expected to improve an objective by 0.01"
+    )
+    assert why in load.load("s", str(runner.storage.url), tmp_path / "s").caveats()
+    throughputs = [m.metrics["samples_per_s"] for m in runner.measured()]
+    assert max(throughputs) >= 0.98 * 40 / (0.02 + 0.001 * 40 * 0.6)
+    # Run again it ends at once; with the rule switched off it goes on.
+    assert run(tmp_path, trials=60, **given)[1].ran == []
+    again, executor, _ = run(tmp_path, stop_below=0.0, trials=len(executor.ran) + 2, **given)
+    assert len(executor.ran) == 2
+    assert not any("stopped after" in text for text in load.load("s", str(again.storage.url), tmp_path / "s").caveats())
+
+
+def test_a_study_that_cannot_foretell_does_not_end_itself(tmp_path):
+    """Times that follow no rule: each candidate has its own."""
+
+    def erratic(candidate):
+        factor = math.exp(1.5 * math.sin(zlib.crc32(candidate.key.encode())))
+        return report(candidate, step_times_s=[0.01 * factor] * STEPS)
+
+    wide = [{"micro_batch_size": {"range": [1, 40]}, "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}]
+    given = {"sampler": "physics", "space": wide, "finalists": 0, "objectives": ["latency"], "stop_trials": False}
+    _, executor, _ = run(tmp_path, erratic, trials=18, **given)
+    assert len(executor.ran) == 18
+
+
+# Which trial is lost.
+
+
+class Stopping(Instant):
+    """Ends a trial as the ranks do, when it is seen to be beaten."""
+
+    def __init__(self):
+        super().__init__(self.stopped)
+
+    def stopped(self, candidate):
+        whole = report(candidate)
+        whole = replace(whole, step_times_s=[10 * s for s in whole.step_times_s])
+        rival = step_times.beaten_by(
+            self.requests[-1].rivals, whole.step_times_s, max(whole.peak_memory_bytes.values())
+        )
+        if rival is None:
+            return whole
+        short = {
+            "step_times_s": whole.step_times_s[:5],
+            "cpu_times_s": whole.cpu_times_s[:5],
+            "losses": whole.losses[:5],
+        }
+        return replace(
+            whole, outcome=Outcome.STOPPED_EARLY, reason=f"worse than trial {rival.trial}", phase="measure", **short
+        )
+
+
+def stopping(folder, **changes):
+    executor = Stopping()
+    runner = runner_of(folder, executor, **changes)
+    runner.run()
+    return runner, executor
+
+
+def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
+    given = {"sampler": "random", "trials": 20, "finalists": 2, "objectives": ["latency", "memory"]}
+    runner, executor = stopping(tmp_path, **given)
+    ended = outcomes(runner)
+    assert ended[0] is Outcome.COMPLETE and ended.count(Outcome.STOPPED_EARLY) >= 3
+    assert executor.requests[0].rivals == () and all(not r.rivals for r in executor.requests[20:])
+    stopped = [m for m in runner.measured() if m.outcome is Outcome.STOPPED_EARLY]
+    assert all(m.metrics["step_time_s"] > 0 and m.metrics["peak_memory_bytes"] > 0 and not m.usable for m in stopped)
+    complete = [m for m in runner.measured() if m.usable]
+    for m in stopped:  # each is worse than one that ran to its end on both objectives
+        assert any(
+            c.metrics["step_time_s"] <= m.metrics["step_time_s"]
+            and c.metrics["peak_memory_bytes"] <= m.metrics["peak_memory_bytes"]
+            for c in complete
+        )
+    found = recommend.recommend(runner.measured(), complete[0], runner.objectives, 1)
+    assert {p.measured.trial for p in found.picks.values()} <= {m.trial for m in complete}
+    assert len(runner.proposer.advisor().told(runner.study)) == 20
+
+
+def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_known_yet(tmp_path):
+    same_batch = [
+        {"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4], "precision": ["fp32", "bf16"]}
+    ]
+    _, executor = stopping(
+        tmp_path, sampler="random", space=same_batch, trials=14, finalists=0, objectives=["throughput"]
+    )
+    asked = [
+        (Candidate.of(request.candidate).global_batch_size(1), request.rivals) for request in executor.requests[1:]
+    ]
+    batches = [c.global_batch_size(1) for c in executor.ran]
+    assert any(rivals for batch, rivals in asked if batch != 8)
+    assert all(batches[rival.trial] == 8 for batch, rivals in asked if batch == 8 for rival in rivals)
+    _, executor = stopping(
+        tmp_path / "b", sampler="random", trials=6, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}]
+    )
+    assert all(not request.rivals for request in executor.requests)
+
+
+def test_with_stopping_switched_off_every_trial_runs_to_its_end(tmp_path):
+    runner, _ = stopping(tmp_path, sampler="random", trials=8, finalists=0, objectives=["latency"], stop_trials=False)
+    assert set(outcomes(runner)) == {Outcome.COMPLETE}
+
+
+# What the user says.
+
+
+def test_physics_is_the_default_and_the_share_is_read_as_people_write_it():
+    assert spec_of(sampler=None).sampler == "physics"
+    assert spec_of(stop_below="2.5%").stop_below == 0.025
+    assert spec_of(stop_below="0").stop_below == 0.0
+    for wrong in ("soon", "-1%", "150%"):
+        with pytest.raises(SpecError, match="--stop-below"):
+            spec_of(stop_below=wrong)
+
+
+# Racing.
+
+
+def test_a_finalist_that_is_clearly_beaten_is_not_measured_again(tmp_path):
+    """One candidate was lucky in its trial: it reads half its time there, and its real time ever after."""
+    executor = Instant()
+    lucky = Candidate(micro_batch_size=16, gradient_accumulation_steps=2, checkpoint_every=1)
+
+    def behaviour(candidate):
+        whole = report(candidate)
+        first = executor.ran.count(candidate) == 1
+        return (
+            replace(whole, step_times_s=[0.3 * s for s in whole.step_times_s])
+            if candidate == lucky and first
+            else whole
+        )
+
+    executor.behaviour, watcher = behaviour, Watcher()
+    given = {
+        "sampler": "grid",
+        "trials": 33,
+        "finalists": 3,
+        "repeats": 3,
+        "objectives": ["latency", "throughput"],
+        "stop_trials": False,
+    }
+    runner = runner_of(tmp_path, executor, watcher=watcher, **given)
+    runner.run()
+    again = executor.ran[len(runner.measured()) :]
+    assert again.count(lucky) == 1
+    assert again.count(Candidate(micro_batch_size=8)) >= 3
+    number = next(m.trial for m in runner.measured() if m.candidate == lucky)
+    assert any(f"trial {number}" in text and "clearly beaten" in text for text in watcher.said)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert found.picks["recommended"].measured.trial != number
+    before = len(executor.ran)
+    runner_of(tmp_path, executor, **given).run()
+    assert len(executor.ran) == before

@@ -1,0 +1,113 @@
+"""Plans and measures the training scripts in `models/scripts/` in real ranks, each probed once however many tests ask for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.space.legality import why_illegal
+from autotune.study.setup import plan as planning
+from autotune.study.setup.plan import Plan
+from autotune.study.spec.spec import StudySpec
+from autotune.system.machine import extensions_dir
+from autotune.trial.folder import TrialDir
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+from support.paths import SCRIPTS
+
+# DeepSpeed's shared-memory op would leave its files in /dev/shm for ever.
+PLAIN = (
+    "import deepspeed, runpy, sys; deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False;"
+    " del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+class Bench:
+    """Runs scripts on one warm server.
+
+    Args:
+        executor: The server.
+        root: Where the files of trials go.
+
+    Attributes:
+        folder: The files of the latest trial.
+    """
+
+    def __init__(self, executor: LocalExecutor, root: Path) -> None:
+        self.executor, self.root, self.n = executor, root, 0
+        self.folder = TrialDir(root)
+        self._plans: dict[str, Plan] = {}
+
+    def plan(self, script: str | Path, *arguments: str, ranks: int = 1, **overrides: Any) -> Plan:
+        """What a probe and a second run find out about a script."""
+        key = str((script, arguments, ranks, overrides))
+        if key not in self._plans:
+            given = {"ranks": ranks, "global_batch": "free", "script_args": arguments, **overrides}
+            spec = StudySpec.of(SCRIPTS / script, given)
+            self._plans[key] = planning.plan(spec, self.executor, self._next())
+        return self._plans[key]
+
+    def measure(self, found: Plan, *, steps: int = 3, **changes: Any) -> TrialResult:
+        """A short trial of the baseline with some knobs changed."""
+        candidate = replace(found.baseline, **changes)
+        assert why_illegal(candidate, found.setting) is None
+        self.folder = TrialDir(self._next())
+        request = TrialRequest(
+            target=str(found.spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate),
+            world_size=found.world_size, max_steps=steps, deadline_s=90, script=found.script(candidate),
+        )  # fmt: skip
+        return base.run(self.executor, self.folder.path, request)
+
+    def applied(self, found: Plan, *, steps: int = 3, **changes: Any) -> TrialResult:
+        """The same, and all of it must have been seen."""
+        result = self.measure(found, steps=steps, **changes)
+        candidate = replace(found.baseline, **changes)
+        assert result.outcome is Outcome.COMPLETE, result.reason
+        share = found.workload.data_parallel(found.world_size)
+        assert result.observed is not None and result.observed.mismatch(candidate, share) is None
+        assert result.samples_per_step == candidate.global_batch_size(share)
+        return result
+
+    def _next(self) -> Path:
+        self.n += 1
+        return self.root / f"{self.n:04d}"
+
+
+def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) -> list[float]:
+    """What a script prints as `loss VALUE` where no trial runs it, but its user."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    environment |= {
+        "PRINT_LOSSES": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+        "OMP_NUM_THREADS": threads,
+    }
+    command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
+    running = [
+        _start(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd) for rank in range(ranks)
+    ]
+    ends = [process.communicate() for process in running]
+    assert not any(process.returncode for process in running), ends[0][1]
+    return [float(line.split()[1]) for line in ends[0][0].splitlines() if line.startswith("loss ")]
+
+
+def _start(command: Sequence[str], environment: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

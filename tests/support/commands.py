@@ -1,0 +1,59 @@
+"""Commands as a user types them, and what they leave."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def autotune(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autotune.cli", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """The error of a command that refused its input."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "Traceback" not in done.stdout
+    return done.stderr.strip().splitlines()[-1]
+
+
+def told(folder: Path) -> list[tuple[int, str]]:
+    with sqlite3.connect(folder / "studies" / "autotune.db") as database:
+        return database.execute("select number, state from trials order by number").fetchall()
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Living processes that work in or for a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def read_by_deepspeed(paths):
+    """The global batch of each configuration, as DeepSpeed works it out for one rank."""
+    code = "from sys import argv; from deepspeed.runtime.config import DeepSpeedConfig as Config; "
+    code += "[print(Config(path).train_batch_size) for path in argv[1:]]"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.splitlines() if line.isdigit()]

@@ -1,0 +1,49 @@
+"""Quantities in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.system import units
+
+MIB, GIB = 2.0**20, 2.0**30
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "shown"),
+    [(0, "0 B"), (512, "512 B"), (1536, "1.50 KiB"), (61 * MIB, "61.0 MiB"), (1023 * MIB, "1,023 MiB"), (15.6 * GIB, "15.6 GiB")],
+)  # fmt: skip
+def test_a_size_has_three_digits_and_one_unit(n_bytes: float, shown: str) -> None:
+    assert units.format_bytes(n_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(7.1e-6, "7.10 us"), (0.0482, "48.2 ms"), (1.5, "1.50 s"), (220, "220 s")]
+)
+def test_a_measured_time_has_three_digits(seconds: float, shown: str) -> None:
+    assert units.format_seconds(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.04, "0 s"), (8.42, "8.4 s"), (30, "30 s"), (59.97, "1 min"), (222.4, "3 min 42 s"), (3599.7, "1 h"),
+     (7500, "2 h 5 min"), (90_000, "1 d 1 h")],
+)  # fmt: skip
+def test_a_duration_has_two_units(seconds: float, shown: str) -> None:
+    assert units.format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(("number", "shown"), [(12, "12"), (0.5, "0.5"), (3_312_384, "3.31 M"), (124e9, "124 G")])
+def test_a_count_is_short(number: float, shown: str) -> None:
+    assert units.format_count(number) == shown
+
+
+def test_rates_keep_their_unit_but_bytes_a_second_are_scaled() -> None:
+    assert units.format_bandwidth(25e9) == "25.0 GB/s"
+    assert units.format_quantity(1234.4, "samples/s") == "1,234 samples/s"
+
+
+def test_values_that_are_compared_share_unit_and_decimals() -> None:
+    scale = units.scale_for("s", [0.0482, 0.131])
+    assert [scale.quantity(0.0482), scale.quantity(0.131)] == ["48.2 ms", "131.0 ms"]
+    assert scale.interval(0.0482, 0.131) == "48.2–131.0"

@@ -1,0 +1,58 @@
+"""The log of a rank, taken from a pipe: never longer than its bound, its head and its tail kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.worker.agent import logs
+from autotune.worker.agent.logs import Log
+
+MIB = 1 << 20
+
+
+def test_what_is_printed_stands_in_the_file(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log")
+    os.write(log._write, b"first\n")
+    log.take()
+    assert (tmp_path / "log").read_bytes() == b"first\n"
+    os.write(log._write, b"last\n")
+    log.release()
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"first\nlast\n"
+
+
+@pytest.mark.process
+def test_a_torrent_is_kept_within_its_bound_at_every_moment(tmp_path: Path) -> None:
+    log, path = Log(tmp_path / "log"), tmp_path / "log"
+    torrent = "import sys\nsys.stdout.write('first\\n')\nfor _ in range(96): sys.stdout.write('x' * (1 << 20))\nprint('last word')"
+    child = subprocess.Popen([sys.executable, "-S", "-c", torrent], stdout=log._write, stderr=log._write)
+    log.release()
+    while child.poll() is None:
+        log.take()
+        assert path.stat().st_size <= logs.LIMIT_BYTES
+    log.close()
+    kept = path.read_bytes()
+    assert kept.startswith(b"first\n") and kept.endswith(b"xlast word\n") and kept.count(logs.CUT) == 1
+    assert 2 * MIB < len(kept) < 4 * MIB
+
+
+def test_a_full_disk_costs_the_log_and_nobody_waits_for_it() -> None:
+    log = Log(Path("/dev/full"))
+    for _ in range(2 * logs.PIPE_BYTES >> 15):
+        os.write(log._write, bytes(1 << 15))  # would wait for ever if nobody read
+        log.take()
+    log.release()
+    log.close()
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    log = Log(tmp_path / "log")
+    log.release()
+    log.close()
+    assert os.listdir("/proc/self/fd") == before

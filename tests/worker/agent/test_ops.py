@@ -1,0 +1,46 @@
+"""Locks of compilers that died."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from autotune.worker.agent import ops
+
+
+def test_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
+    lock = tmp_path / "py311_cpu" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert ops.remove_stale_locks(tmp_path) == [str(lock)]
+    assert not lock.exists()
+
+
+def test_a_lock_whose_builder_lives_is_kept(tmp_path: Path) -> None:
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    with open(lock, "x"):  # as torch's FileBaton holds it
+        assert ops.remove_stale_locks(tmp_path) == []
+        assert lock.exists()
+    assert ops.remove_stale_locks(tmp_path) == [str(lock)]
+
+
+def test_what_is_no_lock_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock.py").touch()
+    assert ops.remove_stale_locks(tmp_path) == []
+    assert ops.remove_stale_locks(tmp_path / "missing") == []
+
+
+def test_ops_are_found_though_modules_of_deepspeed_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("deepspeed.ops.op_builder.fused_adam")
+    loaded = []
+    for name in ("fused_adam", "cpu_adam"):
+        monkeypatch.setattr(ops._builder(name), "load", lambda _self, verbose, name=name: loaded.append(name))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert ops.build(["fused_adam", "cpu_adam"]) == 0
+    assert loaded == ["fused_adam", "cpu_adam"]

@@ -1,0 +1,62 @@
+"""The agent's own instruments: commands, and what its ranks are given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from autotune.trial.request import TrialRequest
+from autotune.worker.agent import network, preload, rank_start, server
+
+
+def test_a_command_behind_another_stays_in_the_pipe() -> None:
+    read, write = os.pipe()
+    os.write(write, b'{"run": "a"}\nnot json\n{"cancel": true}\n')
+    commands = server._commands(read)
+    assert next(commands) == {"run": "a"}
+    assert os.read(read, 100) == b'not json\n{"cancel": true}\n'
+    os.write(write, b'not json\n{"run": "b"}\n{"run": "half')
+    os.close(write)
+    assert list(commands) == [{"run": "b"}]
+    os.close(read)
+
+
+def test_a_rank_finds_the_variables_that_torchrun_sets() -> None:
+    request = TrialRequest(target="", world_size=4, nodes=2)
+    variables = rank_start.rank_environment(3, request) | network.environment("127.0.0.1", 29500, 1)
+    assert variables == {
+        "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # as the server has it for trials on one machine
+    found = network.environment("127.0.0.1", 29500, 2)
+    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == network.interface_to("127.0.0.1", 29500)
+    assert network.environment("127.0.0.1", 29500, 1).keys() == {"MASTER_ADDR", "MASTER_PORT"}
+    assert network.interface_to("no.such.host.invalid", 29500) is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert "GLOO_SOCKET_IFNAME" not in network.environment("127.0.0.1", 29500, 2)  # the user's own
+
+
+@pytest.mark.process
+def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
+    def fails() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess\nand more")
+
+    assert preload.tried_in_a_fork(lambda: None) is None
+    assert preload.tried_in_a_fork(fails) == "RuntimeError: Cannot re-initialize CUDA in forked subprocess"
+    assert preload.tried_in_a_fork(lambda: os.kill(os.getpid(), 9)) == "exit status -9"
+
+
+@pytest.mark.process
+def test_an_unknown_role_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.worker", "sing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith("usage: ")

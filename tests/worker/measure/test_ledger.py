@@ -1,0 +1,139 @@
+"""The ledger of steps: what loss scaling skips and what the end of an epoch cuts short, in windows of several steps."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autotune.trial.folder import TrialDir
+from autotune.trial.request import TrialRequest
+from autotune.worker.measure import ledger as ledgers
+from autotune.worker.measure.ledger import Diverged, NotApplied, StepLedger
+from autotune.worker.measure.recorder import Recorder
+
+ONE = torch.tensor(1.0)
+
+
+@pytest.fixture
+def ledger(monkeypatch, tmp_path):
+    """The ledger of one rank."""
+    return made(monkeypatch, tmp_path)
+
+
+def made(monkeypatch, folder, others=lambda own: []):
+    """The ledger of rank 1, beside ranks that see what `others` makes of what it sees."""
+
+    def gathered(rows, own):
+        for row, seen in zip(rows, [own, *others(own)], strict=True):
+            row.copy_(seen)
+
+    monkeypatch.setattr(ledgers.dist, "all_gather", gathered)
+    request = TrialRequest(target="model.py", budget_s=1e6, world_size=1 + len(others(torch.zeros(4))))
+    return StepLedger(Recorder(TrialDir(folder), 1), request, torch.device("cpu"), request.world_size)
+
+
+def add(ledger, *laps_s, skipped=(), ragged=(), losses=None):
+    """Gathers steps that took so long, of which those with the given numbers were skipped or smaller."""
+    n = range(len(laps_s))
+    ledger.gather(
+        laps_s,
+        sum(laps_s),
+        losses or [ONE] * len(laps_s),
+        skipped=[i in skipped for i in n],
+        ragged=[i in ragged for i in n],
+    )
+
+
+def test_a_skipped_update_in_a_long_window_costs_itself_and_neither_the_window_nor_the_trial(ledger):
+    for _ in range(3):  # the scale grows again and again, and is halved each time
+        add(ledger, *[0.001] * 100, skipped={50})
+    assert len(ledger.report.step_times_s) == len(ledger.report.losses) == 297 and ledger.skipped == 0
+
+
+def test_updates_that_are_skipped_without_end_diverge(ledger):
+    add(ledger, *[0.1] * ledgers.MAX_SKIPPED_UPDATES, skipped=range(100))
+    with pytest.raises(Diverged, match="31 updates were skipped"):
+        add(ledger, 0.1, skipped={0})
+
+
+def test_a_budget_that_goes_by_without_a_scale_ends_the_search(ledger):
+    with pytest.raises(Diverged, match="1 updates were skipped"):
+        add(ledger, 2e6, skipped={0})
+
+
+def test_a_skip_after_the_budget_is_no_divergence(ledger):
+    add(ledger, *[1e6] * 6)
+    add(ledger, 0.1, skipped={0})
+    assert len(ledger.report.step_times_s) == 6
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial_at_its_step(ledger):
+    with pytest.raises(Diverged, match="not finite at step 2"):
+        add(ledger, 0.1, 0.1, 0.1, losses=[ONE, torch.tensor(float("nan")), ONE])
+    assert ledger.report.losses == [1.0, None]
+
+
+def test_ranks_compare_their_clocks_often_enough_and_not_after_each_short_step(ledger):
+    add(ledger, 1.0)
+    assert ledger.window_steps() == 1  # of the first steps each is another thing
+    add(ledger, 0.004)
+    assert ledger.window_steps() == 12
+    add(ledger, 0.03)
+    assert ledger.window_steps() == 1
+
+
+def test_what_the_budget_leaves_is_no_more_than_an_interval_needs(ledger):
+    add(ledger, 9e5, 0.001)
+    assert ledger.window_steps() == 50
+    ledger.elapsed_s = 1e6
+    assert ledger.window_steps() == ledgers.MIN_STEPS - 2
+
+
+def test_a_pause_in_a_window_is_one_steps_and_not_the_others(ledger):
+    add(ledger, 0.004, 0.004, 0.5, 0.004)
+    assert ledger.report.step_times_s == pytest.approx([0.004, 0.004, 0.5, 0.004])
+    assert ledger.elapsed_s == pytest.approx(0.512)
+
+
+def test_who_watches_is_told_once_a_window(ledger):
+    told = []
+    ledger.report.rank, ledger.recorder = 0, SimpleNamespace(event=lambda **what: told.append(what))
+    add(ledger, 0.01, 0.02, 0.03, ragged={2})
+    add(ledger, 0.01, ragged={0})
+    assert [each["step"] for each in told] == [2] and told[0]["step_time_s"] == pytest.approx(0.02)
+
+
+def test_together_steps_last_as_long_as_on_the_slowest_rank(monkeypatch, tmp_path):
+    def slower(own):
+        seen = own.clone()
+        seen[: len(seen) // 4] = torch.tensor([0.03, 0.01, 0.02][: len(seen) // 4])
+        return [seen]
+
+    ledger = made(monkeypatch, tmp_path, slower)
+    add(ledger, 0.01, 0.03, 0.01)
+    assert sum(ledger.report.step_times_s) == pytest.approx(0.06)
+    assert ledger.report.step_times_s[0] == pytest.approx(ledger.report.step_times_s[1])  # who waits for whom changes
+
+
+def test_the_end_of_an_epoch_costs_its_own_step_only(ledger):
+    for _ in range(3):
+        add(ledger, *[0.01] * 8, ragged={7})
+    assert ledger.report.step_times_s == pytest.approx([0.01] * 21) and len(ledger.report.losses) == 21
+
+
+def test_steps_that_are_all_smaller_are_no_end_of_an_epoch(ledger):
+    with pytest.raises(NotApplied, match="vary"):
+        add(ledger, *[0.01] * 8, ragged={4, 5, 6, 7})
+
+
+def test_noise_is_not_taken_from_what_is_left_out(ledger, monkeypatch):
+    from autotune.worker.measure.noise import NoiseMeter
+
+    noise = NoiseMeter(torch.nn.Linear(2, 2), world_size=1, accumulation=2)
+    noise._steps = [(torch.tensor(float(i)), torch.tensor(0.0)) for i in range(6)]
+    noise._steps[1] = None
+    ledger.noise = noise
+    monkeypatch.setattr("autotune.worker.measure.noise.dist.all_reduce", lambda table: None)
+    add(ledger, *[0.01] * 3, ragged={2})
+    add(ledger, *[0.01] * 2, skipped={0})
+    assert noise.terms(4).micro_sq == [0.0, 4.0]  # the last one was not gathered

@@ -1,0 +1,64 @@
+"""The gradient noise that ranks measure, beside a brute-force computation from the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.paths import MODELS
+from support.zoo import Zoo
+
+from autotune.scoring.convergence.noise_scale import noise_scale, noise_scale_of
+from autotune.trial.result import NoiseTerms, Outcome
+
+pytestmark = pytest.mark.process
+
+MICRO, STEPS = 64, 40
+CELLS = [
+    (2, 2, "fp32", 0),
+    (2, 2, "fp32", 3),
+    (2, 2, "bf16", 0),
+    (2, 2, "bf16", 2),
+    (2, 2, "torch_autocast", 1),
+    (1, 4, "fp32", 1),
+]
+
+
+@pytest.mark.parametrize(("ranks", "steps", "precision", "stage"), CELLS)
+def test_the_noise_scale_is_that_of_brute_force(
+    zoo: Zoo, noise_scale_of_still: float, ranks: int, steps: int, precision: str, stage: int
+) -> None:
+    truth = noise_scale_of_still
+    result = zoo.run(
+        "still", micro=MICRO, gradient_accumulation_steps=steps, precision=precision, zero_stage=stage,
+        world_size=ranks, noise=True, max_steps=STEPS, min_samples=10**9, budget_s=60.0,
+    )  # fmt: skip
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    terms = result.noise
+    assert terms is not None and len(terms.micro_sq) == len(terms.mean_sq) == STEPS
+    assert (terms.micro_batch_size, terms.n_micro) == (MICRO, ranks * steps)
+    found = noise_scale(terms.micro_sq, terms.mean_sq, micro_batch_size=terms.micro_batch_size, n_micro=terms.n_micro)
+    assert found.resolved and found.low <= truth * 1.05 and truth * 0.95 <= found.high
+    assert found.samples == pytest.approx(truth, rel=0.15)
+
+
+def test_without_being_asked_nothing_is_hooked(zoo: Zoo) -> None:
+    assert zoo.run("still", max_steps=4, budget_s=0.0).noise is None
+
+
+@pytest.mark.parametrize(("rate", "ends_early"), [("0.0", True), ("1e-3", False)])
+def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by_then(
+    zoo: Zoo, tmp_path: Path, rate: str, ends_early: bool
+) -> None:
+    target = tmp_path / "model.py"
+    target.write_text((MODELS / "still.py").read_text().replace("lr=0.0", f"lr={rate}"))
+    result = zoo.run(target, micro=256, gradient_accumulation_steps=4, noise=True, max_steps=100, budget_s=60.0)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.noise is not None
+    assert any(noise_scale_of(_first(result.noise, n)).precise for n in range(11, 50))
+    assert (len(result.losses) < 100) == ends_early
+
+
+def _first(terms: NoiseTerms, n: int) -> NoiseTerms:
+    return replace(terms, micro_sq=terms.micro_sq[:n], mean_sq=terms.mean_sq[:n])

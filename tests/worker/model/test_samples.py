@@ -1,0 +1,57 @@
+"""What samples look like: shapes, and how long they are."""
+
+import textwrap
+
+import pytest
+import torch
+from support.zoo import Zoo
+
+from autotune.executors import base
+from autotune.trial import folder
+from autotune.trial.folder import TrialDir
+from autotune.trial.request import TrialRequest
+from autotune.trial.workload import Workload
+from autotune.worker.model.samples import data_shape, describe
+
+
+def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes() -> None:
+    drawn = [{"input_ids": torch.zeros(n, dtype=torch.int64), "label": torch.tensor(1)} for n in (100, 100, 120, 500)]
+    found = describe(iter(drawn))
+    assert found is not None
+    assert found.fields == ("input_ids int64[*]", "label int64[]")
+    assert found.lengths == {"128": 0.75, "512": 0.25}
+
+
+def test_plain_lists_and_tuples_are_samples_too() -> None:
+    found = describe(iter([([1, 2, 3], 0.5), ([1, 2, 3], 0.5)]))
+    assert found is not None and found.fields == ("0 int[3]", "1 float[]")
+
+
+def test_what_cannot_be_drawn_is_left_for_the_trials_to_say() -> None:
+    class Broken:
+        def samples(self) -> list[object]:
+            raise OSError("no such disk")
+
+    assert data_shape(Broken()) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.process
+def test_a_rank_tells_structure_and_data_and_another_width_is_another_structure(zoo: Zoo, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    found = []
+    for n, width in enumerate((8, 8, 16)):
+        path = tmp_path / f"model{n}.py"
+        path.write_text(
+            textwrap.dedent(f"""
+                import torch
+
+                def model():
+                    return torch.nn.Sequential(torch.nn.Linear(4, {width}), torch.nn.Linear({width}, 1))
+
+                def batch(n):
+                    return torch.randn(n, 4), torch.randn(n, 1)
+            """)
+        )
+        base.run(zoo.executor, tmp_path / str(n), TrialRequest(target=str(path), mode="inspect"))
+        found.append(folder.read_record(TrialDir(tmp_path / str(n)).workload, Workload))
+    assert found[0].structure == found[1].structure != found[2].structure
+    assert found[0].data is not None and found[0].data.fields == ("0 float32[4]", "1 float32[1]")

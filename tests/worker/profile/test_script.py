@@ -1,0 +1,91 @@
+"""What one forward of a script's engine shows, held against the pass that is followed whole."""
+
+import torch
+from support.instant import WORKLOAD
+from torch import nn
+
+from autotune.worker.profile import op_counter
+from autotune.worker.profile.script import ForwardProfile
+
+WIDTH, SAMPLES = 64, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Engine(nn.Module):
+    """As much of DeepSpeed's engine as is looked at."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+def sketched(model, x, config=None):
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    sketch, engine = None, Engine(model)
+    sketch = ForwardProfile(engine, blocks)
+    with torch.no_grad():
+        engine(x)  # an evaluation before training is not what is looked for
+    for _ in range(2):
+        engine(x).square().mean().backward()
+    return sketch.profile(WORKLOAD, config or {}, len(x))
+
+
+def test_one_forward_gives_what_backward_needs_and_a_third_of_the_products():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(SAMPLES, 16, WIDTH)
+    found = sketched(model, x)
+    whole = op_counter.follow(model, lambda m, b: m(b).square().mean(), x)
+    plain, again = found.passes["fp32/0"], found.passes["fp32/1"]
+    assert 0.8 < plain.kept_bytes[1] * SAMPLES / whole.kept_bytes < 1.2
+    assert 0.9 < plain.flops[1] * SAMPLES / whole.flops < 1.2  # the gradient of the input is not asked for
+    peak, _ = plain.highest(torch.tensor([float(SAMPLES)]).numpy().astype(float), torch.zeros(1).numpy().astype(float))
+    assert 0.7 < peak[0] / whole.peak_bytes < 1.3
+    assert again.kept_bytes[1] < 0.7 * plain.kept_bytes[1] and again.flops[1] > 1.2 * plain.flops[1]
+    assert found.sequence == 16 and found.sizes == ((WIDTH, 3), (4 * WIDTH, 3), (4 * WIDTH * WIDTH, 6))
+
+
+def test_16_bit_weights_are_reported_as_the_fp32_that_formulas_scale_down():
+    model, x = nn.Sequential(Block(), Block()), torch.randn(SAMPLES, WIDTH)
+    wide = sketched(model, x).passes["fp32/0"]
+    narrow = sketched(model.to(torch.bfloat16), x.to(torch.bfloat16), {"optimizer": {"type": "SGD"}})
+    assert 0.8 < narrow.passes["fp32/0"].kept_bytes[1] / wide.kept_bytes[1] < 1.2
+    assert narrow.optimizer_bytes == 0
+
+
+def test_without_a_training_forward_or_a_counted_batch_there_is_no_profile():
+    engine = Engine(Block())
+    sketch = ForwardProfile(engine, [])
+    assert sketch.profile(WORKLOAD, {}, 4) is None
+    engine(torch.randn(4, WIDTH)).sum().backward()
+    assert sketch.profile(WORKLOAD, {}, None) is None and sketch.profile(WORKLOAD, {}, 4) is not None
+
+
+def test_weights_that_are_gathered_for_a_forward_are_no_activations():
+    """ZeRO-3 gives a parameter its memory when its module is entered, and may keep it until backward."""
+    model, x = nn.Sequential(Block(), Block()), torch.randn(SAMPLES, WIDTH)
+    plain = sketched(model, x).passes["fp32/0"].kept_bytes
+    whole = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+
+    def gather(module, _):
+        for parameter in module.parameters(recurse=False):
+            parameter.data = whole[parameter].clone()
+
+    for module in model.modules():
+        module.register_forward_pre_hook(gather)
+    engine = Engine(model)
+    sketch = ForwardProfile(engine, [])
+    engine(x).square().mean().backward()
+    assert sketch.profile(WORKLOAD, {}, len(x)).passes["fp32/0"].kept_bytes == plain

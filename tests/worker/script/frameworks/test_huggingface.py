@@ -1,0 +1,202 @@
+"""Scripts of transformers' Trainer and of Accelerate in real ranks: what is found, what runs, and that nothing else changes."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.bench import Bench, losses_without_hooks
+from support.paths import SCRIPTS
+
+from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
+from autotune.report import export
+from autotune.trial.target import inspect_target
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
+BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
+FULL = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 512},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+    },
+}
+SAVING = "--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1 --load_best_model_at_end --push_to_hub --report_to all"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "ds.json"
+    path.write_text(json.dumps(FULL))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    root = tmp_path_factory.mktemp("huggingface")
+    names = ("hf_trainer.py", "accelerate_plugin.py")
+    executor = LocalExecutor(
+        [name for script in names for name in inspect_target(SCRIPTS / script).imports], root / "server.log"
+    )
+    executor.start()
+    assert not executor.cold_reason
+    yield Bench(executor, root)
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def script(bench, home, full):
+    """The plan of a script by what it is called here."""
+    arguments = {
+        "trainer": ("hf_trainer.py", *shlex.split(SAVING)),
+        "trainer with a configuration": (
+            "hf_trainer.py", "--deepspeed", str(full), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2",
+            "--num_train_epochs", "4", "--bf16", "--gradient_checkpointing",
+        ),
+        "accelerate": ("accelerate_loop.py", "--split_batches"),
+        "plugin": ("accelerate_plugin.py",),
+    }  # fmt: skip
+    return lambda name: bench.plan(*arguments[name], ranks=2, working_dir=str(home))
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "batch", "stage", "precision", "every"),
+    [
+        ("trainer", TRAINER, (8, 1), 0, "fp32", 0),
+        ("trainer with a configuration", TRAINER, (4, 2), 3, "bf16", 1),
+        ("accelerate", ACCELERATE, (8, 2), 0, "fp32", 0),
+        ("plugin", ACCELERATE, (4, 2), 3, "bf16", 1),
+    ],
+)
+def test_a_probe_finds_the_baseline_and_everything_moves(script, name, family, batch, stage, precision, every):
+    found = script(name)
+    assert found.workload.script.family == family and set(found.workload.script.movable) == BOTH
+    baseline = replace(found.baseline, micro_batch_size=batch[0], gradient_accumulation_steps=batch[1])
+    assert found.baseline == replace(baseline, zero_stage=stage, precision=precision, checkpoint_every=every)
+
+
+CELLS = {
+    "z0": {
+        "zero_stage": 0,
+        "precision": "fp32",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "checkpoint_every": 2,
+    },
+    "z1": {
+        "zero_stage": 1,
+        "precision": "bf16",
+        "micro_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "checkpoint_every": 0,
+    },
+    "z2": {"zero_stage": 2, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 1},
+    "z3": {
+        "zero_stage": 3,
+        "precision": "bf16",
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "checkpoint_every": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        *(("trainer", cell) for cell in CELLS),
+        *(
+            ("trainer with a configuration", cell) for cell in ("z0", "z1")
+        ),  # from ZeRO 3, bf16 and recomputation to none of them
+        *(("accelerate", cell) for cell in ("z1", "z3")),
+        *(("plugin", cell) for cell in ("z0", "z2")),
+    ],
+)
+def test_what_was_asked_for_runs_and_leaves_nothing(bench, script, home, name, cell):
+    changes = CELLS[cell]
+    result = bench.applied(script(name), **changes)
+    assert bool(changes["checkpoint_every"]) == bool(result.observed.checkpointed_blocks)
+    assert not list(home.iterdir()) and not any("same data" in caveat for caveat in result.caveats)
+
+
+def steps_of_two(losses):
+    """Sums of the first six pairs, in the type that a rank sums them in."""
+    numbers = np.array(losses[:12], dtype=np.float32)
+    return (numbers[::2] + numbers[1::2]).tolist()
+
+
+def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
+    found = bench.plan("hf_trainer.py", "--max_steps", "6", "--save_strategy", "no", "--report_to", "none")
+    changes = {"zero_stage": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "checkpoint_every": 2}
+    result = bench.applied(found, steps=6, **changes)
+    pick = {"candidate": replace(found.baseline, **changes).values()}
+    flags = shlex.split(export.export(pick, found.base_config, "hf-args", 1).replace("\n", " "))
+    (tmp_path / "ds_config.json").write_text(export.export(pick, found.base_config, "deepspeed", 1))
+    own = losses_without_hooks(
+        "hf_trainer.py", *found.spec.script_args, "--output_dir", "out", *flags, ranks=1, cwd=tmp_path
+    )
+    assert result.losses == steps_of_two(own)
+    assert "add `--deepspeed ds_config.json`" in str(result.side_changes)
+
+
+def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_path, monkeypatch):
+    found = bench.plan("accelerate_loop.py")
+    result = bench.applied(found, steps=6, zero_stage=1, micro_batch_size=4)
+    pick = {"candidate": replace(found.baseline, zero_stage=1, micro_batch_size=4).values()}
+    (tmp_path / "ds.json").write_text(export.export(pick, found.base_config, "deepspeed", 1))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    own = losses_without_hooks("accelerate_loop.py", "--batch_size", "4", "--epochs", "1", ranks=1, cwd=tmp_path)
+    assert result.losses == [loss / 2 for loss in steps_of_two(own)]
+    assert "accelerate launch --config_file" in str(result.side_changes)
+
+
+def test_what_has_to_be_changed_beside_the_json_is_told(bench, script):
+    changes = str(
+        bench.applied(script("trainer with a configuration"), precision="fp32", micro_batch_size=2).side_changes
+    )
+    assert (
+        "`--per_device_train_batch_size 2` instead of 4" in changes
+        and "leave out `--bf16`" in changes
+        and "--deepspeed" not in changes
+    )
+
+
+def test_weights_loaded_in_16_bits_are_the_baselines_and_are_widened_where_a_candidate_needs_it(bench):
+    found = bench.plan("hf_trainer.py", "--half", "--resume_from_checkpoint", "nowhere")
+    assert found.baseline.precision == "bf16" and any("without an fp32 copy" in note for note in found.notes)
+    assert "add `--bf16`" in str(bench.applied(found).side_changes)
+    assert "load its weights in 32 bits" in str(bench.applied(found, precision="torch_autocast").side_changes)
+
+
+def test_fsdp_is_refused_in_one_sentence(bench):
+    with pytest.raises(
+        UserError, match="the script trains with FSDP, beside which DeepSpeed cannot be used; run it without FSDP"
+    ):
+        bench.plan("hf_trainer.py", "--fsdp", "full_shard")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("trainer", "Trainer.save_model is not"), ("plugin", "nothing is uploaded to the Hugging Face Hub")],
+)
+def test_saving_and_uploading_are_not_carried_out(bench, script, home, name, said):
+    assert said in str(bench.applied(script(name)).caveats) and not list(home.iterdir())

@@ -1,0 +1,48 @@
+"""What the hooks note of what they do, without ranks."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from autotune.worker.script import context, engine, patching
+
+CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_reentrant=False)\n"
+
+
+@pytest.fixture
+def skipping():
+    """Hooks that skip what a script recomputes, and the function that it calls for that."""
+    report = SimpleNamespace(side_changes=[], unreproducible=[])
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.report = report
+    hooks = engine.EngineHooks(script, attach=lambda *_: None)
+    hooks._script_recomputes = False
+    module = SimpleNamespace(checkpoint=lambda function, *args, **kwargs: "recomputed")
+    patching.patch(module, "checkpoint", hooks._checkpoint)
+    return module.checkpoint, report
+
+
+def caller_in(folder):
+    (folder / "caller.py").write_text(CALLER)
+    spec = importlib.util.spec_from_file_location("caller", folder / "caller.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.run
+
+
+def test_recomputation_that_a_library_asks_for_cannot_be_taken_out_by_the_user(skipping, tmp_path, monkeypatch):
+    checkpoint, report = skipping
+    monkeypatch.setattr(patching, "INSTALLED_FOLDERS", (str(tmp_path),))
+    run = caller_in(tmp_path)
+    assert run(checkpoint) == run(checkpoint) == 3
+    assert (
+        report.unreproducible == report.side_changes
+        and "inside a library" in report.side_changes[0]
+        and len(report.side_changes) == 1
+    )
+
+
+def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skipping, tmp_path):
+    checkpoint, report = skipping
+    assert caller_in(tmp_path)(checkpoint) == 3 and report.unreproducible == []

@@ -1,0 +1,69 @@
+"""Patching what is imported already, and what will be."""
+
+import subprocess
+import sys
+
+import pytest
+
+from autotune.worker.script import patching
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A package `shelf` whose module `shelf.books` defines count() and Book."""
+    (tmp_path / "shelf").mkdir()
+    (tmp_path / "shelf" / "__init__.py").write_text("")
+    (tmp_path / "shelf" / "books.py").write_text(
+        "def count():\n    return 1\nclass Book:\n    def pages(self):\n        return 10\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield tmp_path
+    for name in ("shelf", "shelf.books"):
+        sys.modules.pop(name, None)
+
+
+def double(original, *args):
+    return 2 * original(*args)
+
+
+def test_a_module_is_patched_before_anybody_binds_its_names(library):
+    patching.after_import("shelf.books", lambda module: patching.patch(module, "count", double))
+    from shelf.books import Book, count
+
+    assert count() == 2 and Book().pages() == 10
+
+
+def test_a_module_that_is_there_is_patched_at_once(library):
+    import shelf.books
+
+    patching.after_import("shelf.books", lambda module: patching.patch(module.Book, "pages", double))
+    assert shelf.books.Book().pages() == 20
+
+
+def test_two_callbacks_of_one_module_are_both_called(library):
+    for _ in range(2):
+        patching.after_import("shelf.books", lambda module: patching.patch(module, "count", double))
+    import shelf.books
+
+    assert shelf.books.count() == 4
+    assert shelf.books.__spec__.loader.get_source("shelf.books").startswith("def count")
+
+
+def test_what_a_version_does_not_have_is_left_alone(library):
+    import shelf.books
+
+    patching.patch(shelf.books, "no_such_function", double)
+    assert not hasattr(shelf.books, "no_such_function")
+
+
+def test_a_module_that_does_not_exist_stays_missing(library):
+    patching.after_import("no_such_module", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        import no_such_module  # noqa: F401
+
+
+@pytest.mark.process
+def test_patching_imports_no_framework():
+    code = "import sys, autotune.worker.script.patching; print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

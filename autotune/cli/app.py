@@ -355,8 +355,7 @@ def dashboard(
 
 @command()
 def doctor(
-    build: Annotated[bool, typer.Option(help="Compile DeepSpeed's ops once.")] = True,
-    as_json: AsJson = False,
+    build: Annotated[bool, typer.Option(help="Compile DeepSpeed's ops once.")] = True, as_json: AsJson = False
 ) -> None:
     """Say what this machine has and what would fail, and build DeepSpeed's ops once."""
     from autotune.cli import doctor as doctor_command
@@ -429,9 +428,7 @@ def history(
 
 @command()
 def delete(
-    study: StudyName,
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm it.")] = False,
-    storage: Storage = None,
+    study: StudyName, yes: Annotated[bool, typer.Option("--yes", help="Confirm it.")] = False, storage: Storage = None
 ) -> None:
     """Remove STUDY, its re-tunings, schedules and history; study.yaml and its answer stay in the folder."""
     from autotune.cli import history as history_command

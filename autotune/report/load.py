@@ -9,11 +9,7 @@ from typing import Any
 from optuna.study import Study
 
 from autotune.report.data import StudyReport
-from autotune.report.export import (
-    RATE_FLAG,
-    deepspeed_config,
-    training_rate,
-)
+from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
 from autotune.scoring import recommend
 from autotune.scoring.convergence.learning_rate import RATE_KEYS

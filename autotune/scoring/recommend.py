@@ -198,8 +198,7 @@ def recommend(
     sound = [m for m in ranked if baseline is None or not m.doubt]
     best, why = _best(sound, baseline, objectives, judge)
     picks["recommended"] = judge.pick(
-        best,
-        [why, *words(best, baseline, objectives), *checked(best), *passed_by(ranked[0], best), *drift(baseline)],
+        best, [why, *words(best, baseline, objectives), *checked(best), *passed_by(ranked[0], best), *drift(baseline)]
     )
     same = [m for m in ranked if baseline is not None and _drops_in(m, baseline, world_size)]
     if baseline is not None and same:

@@ -8,14 +8,7 @@ import pytest
 import yaml
 from support.commands import read_by_deepspeed
 
-from autotune.report.export import (
-    FORMATS,
-    ExportError,
-    Started,
-    deepspeed_config,
-    export,
-    notes,
-)
+from autotune.report.export import FORMATS, ExportError, Started, deepspeed_config, export, notes
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.space.candidate import Candidate, from_deepspeed

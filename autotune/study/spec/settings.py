@@ -168,11 +168,7 @@ SETTINGS: dict[str, Setting] = {
         comment="Memory limit of a device; null is what it has.",
     ),
     "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
-    "memory_filter": Setting(
-        "Skip candidates that surely do not fit memory.",
-        flag="--filter",
-        off="--no-filter",
-    ),
+    "memory_filter": Setting("Skip candidates that surely do not fit memory.", flag="--filter", off="--no-filter"),
     "stop_below": Setting(
         "End when no larger improvement is expected; 0: never.",
         "A share of any objective, as 0.01 or `1%`; only `physics` expects.",

@@ -120,10 +120,7 @@ def test_enter_on_a_heading_sorts_and_leaves_the_focus_there(opened):
     opened.press("Tab", "Enter")
     assert opened.run(
         "[...document.querySelectorAll('#trials thead th')].map((head) => head.getAttribute('aria-sort'))"
-    )[:2] == [
-        None,
-        "ascending",
-    ]
+    )[:2] == [None, "ascending"]
 
 
 def test_enter_on_the_legend_hides_what_it_names_and_shows_it_again(opened):

@@ -98,7 +98,6 @@ def test_a_finished_study_leaves_no_process(finished):
     assert processes_of(finished[0]) == []
 
 
-@pytest.mark.slow
 def test_running_again_adds_only_what_the_budget_lacks(finished):
     folder, _ = finished
     before = told(folder)
@@ -120,7 +119,6 @@ def test_a_study_is_exported_for_other_tools(finished):
     assert "Known" in one_sentence(autotune("export", "small", "--pick", "best", cwd=folder))
 
 
-@pytest.mark.slow
 def test_its_own_study_yaml_reproduces_it_from_anywhere(finished, tmp_path):
     folder, _ = finished
     before = told(folder)
@@ -130,7 +128,6 @@ def test_its_own_study_yaml_reproduces_it_from_anywhere(finished, tmp_path):
     assert told(folder) == before and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_a_run_that_is_refused_leaves_the_study_as_it_was(finished):
     """`--fresh` forgets the trials of a study that can run, not those of one with a typo."""
     folder, _ = finished
@@ -152,7 +149,6 @@ def test_a_second_run_at_the_same_time_is_refused_with_the_number_of_the_first(f
         assert f"process {os.getpid()}" in one_sentence(autotune("run", "small.yaml", cwd=folder))
 
 
-@pytest.mark.slow
 def test_the_exported_json_trains_under_torchrun(finished):
     folder, _ = finished
     assert autotune("export", "small", "-o", "ds_config.json", cwd=folder).returncode == 0
@@ -180,7 +176,6 @@ def test_status_and_ls_know_the_study(finished):
     assert autotune("ls", "studies", cwd=folder).stdout.split() == ["small"]
 
 
-@pytest.mark.slow
 def test_check_says_what_would_be_tuned_and_what_would_not(models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     done = autotune("check", "ok.py", "--ranks", "2", cwd=tmp_path)
@@ -188,7 +183,6 @@ def test_check_says_what_would_be_tuned_and_what_would_not(models, tmp_path):
     assert not (tmp_path / "studies").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])  # SIGKILL: test_chaos.py
 def test_a_stopped_study_goes_on_where_it_was(how, status, models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
@@ -218,7 +212,6 @@ def test_a_stopped_study_goes_on_where_it_was(how, status, models, tmp_path):
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
 
 
-@pytest.mark.slow
 def test_a_model_that_always_crashes_stops_the_study_with_its_reason(models, tmp_path):
     text = (models / "ok.py").read_text() + "\n\ndef loss(model, batch):\n    raise RuntimeError('no such loss')\n"
     (tmp_path / "ok.py").write_text(text)
@@ -227,7 +220,6 @@ def test_a_model_that_always_crashes_stops_the_study_with_its_reason(models, tmp
     assert len(told(tmp_path)) == 4
 
 
-@pytest.mark.slow
 def test_over_a_stated_memory_some_trials_end_and_the_study_goes_on(models, tmp_path):
     """The model takes 16 MiB for every sample of a micro-batch, and some 100 MiB besides."""
     shutil.copyfile(models / "oom.py", tmp_path / "oom.py")
@@ -243,7 +235,6 @@ def test_over_a_stated_memory_some_trials_end_and_the_study_goes_on(models, tmp_
     assert all(pick["metrics"]["peak_memory_bytes"] < 280 * 2**20 for pick in found["picks"].values())
 
 
-@pytest.mark.slow
 def test_a_model_that_does_not_fit_at_all_ends_with_status_1_and_one_sentence(models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "small.yaml").write_text(STUDY)
@@ -253,7 +244,6 @@ def test_a_model_that_does_not_fit_at_all_ends_with_status_1_and_one_sentence(mo
     assert "Traceback" not in done.stderr + done.stdout
 
 
-@pytest.mark.slow
 def test_a_killed_server_costs_a_retry_and_no_trial(models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "small.yaml").write_text(STUDY.replace("trial_budget_s: 0.3", "trial_budget_s: 2"))
@@ -275,7 +265,6 @@ def test_a_killed_server_costs_a_retry_and_no_trial(models, tmp_path):
     assert told(tmp_path) == [(number, "COMPLETE") for number in range(4)]
 
 
-@pytest.mark.slow
 def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, tmp_path):
     said = one_sentence(autotune("check", str(models / "raises.py"), cwd=tmp_path))
     assert "no pretrained weights" in said
@@ -331,7 +320,6 @@ def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedP
     return folder, command, autotune("run", command, *options, cwd=folder)
 
 
-@pytest.mark.slow
 def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched):
     folder, command, done = launched
     assert done.returncode == 0, done.stderr
@@ -343,7 +331,6 @@ def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched):
     assert processes_of(folder) == []
 
 
-@pytest.mark.slow
 def test_the_exported_command_trains_as_the_trial_did(launched):
     folder, _, _ = launched
     exported = autotune("export", "train", "--trial", "1", "--format", "command", cwd=folder)
@@ -393,7 +380,6 @@ def test_a_list_has_a_line_for_each_and_says_what_it_is(what, tmp_path):
     assert all(len(line) < 150 and row["description"] in line for line, row in zip(lines, rows, strict=True))
 
 
-@pytest.mark.slow
 def test_the_doctor_finds_that_trials_can_run_here(tmp_path):
     done = autotune("doctor", "--no-build", "--json", cwd=tmp_path)
     found = {finding["what"]: finding["verdict"] for finding in json.loads(done.stdout)}

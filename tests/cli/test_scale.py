@@ -170,7 +170,6 @@ def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, mode, monkeypat
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.alone
 def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
     """Weakly: two ranks do twice the samples in a step, each what one did."""
@@ -202,7 +201,6 @@ def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path,
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.alone
 def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')

@@ -38,7 +38,6 @@ objectives: [throughput]
 """
 
 
-@pytest.mark.slow
 def test_a_trial_outlives_its_coordinator_and_is_told_once(tmp_path: Path) -> None:
     if why := why_no_slurm():
         pytest.skip(why)
@@ -79,7 +78,6 @@ def cluster_of(engine: str, root: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
 @pytest.mark.smoke
 def test_trials_run_at_once_on_nodes_of_their_own_and_each_is_told_once(tmp_path: Path, engine: str) -> None:

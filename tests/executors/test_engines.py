@@ -22,7 +22,7 @@ from autotune.executors.ssh import Hosts, read_hostfile
 from autotune.trial.folder import read_record, write_record
 from autotune.trial.result import Exit, Outcome
 
-pytestmark = [pytest.mark.system, pytest.mark.slow]
+pytestmark = pytest.mark.system
 TWO = {"nodes": 2, "world_size": 2}
 # One trial of each kind; the whole zoo runs on the local engine.
 KINDS = [end for end in ENDS if end.model in ("oom", "hang", "nan", "crash_rank1")]

@@ -349,7 +349,6 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.slow
 def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(own: Zoo) -> None:
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
     (helper,) = own.server.children(recursive=True)  # the module's process is not the trial's to end
@@ -366,7 +365,6 @@ def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(ow
     assert own.executor.mark != mark
 
 
-@pytest.mark.slow
 def test_a_server_killed_between_trials_is_replaced(own: Zoo) -> None:
     own.run("ok", **CLEAN)
     server = own.server
@@ -391,7 +389,6 @@ base.run(executor, root / "trial", read_record(root / "request.json", TrialReque
 """
 
 
-@pytest.mark.slow
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     own = Zoo(LocalExecutor([], tmp_path / "unused.log"), tmp_path)
     own.folder = TrialDir(tmp_path / "trial")

@@ -118,7 +118,6 @@ def test_a_job_that_somebody_cancels_is_lost_and_the_next_trial_gets_another(tri
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
     job = trials.running()
     trials.cluster.nodes["n2"].send_signal(signal.SIGKILL)

@@ -276,7 +276,6 @@ LINKS = ["--devices", "64", "--per-node", "8", "--intra-bandwidth", "300GB/s", "
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_the_command_projects_a_study_and_its_front(studied):
     done = autotune("project", *LINKS, cwd=studied)
     assert done.returncode == 0, done.stderr
@@ -292,7 +291,6 @@ def test_the_command_projects_a_study_and_its_front(studied):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):
     assert "run a study first" in one_sentence(autotune("project", *LINKS, cwd=tmp_path))
     assert "no study with a recommendation" in one_sentence(autotune("project", "other", *LINKS, cwd=studied))

@@ -120,7 +120,6 @@ def test_exporting_changes_neither_the_pick_nor_the_base():
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_deepspeed_reads_every_exported_json(tmp_path):
     paths = []
     for i, values in enumerate(CANDIDATES):

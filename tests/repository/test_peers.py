@@ -75,7 +75,6 @@ def test_without_answers_the_judge_says_what_to_run(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_the_script_trains_what_its_json_says_and_prints_its_steps(tmp_path):
     """One rank, without a launcher: micro-batch 2, two of them a step."""
     config = {**peers.BASE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}

@@ -15,7 +15,7 @@ import autotune
 
 PAGE = ROOT / "docs" / "guide.md"
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

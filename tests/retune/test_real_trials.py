@@ -66,7 +66,6 @@ def storage() -> Iterator[list[str]]:
         yield ["--storage", server.url]
 
 
-@pytest.mark.slow
 def test_what_became_slow_is_replaced_and_the_history_tells_it(tmp_path: Path, storage: list[str]) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "study.yaml").write_text(STUDY)

@@ -280,7 +280,6 @@ def runs(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_daemons_that_are_killed_at_random_run_everything_once(history, tmp_path):
     """Two at a time, one of them killed every other second: no two runs at once, none lost, and no more than were due."""
     add(history, every_s=1.0, next_run_at=0.0)

@@ -349,7 +349,6 @@ def test_a_trial_that_ran_elsewhere_is_not_traced_here(tmp_path, monkeypatch):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
     folder = TrialDir(tmp_path / "studies" / "s" / "trials" / "0000")
@@ -377,7 +376,6 @@ REAL = [
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "world_size", "what", "cause"), REAL, ids=[cause for *_, cause in REAL])
 @pytest.mark.alone
 def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, cause):
@@ -388,7 +386,6 @@ def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, 
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.alone
 def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo):
     limit = {"world_size": 1, "device_memory_bytes": 300 * MIB}

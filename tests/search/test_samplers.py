@@ -95,7 +95,6 @@ def test_only_what_can_run_is_proposed_and_nothing_twice(name, constraint):
     assert all(CONDITIONAL.contains(candidate) for candidate in found)
 
 
-@pytest.mark.slow
 def test_the_gaussian_process_keeps_to_it_too():
     found = Search("gp", CONDITIONAL, n_objectives=1, constraint=True).run(12)
     assert len(found) == 12 == len(set(found))

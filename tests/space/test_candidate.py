@@ -392,14 +392,12 @@ def installed_keys(tmp_path_factory):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_every_top_level_key_of_the_installed_deepspeed_is_known(installed_keys):
     assert len(installed_keys["top"]) > 40
     assert installed_keys["top"] - RETIRED <= TOP_LEVEL_KEYS
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize("section", ["zero_optimization", "bf16", "fp16"])
 def test_every_key_of_a_section_of_the_installed_deepspeed_is_known(installed_keys, section):
     assert installed_keys[section] <= SECTION_KEYS[section]

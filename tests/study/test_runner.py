@@ -111,7 +111,6 @@ def test_every_sampler_runs_a_study(tmp_path, sampler):
     assert set(states(runner)) == {"COMPLETE"}
 
 
-@pytest.mark.slow
 def test_the_gaussian_process_runs_a_study(tmp_path):
     assert len(set(run(tmp_path, trials=10, sampler="gp", finalists=0, objectives=["latency"])[1].ran)) == 10
 

@@ -150,7 +150,6 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
     executor.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forked_trial_equals_one_in_a_fresh_process_to_the_last_digit(
     cold: Zoo, measured: Callable[..., TrialResult], stage: int
@@ -262,7 +261,6 @@ def test_waiting_for_a_slow_rank_is_no_communication(zoo: Zoo) -> None:
     assert quick["wait"] > 0.02 > slow["wait"] and slow["forward"] > 0.03 > quick["reduce"]
 
 
-@pytest.mark.slow
 def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo: Zoo) -> None:
     result = zoo.run("gpt_tiny", zero_stage=2, traced_steps=2, **STEPS)
     assert result.outcome is Outcome.COMPLETE, result.reason

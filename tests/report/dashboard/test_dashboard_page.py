@@ -15,7 +15,7 @@ from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.filterwarnings("ignore:Heartbeat")]
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:Heartbeat")]
 
 TOKEN = "the-token-of-this-test"
 EVIL = "<img src=struck onerror=\"document.title='struck'\"><script>document.title='struck'</script>"

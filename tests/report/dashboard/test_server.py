@@ -520,7 +520,6 @@ def test_the_notes_of_a_study_without_a_pick_say_why(answer):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped(studies):
     command = [
         sys.executable,
@@ -581,7 +580,6 @@ def say(port: int, target: str, *headers: str) -> tuple[int, bytes]:
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_the_command_prints_a_token_and_a_warning_and_refuses_whoever_does_not_have_it(open_to_all):
     address, port, token, warned = open_to_all
     assert address.hostname == socket.gethostname().lower() and is_strong(token)
@@ -610,7 +608,6 @@ CLIMBS = (
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [

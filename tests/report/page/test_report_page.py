@@ -9,7 +9,7 @@ from support.study_report import EVIL, study_report
 from autotune.report import files
 from autotune.report.page import render
 
-pytestmark = [pytest.mark.system, pytest.mark.slow]
+pytestmark = pytest.mark.system
 PNG = b"\x89PNG"
 
 

@@ -5,7 +5,7 @@ import pytest
 from autotune.report.page import scaling as scaling_page
 from autotune.scoring.scaling import Run, scaling
 
-pytestmark = [pytest.mark.system, pytest.mark.slow]
+pytestmark = pytest.mark.system
 PNG = b"\x89PNG"
 RATES = [(1, 980.0, 0.0), (2, 1810.0, 0.06), (4, 3105.0, 0.13), (8, 4890.0, 0.24)]
 EVIL = "<img src=x onerror=alert(1)>"

@@ -185,7 +185,6 @@ def test_another_python_is_refused(folder):
 TORCHRUN = {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "arguments", "environment"),
     [

@@ -156,7 +156,6 @@ def test_values_read_as_people_write_them():
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_script_is_run_once_and_then_predicted_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

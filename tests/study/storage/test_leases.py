@@ -343,7 +343,6 @@ def test_a_candidate_that_takes_two_coordinators_along_is_not_given_to_a_third(u
 
 
 @pytest.mark.system
-@pytest.mark.slow
 def test_without_its_leader_a_study_goes_on_and_the_next_leader_finishes_it(url, start, tmp_path):
     lead, worker = start("lead", 20, 0.2), start("help", 20, 0.2)
     until(lambda: told(url) > 4)
@@ -356,7 +355,6 @@ def test_without_its_leader_a_study_goes_on_and_the_next_leader_finishes_it(url,
 
 
 @pytest.mark.system
-@pytest.mark.slow
 def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start):
     with postgres.running(programs) as own:
         workers = [start(role, 14, 0.2, at=own.url) for role in ("lead", "help")]
@@ -374,7 +372,6 @@ def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start)
 
 
 @pytest.mark.system
-@pytest.mark.slow
 def test_a_database_that_stays_away_ends_the_run_with_what_to_do_and_the_run_can_go_on(programs, start):
     with postgres.running(programs) as own:
         lead = start("lead", 12, 0.2, at=own.url, patience_s=2)
@@ -558,7 +555,6 @@ def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.system
-@pytest.mark.slow
 def test_a_worker_helps_a_run_and_the_password_is_nowhere(url, models, tmp_path):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "small.yaml").write_text(STUDY)

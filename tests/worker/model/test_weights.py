@@ -54,7 +54,6 @@ os._exit(0)  # an ordinary exit may abort, see benchmarks/plain_trial.py
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo: Zoo, tmp_path: Path, stage: int) -> None:
     script, folder = tmp_path / "saves.py", tmp_path / "checkpoint"

@@ -27,7 +27,6 @@ def profile_of(zoo: Zoo, target: str | Path, **config) -> Profile:
     return read_record(folder.profile, Profile)
 
 
-@pytest.mark.slow
 def test_a_transformers_parameters_products_and_activations_are_those_counted_by_hand(zoo):
     found = profile_of(zoo, "gpt_tiny")
     block = 4 * WIDTH * WIDTH + 4 * WIDTH + 2 * WIDTH * 64 + 64 + WIDTH + 4 * WIDTH
@@ -73,7 +72,6 @@ def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way
     assert max(elements for _, _, elements in found.passes["fp32/0"].moments) <= trainable
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["vision", "hf", "seq2seq"])
 def test_convolutions_hugging_face_models_and_two_kinds_of_block_are_followed(zoo, model):
     found = profile_of(zoo, model)
@@ -111,7 +109,6 @@ def test_states_and_scratch_are_those_of_the_optimizer_that_is_named(zoo):
     assert profile_of(zoo, "tied", optimizer={"type": "Lion", "params": {"lr": 0.1}}).optimizer_bytes == 4
 
 
-@pytest.mark.slow
 def test_a_model_too_large_for_this_machine_is_profiled_without_building_it(zoo, write_model):
     target = write_model("""
         import torch
@@ -170,7 +167,6 @@ def test_rates_are_those_of_all_ranks_together_and_plausible(zoo):
     assert 2**20 < machine.workspace_bytes < 2**30
 
 
-@pytest.mark.slow
 def test_a_machine_probed_at_length_tells_every_collective_and_loads_the_users_data(zoo):
     folder = zoo.next_folder()
     request = TrialRequest(target=str(MODELS / "slow_loader.py"), mode="machine", world_size=2, deadline_s=120.0)

@@ -130,7 +130,6 @@ def test_what_a_scripts_optimizer_gets_is_held_against_the_micro_gradients(
     assert found.error < 1e-6 if clean else "is off by" in judge_gradient(found, found, {})
 
 
-@pytest.mark.slow
 def test_what_lightning_and_deepspeed_both_divide_by_the_accumulation_is_judged_at_its_size(run: Run) -> None:
     norms = []
     for micro, accumulation in ((8, 1), (2, 4)):

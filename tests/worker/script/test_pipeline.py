@@ -8,7 +8,7 @@ from support.bench import Bench, losses_without_hooks
 from autotune.executors.local import LocalExecutor
 from autotune.space.legality import why_illegal
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from autotune.trial.command import Invocation
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.report import export
 from autotune.trial.target import inspect_target
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
 FULL = {

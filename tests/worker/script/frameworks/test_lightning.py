@@ -5,7 +5,7 @@ from support.bench import Bench, losses_without_hooks
 
 from autotune.executors.local import LocalExecutor
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
 
 

@@ -423,6 +423,55 @@ def test_inspection_refuses_a_model_with_nothing_to_train(zoo: Zoo, write_model:
     assert (result.outcome, result.reason) == (Outcome.CRASHED, "own_model.py: model() has no trainable parameter")
 
 
+STRANGER = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(2, 2)
+
+def batch(n):
+    return torch.randn(n, 2), torch.randn(n, 2)
+
+def optimizer(params):
+    return torch.optim.SGD(model().parameters(), lr=0.1)
+"""
+
+
+def test_an_optimizer_without_a_parameter_of_the_model_is_refused(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+    result = zoo.run(write_model(STRANGER), **STEPS)
+    assert result.outcome is Outcome.CRASHED and not result.losses
+    assert result.reason.startswith("own_model.py: optimizer() holds none of the model's parameters, so nothing would")
+
+
+TEMPORARY = """
+import os, tempfile
+from multiprocessing import util
+import torch
+
+def model():
+    print("temporary", tempfile.gettempdir(), util.get_temp_dir(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return torch.nn.Linear(2, 2)
+
+def batch(n):
+    return torch.randn(n, 2), torch.randn(n, 2)
+"""
+
+
+def test_temporary_files_of_a_trial_are_removed_and_caches_are_shared(
+    zoo: Zoo, cold: Zoo, write_model: Callable[[str], Path]
+) -> None:
+    """Ranks end without multiprocessing's finalizers, which remove the folders of DataLoader workers."""
+    target = write_model(TEMPORARY)
+    for started in (zoo, cold):
+        assert started.run(target, **STEPS).outcome is Outcome.COMPLETE
+        printed = [started.log(rank).partition("temporary ")[2].split()[:3] for rank in (0, 1)]
+        (folder_of_trial, sockets, cache), other = printed
+        assert other[0] == folder_of_trial and not Path(folder_of_trial).exists()
+        assert Path(folder_of_trial).name.startswith("autotune-") and sockets.startswith(f"{folder_of_trial}/pymp-")
+        assert Path(cache).parent == Path(folder_of_trial).parent
+
+
 def test_a_target_may_import_its_neighbours(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
     target = write_model("""
         from neighbour import Net

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class RankStart:
         trial_dir: The trial's folder.
         rank: Number of the rank.
         request: The trial.
-        meeting: Variables that tell where the ranks meet.
+        variables: Environment variables for the place where ranks meet and for temporary files.
         listener: The socket for rank 0's store, on the machine of rank 0.
         group: Process group of the ranks; 0 if this one opens it.
         supervisor: PID of the supervisor.
@@ -39,7 +40,7 @@ class RankStart:
     trial_dir: Path
     rank: int
     request: TrialRequest
-    meeting: dict[str, str]
+    variables: dict[str, str]
     listener: socket.socket | None
     group: int
     supervisor: int
@@ -55,7 +56,8 @@ class RankStart:
         try:
             self._detach(logs)
             expose_to_oom_killer()
-            os.environ.update(rank_environment(self.rank, self.request) | self.meeting)
+            os.environ.update(rank_environment(self.rank, self.request) | self.variables)
+            tempfile.tempdir = None  # the server may have looked it up for itself
             descriptor = self.listener.fileno() if self.listener is not None else -1
             arguments = [str(self.trial_dir), str(self.rank), str(descriptor)]
             if not self.warm:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from autotune.system import processes, shared_memory
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
-from autotune.worker.agent import network, ops
+from autotune.worker.agent import network, ops, temporary
 from autotune.worker.agent.logs import Log
 from autotune.worker.agent.rank_start import PR_SET_CHILD_SUBREAPER, RankStart, prctl
 
@@ -51,6 +52,7 @@ class _Running:
     note: str = ""
     pids: set[int] = field(default_factory=set)
     logs: list[Log] = field(default_factory=list)
+    temporary: Path | None = None
     # Processes and shared memory of imported modules, which are not the trial's.
     others: frozenset[int] = frozenset()
     shared_before: frozenset[tuple[str, int]] = frozenset()
@@ -152,7 +154,8 @@ class RankSupervisor:
             if found is None:
                 return
             host, port = found
-        meeting = network.environment(host, port, request.nodes)
+        running.temporary = temporary.make_folder()
+        variables = network.environment(host, port, request.nodes) | temporary.environment(running.temporary)
         running.others = frozenset(processes.descendants(os.getpid(), dead=True))
         running.shared_before = frozenset(shared_memory.there())
         running.max_processes = processes.most(request.ranks_per_node)
@@ -161,14 +164,14 @@ class RankSupervisor:
         sys.stderr.flush()
         with listener or contextlib.nullcontext():
             for local_rank in range(request.ranks_per_node):
-                self._fork(running, running.node * request.ranks_per_node + local_rank, meeting, listener)
+                self._fork(running, running.node * request.ranks_per_node + local_rank, variables, listener)
 
-    def _fork(self, running: _Running, rank: int, meeting: dict[str, str], listener: socket.socket | None) -> None:
+    def _fork(self, running: _Running, rank: int, variables: dict[str, str], listener: socket.socket | None) -> None:
         start = RankStart(
             trial_dir=running.folder.path,
             rank=rank,
             request=running.request,
-            meeting=meeting,
+            variables=variables,
             listener=listener,
             group=running.group,
             supervisor=os.getpid(),
@@ -274,6 +277,8 @@ class RankSupervisor:
             with contextlib.suppress(OSError):
                 path.unlink()
                 swept.append(str(path))
+        if running.temporary is not None:
+            shutil.rmtree(running.temporary, ignore_errors=True)
         return sorted({*swept, *ops.remove_stale_locks()})[:MAX_SWEPT]
 
 

@@ -71,6 +71,7 @@ def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torc
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
         optimizer = target.optimizer(parameters)
+        model_file.check_optimizer(model, optimizer, f"{target.path.name}: optimizer()")
         for group in optimizer.param_groups:
             for key in {"lr", "initial_lr"} & group.keys():
                 group[key] *= request.learning_rate_factor

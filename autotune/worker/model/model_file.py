@@ -255,6 +255,25 @@ def _loss_of(output: Any, target: Any) -> Tensor:
     return nn.functional.cross_entropy(prediction, target)
 
 
+def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> None:
+    """Refuses an optimizer that would leave the whole model as it is.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer; one without `param_groups` is accepted.
+        source: Where the optimizer comes from, for the message.
+
+    Raises:
+        WorkloadError: It holds none of the model's parameters.
+    """
+    held = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    if held and held.isdisjoint(map(id, model.parameters())):
+        raise WorkloadError(
+            f"{source} holds none of the model's parameters, so nothing would be trained; make it from"
+            " the parameters of the model that is trained"
+        )
+
+
 def turn_off_cache(model: nn.Module) -> None:
     """Turns off a transformers model's key-value cache, to which a recomputed block would append twice."""
     config: Any = getattr(model, "config", None)

@@ -121,6 +121,10 @@ class EngineHooks:
 
         context, model = self._context, given["model"]
         context.recorder.enter("initialize")
+        try:
+            model_file.check_optimizer(model, given.get("optimizer"), "the optimizer given to deepspeed.initialize")
+        except UserError as error:  # the script must not catch it
+            context.abort(error)
         # Frameworks write infinity into steps_per_print, which is not valid JSON.
         own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         config_source = "" if isinstance(source, dict) else str(source)

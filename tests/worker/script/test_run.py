@@ -335,6 +335,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told(planned, home):
         ("no_engine.py", (), "without calling deepspeed.initialize"),
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
         ("dict_config.py", ("--steps", "0"), "ended after 0 optimizer steps"),
+        ("stranger.py", (), "the optimizer given to deepspeed.initialize holds none of the model's parameters"),
     ],
 )
 def test_a_script_that_cannot_be_probed_is_refused_with_its_log(planned, name, arguments, said):

@@ -1,0 +1,36 @@
+"""The folder for a trial's temporary files: ranks end without finalizers, so it is removed with all that is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import tempfile
+from pathlib import Path
+
+# The path of a Unix socket has at most 107 bytes; multiprocessing and torch put theirs up to 34 bytes below TMPDIR.
+MAX_PATH_BYTES = 107 - 34
+# Caches that libraries keep in the temporary folder, by the variable that moves them: all trials share them.
+SHARED_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor_{user}", "TIKTOKEN_CACHE_DIR": "data-gym-cache"}
+
+
+def make_folder() -> Path | None:
+    """Makes the folder; None if there is no place for it, or if sockets in it would have too long a path."""
+    with contextlib.suppress(OSError):
+        path = Path(tempfile.mkdtemp(prefix="autotune-"))
+        if len(os.fsencode(path)) <= MAX_PATH_BYTES:
+            return path
+        path.rmdir()
+    return None
+
+
+def environment(folder: Path | None) -> dict[str, str]:
+    """The variables that move a rank's temporary files into the folder, and its caches to where they would be."""
+    if folder is None:
+        return {}
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = str(os.getuid())
+    caches = {name: str(folder.parent / place.format(user=user)) for name, place in SHARED_CACHES.items()}
+    return {name: place for name, place in caches.items() if name not in os.environ} | {"TMPDIR": str(folder)}

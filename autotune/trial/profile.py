@@ -80,7 +80,6 @@ class Profile:
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
-        shapes: Shapes of one sample's tensors, as text.
         caveats: Quantities that could not be measured, and the assumptions instead.
     """
 
@@ -102,7 +101,6 @@ class Profile:
     largest_module: int = 0
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
-    shapes: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""`python -m autotune.worker serve | rank DIR RANK FD | build OP...`: what runs on a machine that measures."""
+"""`python -m autotune.worker serve | rank DIR RANK FD | build OP...`: the roles of a machine that measures."""
 
 from __future__ import annotations
 

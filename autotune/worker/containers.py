@@ -1,4 +1,4 @@
-"""Tensors in nested containers: find them, name them, replace them."""
+"""Tensors in nested containers: find them, replace them, move them to a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested mappings, sequences, sets and modules."""
+    """Yields the tensors in nested mappings, sequences, sets and modules."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -23,20 +23,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(inner)
 
 
-def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a batch with its path in it, as `labels` or `x[1].mask`."""
-    if isinstance(value, Tensor):
-        yield name or "x", value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from named_tensors(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from named_tensors(inner, f"{name}[{index}]")
-
-
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A copy of nested mappings and sequences with every tensor changed; mappings become dicts."""
+    """Returns a copy of nested mappings and sequences with every tensor changed; mappings become dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -49,7 +37,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """A batch on a device; floating-point tensors also become `dtype`, which 16-bit weights need."""
+    """Returns a batch on a device; floating-point tensors also become `dtype`, which 16-bit weights need."""
 
     def move(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device, non_blocking=True)

@@ -9,9 +9,10 @@ import socket
 import sys
 import traceback
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ from autotune.trial import workload
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome
 from autotune.worker.measure.ledger import Diverged, NotApplied
-from autotune.worker.measure.memory import Memory, available_bytes, limit_host_memory, resident_bytes
+from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
 
 # The last one is for cuBLAS and cuDNN, whose workspaces torch does not allocate (CUBLAS_STATUS_ALLOC_FAILED).
@@ -86,7 +87,7 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         return
     stated = limit is not None
-    share = limit if limit is not None else int(0.9 * available_bytes() / request.ranks_per_node)
+    share = limit if limit is not None else int(0.9 * psutil.virtual_memory().available / request.ranks_per_node)
     start = resident_bytes()
 
     def on_excess(growth: int) -> None:
@@ -101,7 +102,7 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
 
 
 def device_name(*, cuda: bool) -> str:
-    """Model of the device; of the processor where there is none."""
+    """Returns the model of the device, or of the processor if there is none."""
     return str(torch.cuda.get_device_name()) if cuda else processor_name()
 
 
@@ -126,23 +127,20 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
     Args:
         request: The trial.
         rank: This rank.
-        listener: Descriptor of the socket for rank 0's store, which its supervisor opened so that no other process can
-            take the port; -1 on other machines.
+        listener: Descriptor of the socket for rank 0's store, which the supervisor opened to keep the port; -1 on other
+            machines.
         cuda: Use NCCL rather than gloo.
     """
     timeout = timedelta(seconds=request.deadline_s + 60)  # the supervisor's deadline comes first
     dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0:
-        # In torch 2.6 the default backend, libuv, takes no socket that listens already.
-        store = dist.TCPStore(
-            host, port, request.world_size, is_master=True, timeout=timeout, wait_for_workers=False,
-            master_listen_fd=listener, use_libuv=False,
-        )  # fmt: skip
-    else:
-        if listener >= 0:
-            socket.close(listener)
-        store = dist.TCPStore(host, port, request.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    # In torch 2.6 the default backend, libuv, takes no socket that listens already.
+    own: dict[str, Any] = {"master_listen_fd": listener, "use_libuv": False} if rank == 0 else {}
+    if rank > 0 and listener >= 0:
+        socket.close(listener)
+    store = dist.TCPStore(
+        host, port, request.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, **own
+    )
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
 

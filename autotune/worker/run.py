@@ -16,13 +16,7 @@ from autotune.worker.rank import abort, complete, watch_memory
 
 
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
-    """Runs rank `rank` of the trial in `trial_dir` and ends the process.
-
-    Args:
-        trial_dir: The trial's folder.
-        rank: Number of this rank.
-        listener: Descriptor of the listening socket for rank 0's store; -1 on other machines.
-    """
+    """Runs a rank of the trial in a folder and ends the process; see `rank.connect` for the listener."""
     recorder = Recorder(TrialDir(Path(trial_dir)), rank)
     try:
         request = read_record(recorder.folder.request, TrialRequest)

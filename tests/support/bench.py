@@ -1,4 +1,4 @@
-"""Plans and measures the training scripts in `models/scripts/` in real ranks, each probed once however many tests ask for it."""
+"""Plans and measures the training scripts in `models/scripts/` in real ranks; each is probed once for all tests of a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Bench:
         self._plans: dict[str, Plan] = {}
 
     def plan(self, script: str | Path, *arguments: str, ranks: int = 1, **overrides: Any) -> Plan:
-        """What a probe and a second run find out about a script."""
+        """The plan of a script, from its probe and a second run."""
         key = str((script, arguments, ranks, overrides))
         if key not in self._plans:
             given = {"ranks": ranks, "global_batch": "free", "script_args": arguments, **overrides}
@@ -55,21 +54,23 @@ class Bench:
             self._plans[key] = planning.plan(spec, self.executor, self._next())
         return self._plans[key]
 
-    def measure(self, found: Plan, *, steps: int = 3, **changes: Any) -> TrialResult:
-        """A short trial of the baseline with some knobs changed."""
+    def measure(self, found: Plan, *, steps: int = 3, legal: bool = True, **changes: Any) -> TrialResult:
+        """A short trial of the baseline with some knobs changed; fields of `TrialRequest` go into the request."""
+        own = {name: changes.pop(name) for name in tuple(changes) if name in TrialRequest.__dataclass_fields__}
         candidate = replace(found.baseline, **changes)
-        assert why_illegal(candidate, found.setting) is None
+        assert not legal or why_illegal(candidate, found.setting) is None
         self.folder = TrialDir(self._next())
         request = TrialRequest(
             target=str(found.spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate),
-            world_size=found.world_size, max_steps=steps, deadline_s=90, script=found.script(candidate),
+            world_size=found.world_size, max_steps=steps, deadline_s=90, script=found.script(candidate), **own,
         )  # fmt: skip
         return base.run(self.executor, self.folder.path, request)
 
     def applied(self, found: Plan, *, steps: int = 3, **changes: Any) -> TrialResult:
-        """The same, and all of it must have been seen."""
+        """The same, and all changes must have been seen."""
         result = self.measure(found, steps=steps, **changes)
-        candidate = replace(found.baseline, **changes)
+        knobs = {name: value for name, value in changes.items() if name not in TrialRequest.__dataclass_fields__}
+        candidate = replace(found.baseline, **knobs)
         assert result.outcome is Outcome.COMPLETE, result.reason
         share = found.workload.data_parallel(found.world_size)
         assert result.observed is not None and result.observed.mismatch(candidate, share) is None
@@ -82,32 +83,18 @@ class Bench:
 
 
 def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) -> list[float]:
-    """What a script prints as `loss VALUE` where no trial runs it, but its user."""
+    """The values that a script prints as `loss VALUE` when it runs without hooks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
     environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    environment |= {
-        "PRINT_LOSSES": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-        "OMP_NUM_THREADS": threads,
-    }
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "OMP_NUM_THREADS": threads,
+    }  # fmt: skip
     command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
-    running = [
-        _start(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd) for rank in range(ranks)
-    ]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}
+    ranked = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    running = [subprocess.Popen(command, env=own, **pipes) for own in ranked]
     ends = [process.communicate() for process in running]
     assert not any(process.returncode for process in running), ends[0][1]
     return [float(line.split()[1]) for line in ends[0][0].splitlines() if line.startswith("loss ")]
-
-
-def _start(command: Sequence[str], environment: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )

@@ -1,4 +1,4 @@
-"""The log of a rank: its output goes through a pipe into a file of bounded size, of which head and tail are kept."""
+"""The log of a rank: output goes through a pipe into a file of bounded size, which keeps its head and tail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 LIMIT_BYTES = 16 << 20
 HEAD_BYTES = TAIL_BYTES = 1 << 20
 CUT = b"\n[autotune: the log grew too large; lines were cut here]\n"
-# What a rank may print between two reads without having to wait.
+# Output that a rank can print between two reads without waiting.
 PIPE_BYTES = 1 << 20
 CHUNK_BYTES, MAX_TAKEN_BYTES = 256 << 10, 4 << 20
 F_SETPIPE_SZ = 1031
@@ -19,11 +19,7 @@ BUSY_BYTES = 64 << 10
 
 
 class Log:
-    """The log of one rank, at the supervisor's end of the pipe.
-
-    Args:
-        path: The log file.
-    """
+    """The log of one rank, at the supervisor's end of the pipe."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of this machine's `address`; on all addresses if it has no such one."""
+    """Returns a listening socket on a free port of an address; on all addresses if this machine has not that one."""
     try:
         family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[:2], family=family, backlog=64)
@@ -18,10 +18,10 @@ def listen(address: str) -> socket.socket:
 
 
 def environment(host: str, port: int, nodes: int) -> dict[str, str]:
-    """The variables that tell a rank where the ranks meet.
+    """Returns the variables that tell a rank where the ranks meet.
 
-    On several machines they also name the interface for gloo and NCCL, unless the user has: by itself gloo uses the
-    address of the machine's own name, which is often the loopback.
+    On several machines they also name the interface for gloo and NCCL, unless the user names one: by default gloo uses
+    the address of the machine's name, which is often the loopback.
     """
     variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     unsaid = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(name, "lo") == "lo"]
@@ -31,7 +31,7 @@ def environment(host: str, port: int, nodes: int) -> dict[str, str]:
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """The network interface over which this machine reaches a host; None if unknown."""
+    """Returns the network interface over which this machine reaches a host; None if unknown."""
     import psutil
 
     try:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 
 def build(names: Sequence[str]) -> int:
-    """Compiles and loads DeepSpeed ops, so that trials find them built; returns an exit status.
+    """Compiles and loads DeepSpeed ops such as `cpu_adam`, so that trials find them built; returns an exit status.
 
-    A trial that is killed while it builds would leave torch's `lock` file, on which later trials wait for ever.
-
-    Args:
-        names: Names of their builders, as `cpu_adam`.
+    A trial that is killed while it builds would leave torch's `lock` file, for which later trials wait for ever.
     """
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS  # by name, those of this accelerator
+
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -28,7 +27,9 @@ def build(names: Sequence[str]) -> int:
         for name in names:
             start = time.monotonic()
             try:
-                _builder(name)().load(verbose=False)
+                if name not in ALL_OPS:
+                    raise ValueError("DeepSpeed has no such op on this accelerator")
+                ALL_OPS[name].load(verbose=False)
                 print(f"built {name} in {time.monotonic() - start:.1f} s")
             except Exception as error:
                 failed = 1
@@ -36,29 +37,10 @@ def build(names: Sequence[str]) -> int:
     return failed
 
 
-def _builder(name: str) -> type:
-    from deepspeed.accelerator import get_accelerator
-
-    class_name = "".join(part.capitalize() for part in name.split("_")) + "Builder"
-    class_name = class_name.replace("Cpu", "CPU")
-    builder = get_accelerator().get_op_builder(class_name)
-    if builder is None:
-        raise ValueError(f"DeepSpeed has no op {name} ({class_name}) on this accelerator")
-    return builder  # type: ignore[no-any-return]
-
-
 def remove_stale_locks(folder: Path | None = None) -> list[str]:
-    """Removes torch's build locks whose builder is dead; a living one keeps its file open.
-
-    Args:
-        folder: Where ops are built; by default the one that torch is told of, if any.
-
-    Returns:
-        Paths of the locks.
-    """
-    if folder is None and "TORCH_EXTENSIONS_DIR" in os.environ:
-        folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    locks = [lock for lock in folder.glob("**/lock") if lock.is_file()] if folder else []
+    """Removes torch's build locks whose builder is dead, and returns their paths; a living one keeps its file open."""
+    place = folder or os.environ.get("TORCH_EXTENSIONS_DIR")
+    locks = [lock for lock in Path(place).glob("**/lock") if lock.is_file()] if place else []
     held = _open_files() if locks else set()
     removed = []
     for lock in locks:
@@ -70,7 +52,7 @@ def remove_stale_locks(folder: Path | None = None) -> list[str]:
 
 
 def _open_files() -> set[str]:
-    """Paths that living processes have open, as far as this user may see."""
+    """Returns the paths that living processes have open, as far as this user may see."""
     found = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):

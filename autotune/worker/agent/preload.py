@@ -1,4 +1,4 @@
-"""The modules that ranks need, imported once in the server, and whether ranks can be forked from it afterwards."""
+"""Preloading: the server imports the modules that ranks need, and finds out whether ranks can be forked from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_THREADS = {
 
 
 def import_rank_modules() -> None:
-    """Imports what a rank would import inside its measured phases, where time and memory would count as the trial's."""
+    """Imports what a rank would else import in its measured phases, as time and memory of the trial."""
     for name in LAZY_MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -6,12 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,80 +19,67 @@ from autotune.worker.agent.logs import Log
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStart:
-    """What a forked process needs to become a rank.
+def become_rank(
+    trial_dir: Path, rank: int, listener: int, variables: Mapping[str, str], detach: Callable[[], None], *, warm: bool
+) -> NoReturn:
+    """Turns a forked process into a rank.
 
-    Attributes:
+    Args:
         trial_dir: The trial's folder.
         rank: Number of the rank.
-        request: The trial.
-        variables: Environment variables for the place where ranks meet and for temporary files.
-        listener: The socket for rank 0's store, on the machine of rank 0.
-        group: Process group of the ranks; 0 if this one opens it.
-        supervisor: PID of the supervisor.
-        answers: Descriptor on which the supervisor answers the driver.
+        listener: Descriptor of the socket for rank 0's store; -1 on other machines than that of rank 0.
+        variables: Environment variables to add.
+        detach: Closes what belongs to the supervisor.
         warm: Run in this process rather than in a new Python.
     """
+    try:
+        detach()
+        _expose_to_oom_killer()
+        os.environ.update(variables)
+        tempfile.tempdir = None  # the server may have looked up its own
+        if not warm:
+            if listener >= 0:
+                os.set_inheritable(listener, True)
+            command = [sys.executable, "-m", "autotune.worker", "rank", str(trial_dir), str(rank), str(listener)]
+            os.execv(sys.executable, command)
+        from autotune.worker import run
 
-    trial_dir: Path
-    rank: int
-    request: TrialRequest
-    variables: dict[str, str]
-    listener: socket.socket | None
-    group: int
-    supervisor: int
-    answers: int | None
-    warm: bool
+        run.main(str(trial_dir), rank, listener)
+    except BaseException:  # nothing may return into the supervisor's loop
+        with contextlib.suppress(BaseException):  # it may have closed its output
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(1)
 
-    def become_rank(self, logs: Sequence[Log]) -> NoReturn:
-        """Turns this process into the rank.
 
-        Args:
-            logs: The logs of all ranks started so far; the last one is this rank's.
-        """
-        try:
-            self._detach(logs)
-            expose_to_oom_killer()
-            os.environ.update(rank_environment(self.rank, self.request) | self.variables)
-            tempfile.tempdir = None  # the server may have looked it up for itself
-            descriptor = self.listener.fileno() if self.listener is not None else -1
-            arguments = [str(self.trial_dir), str(self.rank), str(descriptor)]
-            if not self.warm:
-                if self.listener is not None:
-                    os.set_inheritable(descriptor, True)
-                os.execv(sys.executable, [sys.executable, "-m", "autotune.worker", "rank", *arguments])
-            from autotune.worker import run
+def detach(supervisor: int, group: int, answers: int, logs: Sequence[Log]) -> None:
+    """Gives the process a group, signal handlers and output of a rank, and closes the supervisor's descriptors.
 
-            run.main(str(self.trial_dir), self.rank, descriptor)
-        except BaseException:  # nothing may return into the supervisor's loop
-            with contextlib.suppress(BaseException):  # it may have closed its output
-                traceback.print_exc()
-        finally:
-            with contextlib.suppress(BaseException):
-                sys.stderr.flush()
-            os._exit(1)
-
-    def _detach(self, logs: Sequence[Log]) -> None:
-        """Gives the process a group, signal handlers and output of a rank, and closes the supervisor's descriptors."""
-        with contextlib.suppress(OSError):
-            os.setpgid(0, self.group)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.supervisor:  # it died before the call above
-            os._exit(1)
-        signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if self.answers is not None:
-            os.close(self.answers)
-        logs[-1].become_output()
-        for log in logs:
-            log.drop()
+    Args:
+        supervisor: PID of the supervisor.
+        group: Process group of the ranks; 0 if this process opens it.
+        answers: Descriptor on which the supervisor answers the driver.
+        logs: The logs of all ranks started so far; the last one is this rank's.
+    """
+    with contextlib.suppress(OSError):
+        os.setpgid(0, group)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it died before the call above
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.close(answers)
+    logs[-1].become_output()
+    for log in logs:
+        log.drop()
 
 
 def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:
-    """The variables that torchrun sets in a rank, except those for the place to meet."""
+    """Returns the variables that torchrun sets in a rank, except those of `network.environment`."""
     node, local_rank = divmod(rank, request.ranks_per_node)
     names = {
         "RANK": rank,
@@ -107,7 +92,7 @@ def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()}
 
 
-def expose_to_oom_killer() -> None:
+def _expose_to_oom_killer() -> None:
     """Makes the kernel kill a rank first when memory runs out, not the tuner or the user's other work."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

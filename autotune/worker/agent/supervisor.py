@@ -1,8 +1,9 @@
-"""The supervisor of one machine: starts the ranks of a trial, watches them, and removes what they leave behind."""
+"""The supervisor of one machine: starts the ranks of a trial, watches them, and removes their remains."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -19,23 +20,22 @@ from autotune.system import processes, shared_memory
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
-from autotune.worker.agent import network, ops, temporary
+from autotune.worker.agent import network, ops, rank_start, temporary
 from autotune.worker.agent.logs import Log
-from autotune.worker.agent.rank_start import PR_SET_CHILD_SUBREAPER, RankStart, prctl
 
 # After one rank failed, the others get this long to end by themselves.
 PEER_GRACE_S = 1.5
-# Interval of looks for trials that ended badly on other machines.
+# Interval of looks for failures on other machines.
 LOOK_INTERVAL_S = 0.3
 # Longest sleeps of the loop: when nothing happens, and when a rank may wait for its log to be read.
 WAIT_S, BUSY_WAIT_S = 0.1, 0.002
-# Time to kill what a trial left behind, and entries of the list of it.
+# Seconds to kill the processes that a trial left, and the longest list of what it left.
 SWEEP_S, MAX_SWEPT = 20.0, 100
 
 
 @dataclass
 class _Running:
-    """The trial under way, as far as this machine runs it."""
+    """This machine's part of the trial under way."""
 
     folder: TrialDir
     request: TrialRequest
@@ -66,16 +66,16 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        """Whether all ranks have ended."""
+        """Returns whether all ranks have ended."""
         return len(self.codes) == len(self.ranks)
 
     def failed_elsewhere(self) -> bool:
-        """Whether the trial ended badly on another machine."""
+        """Returns whether the trial failed on another machine."""
         others = ends(self.folder, self.request.nodes)
         return any(end.killed or end.first_failed is not None for node, end in others.items() if node != self.node)
 
     def too_many_processes(self) -> bool:
-        """Whether the trial has more processes than it may; they are counted only if the machine's tasks have grown."""
+        """Returns whether the trial has too many processes; they are counted only if the machine's tasks have grown."""
         n_tasks = processes.n_tasks()
         if n_tasks <= self.max_tasks:
             return False
@@ -92,7 +92,7 @@ class RankSupervisor:
         answers: Descriptor for answers, which ranks must not write to.
     """
 
-    def __init__(self, *, warm: bool, commands: int | None, answers: int | None = None) -> None:
+    def __init__(self, *, warm: bool, commands: int, answers: int) -> None:
         self.warm = warm
         self.commands, self.answers = commands, answers
         self.orphaned = False
@@ -101,10 +101,10 @@ class RankSupervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         # Orphans of a rank become children of this process, which so can find and end them.
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        rank_start.prctl(rank_start.PR_SET_CHILD_SUBREAPER, 1)
 
-    def run(self, path: Path, node: int = 0, address: str = network.LOOPBACK) -> Exit:
-        """Runs this machine's ranks of a trial to their end, and writes how they ended.
+    def run(self, path: Path, node: int, address: str) -> None:
+        """Runs this machine's ranks of a trial to their end, and writes their exits.
 
         Args:
             path: The trial's folder.
@@ -139,7 +139,6 @@ class RankSupervisor:
             swept=swept,
         )
         write_record(folder.node_exit(node, request.nodes), end, sync=request.nodes > 1)
-        return end
 
     def _start(self, running: _Running, address: str) -> None:
         """Starts the ranks, unless the trial ends before this machine knows where they meet."""
@@ -167,21 +166,13 @@ class RankSupervisor:
                 self._fork(running, running.node * request.ranks_per_node + local_rank, variables, listener)
 
     def _fork(self, running: _Running, rank: int, variables: dict[str, str], listener: socket.socket | None) -> None:
-        start = RankStart(
-            trial_dir=running.folder.path,
-            rank=rank,
-            request=running.request,
-            variables=variables,
-            listener=listener,
-            group=running.group,
-            supervisor=os.getpid(),
-            answers=self.answers,
-            warm=self.warm,
-        )
         running.logs.append(Log(running.folder.log(rank)))
+        detach = functools.partial(rank_start.detach, os.getpid(), running.group, self.answers, running.logs)
+        variables = rank_start.rank_environment(rank, running.request) | variables
+        descriptor = listener.fileno() if listener is not None else -1
         pid = os.fork()
         if pid == 0:
-            start.become_rank(running.logs)
+            rank_start.become_rank(running.folder.path, rank, descriptor, variables, detach, warm=self.warm)
         running.logs[-1].release()
         running.ranks[rank] = pid
         running.pids.add(pid)
@@ -190,7 +181,7 @@ class RankSupervisor:
             os.setpgid(pid, running.group)
 
     def _wait_for_meeting_point(self, running: _Running) -> tuple[str, int] | None:
-        """Host and port where the ranks meet, once machine 0 has written them; None if the trial ended meanwhile."""
+        """Waits for machine 0 to write host and port where the ranks meet; returns None if the trial ends before."""
         while not running.killed:
             if running.folder.master.name in running.folder.names():
                 found = json.loads(running.folder.master.read_text())
@@ -201,12 +192,12 @@ class RankSupervisor:
 
     def _wait(self, running: _Running, seconds: float = WAIT_S) -> None:
         """Sleeps until a rank ends, a command comes, or the time is over."""
-        sources = [self._wake_read, *([self.commands] if self.commands is not None and not self.orphaned else [])]
+        sources = [self._wake_read] if self.orphaned else [self._wake_read, self.commands]
         ready, _, _ = select.select(sources, [], [], seconds)
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        if self.commands in ready and self.commands is not None:
+        if self.commands in ready:
             data = os.read(self.commands, 65536)
             self.orphaned = not data
             if self.orphaned or b'"cancel"' in data:
@@ -262,7 +253,7 @@ class RankSupervisor:
         return left
 
     def _sweep(self, running: _Running) -> list[str]:
-        """Kills all processes and removes all shared memory and build locks that the trial left; lists them."""
+        """Kills all processes of the trial, removes temporary files, shared memory and build locks; lists them."""
         swept: list[str] = []
         until = time.monotonic() + SWEEP_S
         while time.monotonic() < until:
@@ -283,14 +274,14 @@ class RankSupervisor:
 
 
 def _dead_children() -> Iterator[tuple[int, int]]:
-    """PID and wait status of each child that has ended."""
+    """Yields PID and wait status of each child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found
 
 
 def _kernel_ooms() -> int:
-    """Kills by the kernel's out-of-memory killer on this machine since boot."""
+    """Returns the kills by the kernel's out-of-memory killer on this machine since boot."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

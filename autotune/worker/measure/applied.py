@@ -1,4 +1,4 @@
-"""What really ran, read from the engine and the batches."""
+"""The configuration that ran, read from the engine and from the batches that it was fed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autotune.worker.measure.batches import BatchObserver
 
 
 def observe(engine: Any, batches: BatchObserver, checkpointer: Any, *, n_copies: int) -> Observed:
-    """What really ran; all ranks take part.
+    """Returns the configuration that ran; all ranks take part.
 
     Args:
         engine: The DeepSpeed engine.
-        batches: What it was fed.
-        checkpointer: Knows which blocks were recomputed; None if nothing watched.
+        batches: Its batches.
+        checkpointer: Knows the recomputed blocks; None if none can be recomputed.
         n_copies: Data-parallel ranks, or copies of a pipeline.
     """
     pipelined = hasattr(engine, "stage_id")
@@ -48,7 +48,7 @@ def observe(engine: Any, batches: BatchObserver, checkpointer: Any, *, n_copies:
 
 
 def _of_all_stages(own: Observed, n_copies: int) -> Observed:
-    """The data that a pipeline's first stage saw, and the blocks that all stages of one copy recomputed."""
+    """Returns the batches of a pipeline's first stage, with the blocks that all stages of a copy recomputed."""
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, own)
     first: Observed = rows[0]
@@ -56,5 +56,5 @@ def _of_all_stages(own: Observed, n_copies: int) -> Observed:
 
 
 def _only(values: set[int]) -> int | None:
-    """The value of a set of one; None for other sets."""
+    """Returns the element of a set of one; None for other sets."""
     return next(iter(values)) if len(values) == 1 else None

@@ -1,4 +1,4 @@
-"""Observation of an engine's batches: samples, tokens and backward calls of each optimizer step."""
+"""Counts of an engine's batches: samples, tokens and backward calls of each optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BatchObserver:
 
     Args:
         engine: The DeepSpeed engine.
-        forgiving: Leave out steps with fewer samples than earlier ones, as at the end of an epoch.
+        forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False) -> None:
@@ -50,7 +50,7 @@ class BatchObserver:
 
     @property
     def went_forward(self) -> bool:
-        """Whether a micro-batch went forward but not yet backward."""
+        """Returns whether a micro-batch went forward but not yet backward."""
         return not self._fresh
 
     def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class BatchObserver:
         self._fresh = True
 
     def step(self) -> bool:
-        """Notes a call of `engine.step`; True if the engine took an optimizer step."""
+        """Notes a call of `engine.step`; returns whether it was an optimizer step."""
         if self._engine.global_steps == self._steps:
             return False
         self._steps = self._engine.global_steps
@@ -116,7 +116,7 @@ class BatchObserver:
 
 
 def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor whose leading dimension counts the samples of a forward call."""
+    """Returns the tensor of a forward call whose leading dimension counts the samples; None without one."""
     for name in PREFERRED:
         if isinstance(kwargs.get(name), Tensor):
             return kwargs[name]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Steps taken apart by phase: with the clock stopped after each phase, then under torch's profiler."""
+"""Time of a step by phase: by stopping the clock after each phase, then from torch's profiler."""
 
 from __future__ import annotations
 
@@ -24,15 +24,7 @@ STEPS_APART = 3
 
 
 class Breakdown:
-    """Takes steps apart and traces them.
-
-    Args:
-        recorder: Holds the rank's report.
-        request: Says how many steps to trace.
-        device: Where the steps run.
-        memory: Counts memory by phase.
-        checkpointer: What recomputes blocks, if anything does.
-    """
+    """Times the phases of chosen steps; ordinary steps are not slowed."""
 
     def __init__(
         self, recorder: Recorder, request: TrialRequest, device: torch.device, memory: Memory, checkpointer: Any
@@ -44,11 +36,7 @@ class Breakdown:
         self._tracer: Tracer | None = None
 
     def begin(self, *, counting: bool = True) -> None:
-        """Starts a step that is taken apart.
-
-        Args:
-            counting: Read the memory counters at each phase too, which gives freed memory back and so costs time.
-        """
+        """Starts a step whose phases are timed; `counting` also reads the memory counters, which costs time."""
         self._clock = PhaseClock(functools.partial(synchronize, self._device), self._request.world_size)
         self._counting = counting
         if self._checkpointer is not None:
@@ -56,7 +44,7 @@ class Breakdown:
         self._clock.open("data")
 
     def enter(self, phase: str) -> None:
-        """Goes to the next phase of a step; a name that is no phase ends the step. Ignored in ordinary steps."""
+        """Enters a phase of the step; a name that is no phase ends the step. Does nothing in ordinary steps."""
         phase = phase if phase in PHASES else ""
         if self._tracer is not None:
             self._tracer.enter(phase)
@@ -73,7 +61,7 @@ class Breakdown:
         self._clock.open(phase)
 
     def steps(self) -> Iterator[None]:
-        """Yields before each step to take apart or to trace after the measurement; none unless a trace is wanted."""
+        """Yields before each step that is timed by phase or traced after the measurement, if a trace is wanted."""
         report, n_traced = self._recorder.report, self._request.traced_steps
         if not n_traced:
             return

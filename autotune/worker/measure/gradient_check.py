@@ -17,18 +17,14 @@ ROUNDING = 2**-9
 
 
 class GradientWatch:
-    """Compares elements of the gradient that the first optimizer step applies with the mean of its micro-gradients.
+    """Compares the gradient that the first optimizer step applies with the mean of its micro-gradients.
 
     Hooks see the gradient of one micro-batch before it is accumulated, reduced or sharded, if they are set before
     `deepspeed.initialize`.
 
-    Args:
-        model: The model, before `deepspeed.initialize`.
-        world_size: Ranks.
-
     Attributes:
-        found: The comparison; None if it could not be made.
-        done: The first optimizer step is over.
+        found: The comparison; None if there is none.
+        done: Whether the first optimizer step is over.
         divided_by: Factor by which gradients are too small, where a framework divides the loss by the accumulation, as
             DeepSpeed does again.
     """
@@ -99,7 +95,7 @@ class GradientWatch:
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor of fp16 on loss and gradients; 1 in other precisions."""
+    """Returns the factor of fp16 on loss and gradients; 1 in other precisions."""
     return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)
 
 

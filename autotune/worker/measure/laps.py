@@ -16,11 +16,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Laps:
-    """Times consecutive steps without waiting for the device: on CUDA, events mark their ends in the stream.
-
-    Args:
-        device: Where the steps run.
-    """
+    """Times consecutive steps without waiting for the device: on CUDA, events mark their ends in the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -42,11 +38,11 @@ class Laps:
         self._laps.clear()
 
     def seconds(self) -> list[float]:
-        """Seconds of each lap; synchronize the device first."""
+        """Returns the seconds of each lap; synchronize the device first."""
         return [start.elapsed_time(end) / 1e3 if self._cuda else end - start for _, start, end in self._laps]
 
     def medians_s(self) -> dict[str, float]:
-        """Median seconds of each kind of lap; synchronize the device first."""
+        """Returns the median seconds of each kind of lap; synchronize the device first."""
         found: dict[str, list[float]] = {}
         for (kind, _, _), seconds in zip(self._laps, self.seconds(), strict=True):
             found.setdefault(kind, []).append(seconds)

@@ -1,8 +1,10 @@
-"""The ledger of a trial's steps: gather them from all ranks, leave out those that do not count, decide when to stop."""
+"""The ledger of a trial's steps: gather their times and losses from all ranks, and decide when to stop."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from autotune.scoring.convergence.noise_scale import falling, noise_scale_of
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
+from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 
@@ -37,14 +40,7 @@ class NotApplied(Exception):
 
 
 class StepLedger:
-    """Times and losses of optimizer steps. All ranks hold the same numbers, so all stop at the same step.
-
-    Args:
-        recorder: Holds the rank's report.
-        request: What is measured, and for how long.
-        device: Where tensors for collectives are made.
-        n_replicas: Data-parallel ranks.
-        noise: Measures gradient noise, if the request asks for it.
+    """Times and losses of optimizer steps. All ranks hold the same numbers, so that all stop at the same step.
 
     Attributes:
         elapsed_s: Time of all steps.
@@ -69,7 +65,7 @@ class StepLedger:
         self._next_look = step_times.SETUP_STEPS + step_times.MIN_TIMED_STEPS
 
     def window_steps(self) -> int:
-        """Steps to train before the ranks compare their clocks."""
+        """Returns the steps to train before the ranks compare their clocks."""
         times = self.report.step_times_s
         if len(times) < step_times.SETUP_STEPS:
             return 1
@@ -143,7 +139,7 @@ class StepLedger:
             raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
 
     def done(self) -> bool:
-        """Whether the measurement may end; looks for precision after every 10 % more steps only."""
+        """Returns whether the measurement may end; precision is looked at after every 10 % more steps only."""
         n = len(self.report.step_times_s)
         if n >= self.request.max_steps or self._beaten():
             return True
@@ -155,7 +151,7 @@ class StepLedger:
         return self._precise()
 
     def _beaten(self) -> bool:
-        """Whether an earlier trial is certainly better on every objective; notes it as the outcome."""
+        """Returns whether an earlier trial is certainly better on every objective; then notes the outcome."""
         rival = step_times.beaten_by(self.request.rivals, self.report.step_times_s, self.peak_bytes)
         if rival is None:
             return False
@@ -168,7 +164,7 @@ class StepLedger:
         return True
 
     def _precise(self) -> bool:
-        """Whether the step time, or the gradient noise if that is measured, is known well enough.
+        """Returns whether the step time, or the gradient noise if that is measured, is known well enough.
 
         While the loss falls the noise scale grows, several times over in a short training, so half the budget goes into
         training first.
@@ -181,3 +177,33 @@ class StepLedger:
         times = self.report.step_times_s
         trained = len(times) * self._global_batch_size
         return trained >= self.request.min_samples and step_times.measured_enough(times)
+
+
+class Window:
+    """Consecutive optimizer steps of this rank between two comparisons of the clocks; its own clock starts at once."""
+
+    def __init__(self, engine: Any, ledger: StepLedger) -> None:
+        self._engine, self._ledger = engine, ledger
+        self._losses: list[torch.Tensor] = []
+        self._skipped: list[bool] = []
+        self._ragged: list[bool] = []
+        self._skipped_before = engine.skipped_steps
+        self._laps, self._cpu_start = Laps(ledger.device), time.process_time()
+        self._laps.start()
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(self, loss: torch.Tensor, *, ragged: bool = False) -> None:
+        """Ends an optimizer step; a ragged one had fewer samples than others."""
+        self._laps.lap()
+        self._losses.append(loss)
+        self._skipped.append(self._engine.skipped_steps > self._skipped_before)
+        self._skipped_before = self._engine.skipped_steps
+        self._ragged.append(ragged)
+
+    def gather(self, n: int) -> None:
+        """Adds the first n steps to the ledger; all ranks take part."""
+        synchronize(self._ledger.device)
+        cpu_s, laps_s = time.process_time() - self._cpu_start, self._laps.seconds()[:n]
+        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=self._skipped[:n], ragged=self._ragged[:n])

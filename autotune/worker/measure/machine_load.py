@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import time
 from pathlib import Path
 
+import psutil
+
 
 def machine_id() -> str:
-    """An identifier of this machine: the kernel's boot id, or the host name."""
+    """Returns an identifier of this machine: the kernel's boot id, or the host name."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()
@@ -23,21 +24,13 @@ class Busyness:
         self._start = self._read()
 
     def cores_used_by_others(self, own_cpu_s: float) -> float:
-        """Cores that other processes kept busy on average.
-
-        Args:
-            own_cpu_s: CPU seconds of the trial's own processes meanwhile.
-        """
+        """Returns the cores that other processes kept busy on average, given the CPU seconds of the trial's own."""
         (busy, wall), (busy_before, wall_before) = self._read(), self._start
         elapsed = wall - wall_before
         return max(0.0, (busy - busy_before - own_cpu_s) / elapsed) if elapsed > 0 else 0.0
 
     @staticmethod
     def _read() -> tuple[float, float]:
-        try:
-            with open("/proc/stat") as file:
-                ticks = [int(value) for value in file.readline().split()[1:]]
-        except OSError:
-            return 0.0, time.monotonic()
-        user, nice, system, _idle, _iowait, irq, softirq, steal = (ticks + [0] * 8)[:8]
-        return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), time.monotonic()
+        times = psutil.cpu_times()
+        names = ("user", "nice", "system", "irq", "softirq", "steal")
+        return sum(getattr(times, name, 0.0) for name in names), time.monotonic()

@@ -1,4 +1,4 @@
-"""Memory of a rank: the peak of each phase, and a limit."""
+"""Memory of a rank: the peak of each phase, and a limit on it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ class Memory:
     """Peak memory by phase: on a CPU growth of resident memory, on CUDA what torch allocated.
 
     On a CPU the timed steps, phase `steady`, are not measured: see `keep_freed_memory`.
-
-    Args:
-        accelerator: DeepSpeed's name of the device.
     """
 
     def __init__(self, accelerator: str) -> None:
@@ -53,12 +50,12 @@ class Memory:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """CUDA: peak bytes that the caching allocator took from the device."""
+        """Returns the peak bytes that CUDA's caching allocator took from the device; None on a CPU."""
         return max(self._reserved, torch.cuda.max_memory_reserved()) if self.cuda else None
 
     @property
     def alloc_retries(self) -> int | None:
-        """CUDA: times the allocator emptied its cache and tried again."""
+        """Returns how often CUDA's allocator emptied its cache and tried again; None on a CPU."""
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self.cuda else None
 
     def _close(self) -> None:
@@ -85,12 +82,9 @@ class Memory:
 def keep_freed_memory(keep: bool) -> None:
     """Lets the C library keep freed tensors for reuse, as it does by default, or return them to the system at once.
 
-    Resident memory shows what was ever in use if freed memory is kept, and what is in use, as on a GPU, if it is
-    returned: 265 and 183 MiB for the example GPT at micro-batch 32, 265 and 100 MiB with checkpointing. But returning
-    it costs 40 % more CPU time for page faults. So memory is measured one way and time the other.
-
-    Args:
-        keep: Keep freed memory.
+    If freed memory is kept, resident memory shows the most that was ever in use; if it is returned, the memory in use,
+    as on a GPU: 265 and 183 MiB for the example GPT at micro-batch 32, 265 and 100 MiB with checkpointing. But
+    returning it costs 40 % more CPU time for page faults, so memory and time are measured in different steps.
     """
     with contextlib.suppress(AttributeError, OSError):  # not glibc
         libc = ctypes.CDLL(None)
@@ -105,7 +99,7 @@ def hand_back_freed_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Returns the resident memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -117,21 +111,13 @@ def _status_bytes(name: str) -> int:
     return 0
 
 
-def available_bytes() -> int:
-    """Memory that this machine has available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def watch_interval_s(left_bytes: int) -> float:
-    """Seconds in which a rank cannot use up the memory that it has left, within bounds."""
+    """Returns seconds in which a rank cannot use up the memory that it has left, within bounds."""
     return min(MAX_WATCH_INTERVAL_S, max(MIN_WATCH_INTERVAL_S, left_bytes / FASTEST_GROWTH_BYTES_PER_S))
 
 
 def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[int], None]) -> Callable[[], float]:
-    """Limits the growth of this process, as a device of that size would.
+    """Limits the growth of this process, as a device with limited memory does.
 
     A thread looks at resident memory without what the C library keeps for reuse. RLIMIT_DATA refuses a huge allocation
     that the thread could not see in time.
@@ -150,7 +136,7 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
         resource.setrlimit(resource.RLIMIT_DATA, (ceiling, ceiling))
 
     def look() -> float:
-        """Seconds until the next look is due."""
+        """Returns the seconds until the next look."""
         left = limit_bytes - (resident_bytes() - start_bytes)
         if left >= 0:
             return watch_interval_s(left)

@@ -1,4 +1,4 @@
-"""The measurement of one engine in a rank, for a `model.py` as for the user's script."""
+"""The measurement of one engine in a rank, for a `model.py` and for a training script."""
 
 from __future__ import annotations
 
@@ -23,17 +23,7 @@ from autotune.worker.measure.recorder import Recorder
 
 
 class Meter:
-    """Everything that is measured of an engine: steps, phases, memory, gradients, and what really ran.
-
-    Args:
-        recorder: Holds the rank's report.
-        request: What is measured.
-        engine: The DeepSpeed engine.
-        batches: Watches its batches.
-        memory: Watches the rank's memory.
-        checkpointer: Recomputes its blocks, or sees which are recomputed; None for neither.
-        noise: Measures gradient noise, where the request asks for it.
-        gradients: Checks the first gradient, where the request asks for it.
+    """Measures an engine: steps, phases, memory, gradients, and the configuration that ran.
 
     Attributes:
         data_parallel: Ranks with data of their own; stages of a pipeline share theirs.
@@ -111,7 +101,7 @@ class Meter:
         return result
 
     def check_applied(self) -> None:
-        """Compares what really ran with the candidate; all ranks take part.
+        """Compares the configuration that ran with the candidate; all ranks take part.
 
         Raises:
             NotApplied: They differ.
@@ -121,13 +111,13 @@ class Meter:
             raise NotApplied(mismatch)
 
     def observe(self) -> Observed:
-        """What really ran, noted in the report; all ranks take part."""
+        """Returns the configuration that ran, and notes it in the report; all ranks take part."""
         found = applied.observe(self.engine, self.batches, self.checkpointer, n_copies=self.data_parallel)
         self.report.observed = found
         return found
 
     def _cores_used_by_others(self) -> float:
-        """Cores that other processes kept busy since timing began, on the trial's busiest machine."""
+        """Returns the cores that other processes kept busy since timing began, on the busiest machine of the trial."""
         rows: list[Any] = [None] * dist.get_world_size()
         machine = machine_load.machine_id()
         dist.all_gather_object(rows, (machine, time.process_time() - self._cpu_before))
@@ -135,11 +125,11 @@ class Meter:
         return self._highest(self._busyness.cores_used_by_others(own_s))
 
     def _highest_peak(self) -> float:
-        """The highest memory peak of all ranks so far, as the trial's result will count it."""
+        """Returns the highest memory peak of all ranks so far, as the trial's result counts it."""
         return self._highest(max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0]))
 
     def _highest(self, value: float) -> float:
-        """The maximum over all ranks."""
+        """Returns the maximum over all ranks."""
         highest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         return float(highest)

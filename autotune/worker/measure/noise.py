@@ -1,4 +1,4 @@
-"""Gradient noise: squared norms of each micro-batch's gradient and of the whole step's."""
+"""Gradient noise: squared norms of the gradients of each micro-batch and of each optimizer step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ class NoiseMeter:
     Hooks see the gradient of one micro-batch before it is accumulated, reduced or sharded, if they are set before
     `deepspeed.initialize`.
 
-    Args:
-        model: The model, before `deepspeed.initialize`.
-        world_size: Ranks.
-        accumulation: Micro-batches of an optimizer step; steps with another number do not count.
+    Steps with another number of micro-batches than `accumulation` do not count.
     """
 
     def __init__(self, model: nn.Module, world_size: int, accumulation: int) -> None:
@@ -46,7 +43,7 @@ class NoiseMeter:
         self._micro = None
 
     def before_step(self, engine: Any) -> Tensor | None:
-        """|G|^2 of the parameters, by now averaged over ranks; at stage 0 in fp32 the engine has no norm."""
+        """Returns |G|^2, by now averaged over ranks, at stage 0, where in fp32 the engine has no norm; else None."""
         if not engine.is_gradient_accumulation_boundary() or engine.zero_optimization_stage() > 0:
             return None
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -71,11 +68,9 @@ class NoiseMeter:
         self._steps.append((torch.stack(micro).mean() * scale**2, whole))
 
     def leave_out(self, steps: Sequence[bool]) -> None:
-        """Counts the steps that ended since the last call, except some; the same on all ranks.
+        """Counts the steps that ended since the last call, except those marked true; the same on all ranks.
 
-        Args:
-            steps: For each of them, whether to leave it out, as the end of an epoch whose smaller micro-batches are
-                noisier.
+        The end of an epoch is left out: its smaller micro-batches are noisier.
         """
         for out in steps:
             if out:
@@ -83,7 +78,7 @@ class NoiseMeter:
             self._gathered += 1
 
     def terms(self, micro_batch_size: int) -> NoiseTerms:
-        """The norms of all steps that count, averaged over ranks; all ranks take part."""
+        """Returns the norms of all steps that count, averaged over ranks; all ranks take part."""
         steps = [step for step in self._steps[: self._gathered] if step is not None]
         table = torch.tensor([[float(micro), float(whole)] for micro, whole in steps], dtype=torch.float64)
         if len(table):

@@ -1,4 +1,4 @@
-"""Phase timer of one step: stops the clock after each phase and at each collective in it."""
+"""Phase timer of one step: the clock stops after each phase and at each collective."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ class PhaseClock:
     """Times the phases of one step, and the collectives in them separately; all ranks time the same step.
 
     Ranks meet in a barrier before each collective, so that its time holds no wait for a slow rank.
-
-    Args:
-        synchronize: Waits for the device.
-        world_size: Ranks; with one there are no collectives to time.
     """
 
     def __init__(self, synchronize: Callable[[], None], world_size: int) -> None:

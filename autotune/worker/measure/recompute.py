@@ -1,4 +1,4 @@
-"""Activation checkpointing: apply it to blocks, and see which blocks are recomputed."""
+"""Activation checkpointing: apply it to blocks, and note which blocks are recomputed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from torch import nn
 
 
 class Checkpointer:
-    """Recomputes the activations of every k-th block by overriding `forward` of the instance, and notes which it was.
+    """Recomputes every k-th block by overriding `forward` of the instance, and notes which blocks it recomputed.
 
     Names, classes and state_dict do not change.
-
-    Args:
-        blocks: The blocks in the order of the model.
-        every: 1 wraps every block, 2 every second one.
     """
 
     def __init__(self, blocks: list[nn.Module], every: int) -> None:
@@ -49,20 +45,21 @@ class Checkpointer:
 
 
 class Recomputations:
-    """Sees which blocks are recomputed in a backward pass.
+    """Notes which blocks are recomputed in a backward pass.
 
     Args:
         blocks: The repeated blocks of the model.
+        every: The value of `Candidate.checkpoint_every`, if it is known; else it follows from what is seen.
     """
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: list[nn.Module], every: int | None = None) -> None:
         self.recomputed: set[int] = set()
-        self._n_blocks = len(blocks)
+        self._n_blocks, self._every = len(blocks), every
         # If a block's own forward is checkpointed, its hook runs once only; those of its children run again.
         self._handles = [
-            inner.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
+            module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
             for block in blocks
-            for inner in block.children()
+            for module in (block, *block.children())
         ]
 
     def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
@@ -71,7 +68,9 @@ class Recomputations:
 
     @property
     def every(self) -> int:
-        """The value of `Candidate.checkpoint_every` that was seen."""
+        """The value of `Candidate.checkpoint_every`."""
+        if self._every is not None:
+            return self._every
         return round(self._n_blocks / len(self.recomputed)) if self.recomputed else 0
 
     def stop(self) -> None:

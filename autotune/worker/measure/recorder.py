@@ -18,10 +18,6 @@ from autotune.trial.result import Outcome, RankReport
 class Recorder:
     """Holds a rank's report, so that after any failure the report says how far the rank got.
 
-    Args:
-        folder: The trial's folder.
-        rank: Number of the rank.
-
     Attributes:
         report: The report; a crash unless a better outcome is set.
         check_memory: Fails the rank if its memory is over the limit.

@@ -1,4 +1,4 @@
-"""Trace of steps by torch's profiler: the file, and a summary of what the time went into."""
+"""Trace of steps by torch's profiler: the file, and a summary of where the time went."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ Interval = tuple[float, float]
 
 
 class Tracer:
-    """Traces steps, phase by phase.
-
-    Args:
-        folder: Where the trace is kept.
-        rank: This rank.
-        cuda: Whether a device computes.
-    """
+    """Traces steps, phase by phase."""
 
     def __init__(self, folder: Path, rank: int, *, cuda: bool) -> None:
         self.path = folder / f"trace-rank-{rank}.json.gz"
@@ -64,14 +58,7 @@ class Tracer:
 
 
 def summary(events: Iterable[Any], n_steps: int, *, cuda: bool, file: str) -> Traced:
-    """A summary of traced steps.
-
-    Args:
-        events: Events of `torch.profiler`.
-        n_steps: Steps traced.
-        cuda: Count the time of kernels rather than of operations on the host.
-        file: The trace's file.
-    """
+    """Returns a summary of traced steps; on CUDA it counts the time of kernels, not of operations on the host."""
     hosted = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     spans = sorted(
         (e.time_range.start, e.time_range.end, e.name.removeprefix(MARK)) for e in hosted if e.name.startswith(MARK)
@@ -122,7 +109,7 @@ def _kind(name: str) -> str:
 
 
 def _messages_and_work(events: Sequence[Any], *, cuda: bool) -> tuple[list[Interval], list[Interval]]:
-    """Intervals of messages, and intervals of computation."""
+    """Returns the intervals of messages and the intervals of computation."""
     if cuda:
         kernels = [
             event
@@ -145,7 +132,7 @@ def _messages_and_work(events: Sequence[Any], *, cuda: bool) -> tuple[list[Inter
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals as disjoint ones, in order."""
+    """Returns the union of intervals as disjoint ones, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -160,7 +147,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _common(some: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Total length of the intersection of two unions."""
+    """Returns the total length of the intersection of two unions."""
     total, at = 0.0, 0
     for start, end in some:
         while at < len(others) and others[at][1] <= start:

@@ -21,7 +21,7 @@ from autotune.worker.rank import device_name
 
 
 def inspect_model(request: TrialRequest) -> Workload:
-    """Loads the target of a request and describes it, mostly without allocating its weights."""
+    """Loads and describes the target of a request, without allocating its weights if the model permits."""
     target = model_file.load(Path(request.target))
     try:
         with torch.device("meta"):
@@ -72,7 +72,7 @@ def workload_of(
 
 
 def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:
-    """A digest of the classes of modules, and of names, shapes and types of parameters."""
+    """Returns a digest of the classes of modules, and of names, shapes and types of parameters."""
     lines = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
     for name, parameter in model.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -81,10 +81,10 @@ def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) 
 
 
 def _has_float_buffers(model: torch.nn.Module) -> bool:
-    """Whether the model has floating-point buffers that must have the type of its weights.
+    """Returns whether the model has floating-point buffers that must have the type of its weights.
 
-    Buffers that transformers does not save, as the frequencies of rotary embeddings, must not: they would be wrong in
-    16 bits, and transformers casts them where it uses them.
+    Buffers that transformers does not save, such as the frequencies of rotary embeddings, must not: they would be wrong
+    in 16 bits, and transformers casts them where it uses them.
     """
     own = any(base.__name__ == "PreTrainedModel" for module in model.modules() for base in type(module).__mro__)
     return any(

@@ -14,10 +14,10 @@ from autotune.worker.containers import to_device
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
+from autotune.worker.measure.ledger import Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.measure.window import Window
 from autotune.worker.model import model_file, weights
 from autotune.worker.rank import connect, prepare_device, set_seed
 
@@ -94,57 +94,41 @@ class _Trainer:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
         meter = self.meter
         self._train_window(1)
-        self._train_apart()
+        self._train_window(1, apart=True)
         meter.begin()
         self.micro_clock.forget()
         while not meter.ledger.done():
             self._train_window(meter.ledger.window_steps())
         meter.report.micro_step_s = self.micro_clock.medians_s()
         for _ in meter.afterwards():
-            self._step_by_phase()
+            self._step()
         meter.finish()
         if meter.request.save_weights is not None:
             weights.save(self.engine, Path(meter.request.save_weights))
 
-    def _train_window(self, n_steps: int) -> None:
-        """Trains some steps, with one synchronization and one comparison of the ranks' clocks at the end."""
+    def _train_window(self, n_steps: int, *, apart: bool = False) -> None:
+        """Trains some steps, with one synchronization and one comparison of the ranks' clocks at the end.
+
+        Args:
+            n_steps: Optimizer steps.
+            apart: Stop the clock and the memory counters after each phase.
+        """
         synchronize(self.meter.device)
+        if apart:
+            self.meter.take_apart()
         window = Window(self.engine, self.meter.ledger)
         for _ in range(n_steps):
-            window.add(self._step())
+            loss = self._step()
+            if apart:
+                self.meter.enter("")
+            window.add(loss)
         window.gather(n_steps)
 
-    def _train_apart(self) -> None:
-        """Trains one step with the clock and the memory counters stopped after each phase."""
-        self.meter.take_apart()
-        window = Window(self.engine, self.meter.ledger)
-        loss = self._step_by_phase()
-        self.meter.enter("")
-        window.add(loss)
-        window.gather(1)
-
     def _step(self) -> torch.Tensor:
-        """One optimizer step; its mean loss."""
-        total = torch.zeros((), device=self.meter.device)
+        """Trains one optimizer step; returns its mean loss."""
+        meter, total = self.meter, torch.zeros((), device=self.meter.device)
         self.micro_clock.start()
         while True:
-            batch = self._draw()
-            loss = self.loss(self.engine, batch)
-            total += loss.detach().float()
-            self.engine.backward(loss)
-            self.meter.backward()
-            self.meter.update(self.engine.step)
-            boundary = self.meter.batches.step()
-            self.micro_clock.lap("boundary" if boundary else "inner")
-            if boundary:
-                return total / self.meter.candidate.gradient_accumulation_steps
-
-    def _step_by_phase(self) -> torch.Tensor:
-        """One optimizer step of which the meter is told each phase; its mean loss."""
-        meter = self.meter
-        total = torch.zeros((), device=meter.device)
-        done = False
-        while not done:
             meter.enter("data")
             batch = self._draw()
             meter.enter("forward")
@@ -155,8 +139,10 @@ class _Trainer:
             meter.backward()
             meter.enter("step")
             meter.update(self.engine.step)
-            done = meter.batches.step()
-        return total / meter.candidate.gradient_accumulation_steps
+            boundary = meter.batches.step()
+            self.micro_clock.lap("boundary" if boundary else "inner")
+            if boundary:
+                return total / meter.candidate.gradient_accumulation_steps
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()

@@ -1,4 +1,4 @@
-"""The user's `model.py` in a rank: load it, build what it defines, feed it data in one fixed order."""
+"""The user's `model.py` in a rank: load it, build its model, loss and optimizer, feed it data in one fixed order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkloadError(UserError):
 
 @dataclass
 class ModelFile:
-    """The functions that a `model.py` defines; None for optional ones that it does not."""
+    """The functions that a `model.py` defines; None for optional ones that it does not define."""
 
     path: Path
     model: Callable[[], nn.Module]
@@ -80,19 +80,11 @@ def build_model(target: ModelFile) -> nn.Module:
 
 
 class Loader:
-    """Micro-batches of one rank, in an order that depends on nothing but the seed.
+    """Micro-batches of one rank, in an order that depends on the seed alone.
 
     Optimizer step t of every candidate with global batch B trains on the samples [t B, (t + 1) B) of one fixed sequence
     (a new permutation each epoch), whatever the split into ranks, micro-batches and accumulation; so loss curves of
     candidates are paired.
-
-    Args:
-        target: The user's functions.
-        micro_batch_size: Samples per micro-batch of one rank.
-        rank: This rank.
-        world_size: Ranks.
-        seed: Seed of the order.
-        first_sample: Where in the order to start.
     """
 
     def __init__(
@@ -129,7 +121,7 @@ class Loader:
             )
 
     def next(self) -> tuple[Any, int | None]:
-        """The next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
+        """Returns the next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
         if self._batch is not None:
             return self._batch(self.micro_batch_size), None
         first = self._next_sample + self._rank * self.micro_batch_size
@@ -143,7 +135,7 @@ class Loader:
         return self._collate(samples), len(samples)
 
     def samples(self) -> Any:
-        """The samples themselves: a data set, an iterator, or for `batch(n)` those of one small batch."""
+        """Returns the samples: a data set, an iterator, or for `batch(n)` those of one small batch."""
         if self._batch is None:
             return self._dataset if self._stream is None else iter(self._dataset)
         batch = self._batch(2)
@@ -196,11 +188,11 @@ def _endless(dataset: Any, name: str) -> Iterator[Any]:
 
 
 def make_loss(target: ModelFile, model: nn.Module) -> Callable[[Any, Any], Tensor]:
-    """The user's `loss(model, batch)`, or the default one.
+    """Returns the user's `loss(model, batch)`, or the default one.
 
-    By default a dict is passed by keyword, a tensor alone, a tuple (x, y) as `model(x)`, or as `model(x, y)` where the
-    model takes targets; the loss is the output's own (`.loss`, `["loss"]`, a scalar), else cross-entropy for integer y
-    and mean squared error otherwise.
+    By default a dict is passed by keyword, a tensor alone, a tuple (x, y) as `model(x)`, or as `model(x, y)` if the
+    model takes targets. The loss is that in the output (`.loss`, `["loss"]`, a scalar), else cross-entropy for integer
+    y and mean squared error otherwise.
     """
     if target.loss is not None:
         return target.loss
@@ -282,7 +274,7 @@ def turn_off_cache(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module]:
-    """The outermost repeated blocks, whose activations can be recomputed.
+    """Returns the outermost repeated blocks, whose activations can be recomputed.
 
     Without `blocks` in the target: direct children of a ModuleList or Sequential that are not leaves and whose class
     occurs there at least twice. Several such classes (encoder and decoder layers) are all taken.

@@ -1,4 +1,4 @@
-"""The shape of a data set: types and shapes of its samples' tensors, and the distribution of their lengths."""
+"""The shape of a data set: types and shapes of its samples' tensors, and the distribution of lengths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from autotune.trial.workload import DataShape
 from autotune.worker.model import model_file
 
-# Samples to draw, from a data set evenly spread and from a stream the first ones; and the time for them.
+# Samples to draw: evenly spread over a data set, or the first ones of a stream; and the seconds for them.
 MAX_SAMPLES, MAX_STREAMED, BUDGET_S = 256, 64, 2.0
 
 
 def data_shape(loader: model_file.Loader) -> DataShape | None:
-    """The shape of a target's data; None if drawing it fails, which trials will report."""
+    """Returns the shape of a target's data; None if drawing it fails, which trials will report."""
     try:
         return describe(_some(loader.samples()))
     except Exception:
@@ -28,7 +28,7 @@ def data_shape(loader: model_file.Loader) -> DataShape | None:
 
 
 def describe(samples: Iterator[Any]) -> DataShape | None:
-    """The shape of as many samples as come within the time budget; None without any."""
+    """Returns the shape of the samples that come within the time budget; None without any."""
     until = time.monotonic() + BUDGET_S
     kinds: dict[str, list[tuple[int, ...]]] = {}
     dtypes: dict[str, str] = {}
@@ -53,7 +53,7 @@ def describe(samples: Iterator[Any]) -> DataShape | None:
 
 
 def _some(samples: Any) -> Iterator[Any]:
-    """Samples evenly spread over a data set, or the first ones of a stream."""
+    """Yields samples evenly spread over a data set, or the first ones of a stream."""
     if not hasattr(samples, "__getitem__"):
         yield from itertools.islice(samples, MAX_STREAMED)
         return
@@ -63,7 +63,7 @@ def _some(samples: Any) -> Iterator[Any]:
 
 
 def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and type of each tensor, array or list of numbers in a sample."""
+    """Yields name, shape and type of each tensor, array or list of numbers in a sample."""
     if isinstance(value, Tensor) or hasattr(value, "shape"):
         yield f"{name} ".lstrip(), tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch.")
     elif isinstance(value, Mapping):
@@ -81,19 +81,19 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]
 
 
 def _common(shapes: Sequence[tuple[int, ...]]) -> str:
-    """One shape for all, with a star for sizes that differ."""
+    """Returns one shape for all, with a star for sizes that differ."""
     if len({len(shape) for shape in shapes}) > 1:
         return "*"
     return ",".join(str(sizes[0]) if len(set(sizes)) == 1 else "*" for sizes in zip(*shapes, strict=True))
 
 
 def _edge(length: int) -> int:
-    """Upper edge of the class that a length falls into; there are two classes per doubling."""
+    """Returns the upper edge of the class that a length falls into; there are two classes per doubling."""
     return math.ceil(2 ** (math.ceil(2 * math.log2(length)) / 2) - 1e-9) if length > 1 else 1
 
 
 def of_batch(args: Sequence[Any], kwargs: Mapping[str, Any], n: int) -> list[Any]:
-    """Empty samples with the shapes of a batch of n: its tensors with n in front, without that dimension."""
+    """Returns empty samples with the shapes of a batch of n: its tensors of n rows, without that dimension."""
     tensors = [
         value
         for value in [*args, *kwargs.values()]

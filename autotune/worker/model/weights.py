@@ -68,7 +68,7 @@ def _state(path: Path) -> Mapping[str, Tensor]:
 
 
 def _deepspeed(path: Path) -> Mapping[str, Tensor]:
-    """The fp32 weights of a DeepSpeed checkpoint, joined from all ranks' shards."""
+    """Returns the fp32 weights of a DeepSpeed checkpoint, joined from all ranks' shards."""
     folder = path / (path / "latest").read_text().strip() if (path / "latest").exists() else path
     if list(folder.glob("*zero_pp_rank_*optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -1,4 +1,4 @@
-"""Speed of the machine, measured by all ranks at once: matrix products, memory, messages, optimizer, data loading.
+"""Speed of the machine, measured by all ranks at once: matrix products, memory, messages, optimizer, data.
 
 The mode `rates` takes seconds and measures what forecasts need; `machine` does so by precision, collective and size.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from autotune.trial import folder
 from autotune.trial.links import RINGS, Link, LoaderRate, Probe, fit
@@ -117,14 +117,14 @@ def _machine(
 
 
 def _product(device: torch.device, name: str, n: int = 0) -> float:
-    """FLOP/s of a square product, the mean over the ranks."""
+    """Returns the FLOP/s of a square product, the mean over the ranks."""
     n = n or MATRIX[device.type]
     a, b = (torch.randn(n, n, device=device).to(TYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
     return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
 
 
 def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, float]]:
-    """Size and rate of the fastest product of each type; on a GPU also tf32."""
+    """Returns size and rate of the fastest product of each type; on a GPU also of tf32."""
     found: dict[str, tuple[int, float]] = {}
     for name in [*TYPES, *(["tf32"] if device.type == "cuda" else [])]:
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
@@ -144,7 +144,7 @@ def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, 
 
 
 def _best(run: Callable[[], Any], device: torch.device) -> float:
-    """Shortest time of a run in seconds, after a warm-up run."""
+    """Returns the shortest time of a run in seconds, after a warm-up run."""
     run()
     best, until = float("inf"), time.perf_counter() + BUDGET_S
     while time.perf_counter() < until:
@@ -157,14 +157,14 @@ def _best(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _agreed(value: float, device: torch.device) -> float:
-    """The mean over the ranks."""
+    """Returns the mean over the ranks."""
     total = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Link]:
-    """Latency and bandwidth of each collective, fitted to messages of several sizes; none for one rank."""
+    """Returns latency and bandwidth of each collective, fitted to messages of several sizes; none for one rank."""
     if world_size == 1:
         return []
     sizes = [1 << n for n in range(10, LARGEST_MESSAGE[device.type].bit_length(), 2)] if at_length else MESSAGES
@@ -176,7 +176,7 @@ def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Li
 
 
 def _message_s(device: torch.device, world_size: int, collective: str, size: int, budget_s: float) -> float:
-    """Shortest time of a collective in seconds, as its slowest rank sees it."""
+    """Returns the shortest time of a collective in seconds, as its slowest rank measures it."""
     whole = torch.ones(size // 4 // world_size * world_size, device=device)
     part = torch.ones(size // 4 // world_size, device=device)
     run: Callable[[], Any] = {
@@ -201,25 +201,12 @@ def _message_s(device: torch.device, world_size: int, collective: str, size: int
     return min([*first[1:], *(timed() for _ in range(max(5, more)))])
 
 
-class _Pictures(Dataset[torch.Tensor]):
-    """Samples in memory, so that only the loader is timed."""
-
-    def __init__(self, n: int) -> None:
-        self._pictures = torch.zeros(64, *SAMPLE_SHAPE)
-        self._n = n
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._pictures[index % 64]
-
-
 def _loader_rates(device: torch.device, rank: int, caveats: list[str]) -> Iterator[LoaderRate]:
-    """Speed of torch's loader by number of workers, while every rank loads."""
+    """Yields the speed of torch's loader by number of workers, while every rank loads."""
     n_bytes = 4 * torch.Size(SAMPLE_SHAPE).numel()
+    pictures: Any = [*torch.zeros(64, *SAMPLE_SHAPE)] * (1 << 14)  # in memory, so that only the loader is timed
     for n_workers in LOADER_WORKERS:
-        loader = DataLoader(_Pictures(1 << 20), batch_size=LOADER_BATCH, num_workers=n_workers)
+        loader = DataLoader(pictures, batch_size=LOADER_BATCH, num_workers=n_workers)
         rate = 0.0
         with contextlib.suppress(RuntimeError, OSError):  # too little shared memory, no more processes
             rate = LOADER_BATCH * _draws_per_s(iter(loader))
@@ -244,7 +231,7 @@ def _draws_per_s(batches: Iterator[Any]) -> float:
 
 
 def _own_data(request: TrialRequest, rank: int, device: torch.device) -> LoaderRate:
-    """Speed at which a rank draws the user's own samples in its process, as trials do."""
+    """Returns the speed at which a rank draws the user's samples in its process, as trials do."""
     target = model_file.load(Path(request.target))
     loader = model_file.Loader(target, micro_batch_size=1, rank=rank, world_size=request.world_size, seed=request.seed)
     available = LOADER_BATCH if loader.n_samples is None else loader.n_samples // request.world_size
@@ -254,7 +241,7 @@ def _own_data(request: TrialRequest, rank: int, device: torch.device) -> LoaderR
 
 
 def _optimizer(device: torch.device, size: int) -> float:
-    """Bytes per second that Adam moves, at 28 bytes a parameter."""
+    """Returns the bytes per second that Adam moves, at 28 bytes a parameter."""
     parameter = nn.Parameter(torch.zeros(size, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], lr=1e-3)
@@ -269,7 +256,7 @@ def _host_link(device: torch.device) -> float:
 
 
 def _host_memory(request: TrialRequest, start_bytes: int) -> tuple[float, float]:
-    """Resident bytes that training takes besides tensors, and that 16-bit arithmetic adds.
+    """Returns the resident bytes that training takes besides tensors, and those that 16-bit arithmetic adds.
 
     Measured with a tiny model under DeepSpeed, whose tensors take some hundred kilobytes.
     """

@@ -1,4 +1,4 @@
-"""Profile of a `model.py`: parameters, data, and a followed pass for each arithmetic and recomputation."""
+"""Profile of a `model.py`: its parameters, its data, and a counted pass for each arithmetic and recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autotune.errors import UserError
 from autotune.trial.profile import Pass, Profile
 from autotune.trial.request import TrialRequest
-from autotune.worker.containers import map_tensors, named_tensors, to_device
+from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.measure import memory
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.model import model_file
@@ -27,7 +27,7 @@ EVERY = (1, 2, 4)
 # Two micro-batches, on fake and on real tensors; many operations treat a batch of one as a special case.
 FAKE_SIZES, REAL_SIZES = (2, 4), (1, 2)
 DRAWS = 4
-# Passes that are not followed in this time are scaled from those that were.
+# Seconds for all passes; those that are not counted in time are scaled from the others.
 BUDGET_S = 60.0
 # State bytes per parameter (fp32) of DeepSpeed's fused optimizers, which need no scratch; torch's are run.
 FUSED_STATES = {
@@ -39,10 +39,6 @@ FUSED_STATES = {
 
 def profile(request: TrialRequest, accelerator: str) -> Profile:
     """Profiles the `model.py` of a request.
-
-    Args:
-        request: The target, and the DeepSpeed configuration with the optimizer.
-        accelerator: DeepSpeed's name of the device.
 
     Raises:
         UserError: The model runs neither on fake tensors nor on real ones.
@@ -70,16 +66,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
 
 
 class _Subject:
-    """The model to profile, on fake or real tensors, with two batches.
-
-    Args:
-        target: The user's functions.
-        model: The model.
-        batches: A smaller and a larger micro-batch.
-        sizes: Their samples.
-        device: Where it runs.
-        fake: The mode of its fake tensors; None for real ones.
-    """
+    """The model to profile, on fake or real tensors, with a smaller and a larger batch."""
 
     def __init__(
         self,
@@ -101,7 +88,7 @@ class _Subject:
         self.first = self._follow("fp32", 0)  # a model that cannot be followed fails here
 
     def passes(self) -> dict[str, Pass]:
-        """Follows every arithmetic with and without recomputation within the time budget."""
+        """Counts passes in every arithmetic, with and without recomputation, within the time budget."""
         until = time.monotonic() + BUDGET_S
         found = {"fp32/0": self.first}
         several = [0, *(k for k in EVERY if k <= len(self.blocks))]
@@ -159,7 +146,7 @@ class _Autocast(nn.Module):
 
 
 def _subject(target: model_file.ModelFile, loader: model_file.Loader, accelerator: str, caveats: list[str]) -> _Subject:
-    """The model on fake tensors, or on real ones where that fails."""
+    """Returns the model on fake tensors, or on real ones if that fails."""
     device = torch.device(accelerator if accelerator == "cuda" else "cpu")
     torch.manual_seed(0)
     for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
@@ -223,7 +210,7 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *
 def _optimizer(
     target: model_file.ModelFile, ds_config: Mapping[str, Any], device: torch.device, caveats: list[str]
 ) -> tuple[float, float, bool]:
-    """State and scratch of the optimizer; see `op_counter.optimizer_needs`."""
+    """Returns state and scratch of the optimizer; see `op_counter.optimizer_needs`."""
     named = ds_config.get("optimizer") or {}
     kind, params = str(named.get("type", "")), dict(named.get("params") or {})
     try:
@@ -265,7 +252,6 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         n_tied=named - n_parameters,
         sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
-        shapes=tuple(f"{name}: {tuple(t.shape[1:])} {str(t.dtype)[6:]}" for name, t in named_tensors(batch)),
         **found,
     )
 

@@ -24,7 +24,7 @@ LOOKED_AT_GRADIENT = np.array([0.0, 1.0, 2.0, 4.0, 6.0])
 
 
 def _attention(*shapes: int) -> Callable[..., int]:
-    """A function for the FLOPs of attention, whose tensors are at these places among the arguments."""
+    """Returns a function for the FLOPs of attention, whose tensors are at these places among the arguments."""
 
     def count(*args: Any, **_: Any) -> int:
         found = [args[place].shape for place in shapes]
@@ -64,11 +64,7 @@ class Trace:
 
 
 class OpCounter(TorchDispatchMode):
-    """Sees every operation below autograd, and counts the bytes of tensors that it makes and that are alive.
-
-    Args:
-        known: Tensors that do not count: parameters, buffers, the batch.
-    """
+    """Counts operations below autograd, and the living bytes that they make; `known` tensors do not count."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,11 +99,7 @@ class OpCounter(TorchDispatchMode):
         return result
 
     def live(self, without: Iterable[Tensor] = ()) -> int:
-        """Bytes alive now.
-
-        Args:
-            without: Tensors that do not count, as weights gathered by ZeRO-3.
-        """
+        """Returns the bytes alive now, without some tensors, such as weights gathered by ZeRO-3."""
         gathered = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in without}
         return self._live - sum(int(storage.nbytes()) for key, storage in gathered.items() if key in self._alive)
 
@@ -138,13 +130,7 @@ class OpCounter(TorchDispatchMode):
 
 
 def follow(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any) -> Trace:
-    """Runs and counts one forward and backward; drops gradients as soon as they are complete.
-
-    Args:
-        model: The model.
-        loss: From model and batch.
-        batch: The batch, with the model's device and type.
-    """
+    """Runs and counts one forward and backward; drops gradients as soon as they are complete."""
     counter = OpCounter([*model.parameters(), *model.buffers(), *tensors_in(batch)])
 
     def complete(parameter: Tensor) -> None:
@@ -165,13 +151,7 @@ def follow(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any) -> 
 
 
 def combine(first: Trace, second: Trace, sizes: tuple[int, int]) -> Pass:
-    """A pass as a linear function of the micro-batch, from two traces.
-
-    Args:
-        first: With the smaller micro-batch.
-        second: With the larger one.
-        sizes: The micro-batches.
-    """
+    """Returns a pass as a linear function of the micro-batch, from the traces of a smaller and a larger one."""
 
     def affine(a: float, b: float) -> tuple[float, float]:
         slope = (b - a) / (sizes[1] - sizes[0])
@@ -195,7 +175,7 @@ def combine(first: Trace, second: Trace, sizes: tuple[int, int]) -> Pass:
 
 
 def _highest(moments: list[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
-    """The instants with the highest memory for some micro-batch and gradient type."""
+    """Returns the instants with the highest memory for some micro-batch and gradient type."""
     table = np.array(moments)
     kept: dict[int, None] = {}
     for width in LOOKED_AT_GRADIENT:
@@ -207,11 +187,9 @@ def _highest(moments: list[tuple[float, float, float]]) -> tuple[tuple[float, fl
 def optimizer_needs(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device | None = None
 ) -> tuple[float, float, bool]:
-    """Bytes of state and scratch per fp32 element of an optimizer, and whether scratch is for all tensors at once.
+    """Returns bytes of state and scratch per fp32 element of an optimizer, and whether scratch is for all at once.
 
-    Args:
-        make: Makes the optimizer of parameters.
-        device: Device of the parameters: on CUDA torch's optimizers update all tensors at once, on a CPU one by one.
+    On CUDA torch's optimizers update all tensors at once, on a CPU one by one.
     """
     size = 64 * 64
     scratch = []
@@ -240,7 +218,7 @@ def optimizer_needs(
 
 @contextmanager
 def recomputing(blocks: list[nn.Module], every: int) -> Iterator[None]:
-    """Recomputes every k-th block meanwhile."""
+    """Recomputes every k-th block within the context."""
     from autotune.worker.measure.recompute import Checkpointer
 
     wrapped = Checkpointer(blocks, every).wrapped if every else []

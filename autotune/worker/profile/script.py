@@ -21,12 +21,7 @@ CAVEAT = "forecasts rest on one forward of the script in its own precision; the 
 
 
 class ForwardProfile:
-    """Counts the operations of an engine's first training forward, in a step that is not timed.
-
-    Args:
-        engine: The DeepSpeed engine.
-        blocks: The repeated blocks of its model.
-    """
+    """Counts the operations of an engine's first training forward, in a step that is not timed."""
 
     def __init__(self, engine: Any, blocks: list[nn.Module]) -> None:
         self._engine, self._blocks = engine, blocks
@@ -76,13 +71,7 @@ class ForwardProfile:
         self._inside[id(block)] = before + kept, outputs + size
 
     def profile(self, workload: Workload, ds_config: Mapping[str, Any], micro_batch_size: int | None) -> Profile | None:
-        """The profile; None without a complete forward or a count of its samples.
-
-        Args:
-            workload: The model's description.
-            ds_config: The script's configuration.
-            micro_batch_size: Samples of the forward.
-        """
+        """Returns the profile; None without a complete forward or a count of its samples."""
         if not self._done or self._counter is None or not micro_batch_size or not self._counter.trace.n_ops:
             return None
         samples = float(micro_batch_size)
@@ -107,7 +96,7 @@ class ForwardProfile:
         )  # fmt: skip
 
     def _pass(self, samples: float, kept: float, times: float) -> Pass:
-        """The pass as it would be in fp32, proportional to the samples."""
+        """Returns the pass as it would be in fp32, proportional to the samples."""
         assert self._counter is not None
         trace, trained = self._counter.trace, [p for p in dict.fromkeys(self._engine.parameters()) if p.requires_grad]
         wide = 1.0 / ACTIVATION_SCALE[self._arithmetic()] / samples

@@ -1,4 +1,4 @@
-"""The script's own flags: those that hold tuned values are changed right after argparse has parsed them."""
+"""The script's flags: those that hold tuned values are changed right after argparse has parsed them."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ class Arguments:
 
 
 def _options(parser: argparse.ArgumentParser, name: str) -> list[str]:
-    """The option strings of a destination: long ones first, and the one with the same name before others."""
+    """Returns the option strings of a destination: long ones first, and the one of the same name before others."""
     found = [option for action in parser._actions if action.dest == name for option in action.option_strings]
     return sorted(found, key=lambda option: (not option.startswith("--"), option.lstrip("-") != name))

@@ -1,4 +1,4 @@
-"""The script under trial: what its hooks and the framework adapters know and note together."""
+"""The script under trial: the state that its hooks and the framework adapters share."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ class ScriptError(UserError):
 class ScriptContext:
     """A training script, the candidate that it is run with, and the report that grows meanwhile.
 
-    Args:
-        recorder: Holds the rank's report.
-        request: The trial; it names the script.
-        memory: Watches the rank's memory.
-
     Attributes:
         candidate: The configuration under trial; None in a probe, which changes nothing.
         script: The script, its templates filled in for this rank.
@@ -69,14 +64,14 @@ class ScriptContext:
         self.at_end: list[Callable[[], None]] = []
 
     def value(self, field: str) -> tuple[int, int] | None:
-        """A field's value in the untouched script and in the candidate; None if equal or if the user sets it."""
+        """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""
         if self.candidate is None or field in self.script.carried:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
 
     def config(self, own: DsConfig, *, first: bool) -> DsConfig:
-        """The DeepSpeed configuration to run with.
+        """Returns the DeepSpeed configuration to run with.
 
         Args:
             own: The script's configuration.
@@ -89,11 +84,7 @@ class ScriptContext:
         return config
 
     def early_config(self, own: DsConfig) -> DsConfig:
-        """The trial's configuration for a framework that reads it before `deepspeed.initialize`.
-
-        Args:
-            own: The script's configuration with its "auto" values, which the framework fills in.
-        """
+        """Returns the configuration for a framework that reads it early and fills in the "auto" values of `own`."""
         if self.candidate is None:
             return own
         config = self.config(own, first=True)
@@ -105,7 +96,7 @@ class ScriptContext:
         return config
 
     def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The inputs in the type of the candidate's weights; None where the script's own types will do."""
+        """Returns the inputs in the type of the candidate's weights; None if the script's types will do."""
         if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
             return None
         dtype = INPUT_DTYPES.get(self.candidate.precision)
@@ -144,7 +135,7 @@ class ScriptContext:
             self.report.caveats.append(caveat)
 
     def saver(self, name: str) -> Callable[..., Any]:
-        """A hook that replaces a function which saves or uploads: it only notes the call."""
+        """Returns a hook for a function that saves or uploads: it notes the call and does nothing else."""
 
         def not_saved(*_args: Any, **_kwargs: Any) -> bool:
             self.once(f"{name} is not carried out in trials")

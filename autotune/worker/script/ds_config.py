@@ -23,13 +23,13 @@ def keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: st
 
 
 def config_flag(namespace: Any) -> Any:
-    """The configuration's path among parsed arguments, under DeepSpeed's own names."""
+    """Returns the configuration's path among parsed arguments, under DeepSpeed's names."""
     return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
 
 
 @contextlib.contextmanager
 def without_config_flag(namespace: Any) -> Iterator[None]:
-    """Clears the configuration's flag meanwhile, since DeepSpeed refuses a configuration given twice."""
+    """Clears the configuration's flag within the context, since DeepSpeed refuses a configuration given twice."""
     names = [name for name in ("deepspeed_config", "deepscale_config") if getattr(namespace, name, None) is not None]
     kept = {name: getattr(namespace, name) for name in names}
     for name in names:
@@ -40,7 +40,7 @@ def without_config_flag(namespace: Any) -> Iterator[None]:
 
 
 def read(stated: Any) -> DsConfig:
-    """The configuration that a script passes to `deepspeed.initialize`.
+    """Reads the configuration that a script passes to `deepspeed.initialize`.
 
     Raises:
         UserError: It is neither a dict nor the path of a file.

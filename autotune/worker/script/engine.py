@@ -39,14 +39,14 @@ Rates = tuple[float | None, ...]
 
 @dataclass
 class PreparedModel:
-    """The script's model as it was before DeepSpeed took it, and what watches it.
+    """The script's model before DeepSpeed took it, with the instruments that watch it.
 
     Attributes:
         own_config: The script's configuration.
         config_source: Path of that configuration; empty for a dict.
-        workload: What legality and reports need to know of the model.
+        workload: Description of the model for legality and reports.
         blocks: Its repeated blocks.
-        watch: Sees which blocks are recomputed.
+        watch: Notes which blocks are recomputed.
         noise: Measures gradient noise, where the request asks for it.
         gradients: Checks the first gradient, where the request asks for it.
         own_rates: Learning rate of each parameter group as the script sets it.
@@ -56,19 +56,14 @@ class PreparedModel:
     config_source: str
     workload: Workload
     blocks: list[nn.Module]
-    watch: recompute.Recomputations | pipeline.Recomputed
+    watch: recompute.Recomputations
     noise: NoiseMeter | None = None
     gradients: GradientWatch | None = None
     own_rates: Rates = ()
 
 
 class EngineHooks:
-    """Hooks on `deepspeed.initialize`, `zero.Init` and torch's activation checkpointing.
-
-    Args:
-        context: The script under trial.
-        attach: Called with the first trained engine and its prepared model.
-    """
+    """Hooks on `deepspeed.initialize`, `zero.Init` and torch's activation checkpointing."""
 
     def __init__(self, context: ScriptContext, attach: Callable[[Any, PreparedModel], None]) -> None:
         self._context, self._attach = context, attach
@@ -93,11 +88,11 @@ class EngineHooks:
         source = given.get("config") or given.get("config_params") or ds_config.config_flag(namespace)
         try:
             own = ds_config.read(source)
+            if given.get("optimizer") is None and "optimizer" not in own:
+                return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
+            prepared = self._prepare(given, own, source) if context.meter is None else None
         except UserError as error:  # the script must not catch it
             context.abort(error)
-        if given.get("optimizer") is None and "optimizer" not in own:
-            return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
-        prepared = self._prepare(given, own, source) if context.meter is None else None
         config = context.config(own, first=prepared is not None)
         config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = NEVER_STEPS
@@ -121,10 +116,7 @@ class EngineHooks:
 
         context, model = self._context, given["model"]
         context.recorder.enter("initialize")
-        try:
-            model_file.check_optimizer(model, given.get("optimizer"), "the optimizer given to deepspeed.initialize")
-        except UserError as error:  # the script must not catch it
-            context.abort(error)
+        model_file.check_optimizer(model, given.get("optimizer"), "the optimizer given to deepspeed.initialize")
         # Frameworks write infinity into steps_per_print, which is not valid JSON.
         own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         config_source = "" if isinstance(source, dict) else str(source)
@@ -148,10 +140,7 @@ class EngineHooks:
         if candidate is not None and candidate.precision not in DTYPES:
             self._widen(model)
         if request.weights is not None:
-            try:
-                weights.load(model, Path(request.weights))
-            except UserError as error:  # the script must not catch it
-                self._context.abort(error)
+            weights.load(model, Path(request.weights))
         if candidate is not None and candidate.checkpoint_every != self._context.script.checkpoint_every:
             self._recompute(model, blocks, candidate.checkpoint_every)
         if request.replicate:
@@ -237,6 +226,6 @@ def scale_rate(optimizer: Any, factor: float) -> None:
 
 
 def learning_rates(optimizer: Any) -> Rates:
-    """The learning rate of each parameter group before any schedule."""
+    """Returns the learning rate of each parameter group before any schedule."""
     found = (group.get("initial_lr", group.get("lr")) for group in getattr(optimizer, "param_groups", ()))
     return tuple(None if rate is None else float(rate) for rate in found)

@@ -16,7 +16,7 @@ from autotune.trial.workload import Script
 
 
 def in_rank(script: Script, ds_config: Path) -> Script:
-    """The script with its templates filled in for this rank; also sets its environment variables."""
+    """Returns the script with its templates filled in for this rank; also sets its environment variables."""
     values = {"{ds_config}": str(ds_config.absolute()), "{local_rank}": os.environ["LOCAL_RANK"]}
 
     def filled(text: str) -> str:

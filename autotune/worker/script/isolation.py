@@ -1,4 +1,4 @@
-"""Files of a script under trial: none that it saves may stay in the user's folders."""
+"""Files of a script under trial: nothing that it saves stays in the user's folders."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ MAX_FILES_NAMED = 5
 
 
 class Isolation:
-    """Keeps a script from saving, or redirects it into the trial's folder; lists the files it writes all the same.
-
-    Args:
-        context: The script under trial.
-    """
+    """Keeps a script from saving, or redirects it into the trial's folder; lists the files it writes all the same."""
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
@@ -110,13 +106,13 @@ class Isolation:
         return original(path, **kwargs)
 
     def _in_scratch(self, path: str | os.PathLike[str]) -> Path:
-        """Where a file goes instead; all ranks share it, so that one may write what the others read."""
+        """Returns the path of a file in the trial's folder; ranks share it, so that one may write what others read."""
         absolute = os.path.abspath(path)
         digest = hashlib.sha256(absolute.encode()).hexdigest()[:8]
         return self._context.scratch / f"{digest}-{os.path.basename(absolute)}"
 
     def _holds_weights(self, saved: Any) -> bool:
-        """Whether an object holds tensors of the trained model, or as many numbers as it has."""
+        """Returns whether an object holds tensors of the trained model, or as many numbers as it has."""
         if self._context.meter is None:
             return False
         parameters = list(self._context.meter.engine.module.parameters())

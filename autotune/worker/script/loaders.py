@@ -14,11 +14,7 @@ from autotune.worker.script.patching import patch, users_caller
 
 
 class Loaders:
-    """Hooks on torch's DataLoader.
-
-    Args:
-        context: The script under trial.
-    """
+    """Hooks on torch's DataLoader."""
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context

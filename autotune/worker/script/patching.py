@@ -104,7 +104,7 @@ _finder = _Finder()
 
 
 def users_caller() -> str | None:
-    """`file:line` of the nearest caller outside torch, DeepSpeed and autotune; None if that is an installed library."""
+    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is an installed library."""
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from autotune.space.deepspeed import DsConfig
 from autotune.trial.workload import Workload
 from autotune.worker.measure.meter import Meter
+from autotune.worker.measure.recompute import Recomputations
 from autotune.worker.script.context import ScriptContext
 
 # Phase of a step that each instruction of a schedule belongs to; waiting counts where a stage waits.
@@ -31,34 +32,8 @@ PHASES = {
 STAGES_CAVEAT = "{} pipeline stages: throughput and global batch count the data-parallel ranks only"
 
 
-class Recomputed:
-    """Sees which layers of this stage are recomputed.
-
-    Args:
-        module: The `PipelineModule`.
-        every: Layers that it recomputes together; 0 for none.
-    """
-
-    def __init__(self, module: Any, every: int) -> None:
-        self.every, self.recomputed = every, set[int]()
-        self._handles = [layer.register_forward_pre_hook(self._on_forward) for layer in _layers(module)]
-
-    def _on_forward(self, layer: torch.nn.Module, _args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # inside a backward pass
-            self.recomputed.add(id(layer))
-
-    def stop(self) -> None:
-        """Removes the hooks, so that they do not slow timed steps."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def _layers(module: Any) -> list[torch.nn.Module]:
-    return list(dict.fromkeys(layer for layer in module.forward_funcs if isinstance(layer, torch.nn.Module)))
-
-
 def whole(workload: Workload, module: Any) -> Workload:
-    """The workload of all stages together, from that of one stage; all ranks take part."""
+    """Returns the workload of all stages together, from that of one stage; all ranks take part."""
     own = [parameter for parameter in module.parameters() if not getattr(parameter, "ds_pipe_replicated", False)]
     counts = torch.tensor(
         [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)], dtype=torch.float64
@@ -78,27 +53,22 @@ def whole(workload: Workload, module: Any) -> Workload:
     )
 
 
-def recompute(context: ScriptContext, module: Any, config: DsConfig) -> Recomputed:
+def recompute(context: ScriptContext, module: Any, config: DsConfig) -> Recomputations:
     """Recomputes runs of as many layers as the candidate says; `pipeline` in the configuration does the same."""
-    own = int(config.get("pipeline", {}).get("activation_checkpoint_interval") or module.activation_checkpoint_interval)
-    if context.candidate is None:
-        return Recomputed(module, own)
-    every = context.candidate.checkpoint_every
-    if module.activation_checkpoint_interval and not every:
-        context.changed("Activation checkpointing: off, `PipelineModule(..., activation_checkpoint_interval=0)`.")
-    module.activation_checkpoint_interval = every
-    return Recomputed(module, every)
+    every = int(
+        config.get("pipeline", {}).get("activation_checkpoint_interval") or module.activation_checkpoint_interval
+    )
+    if context.candidate is not None:
+        every = context.candidate.checkpoint_every
+        if module.activation_checkpoint_interval and not every:
+            context.changed("Activation checkpointing: off, `PipelineModule(..., activation_checkpoint_interval=0)`.")
+        module.activation_checkpoint_interval = every
+    layers = dict.fromkeys(layer for layer in module.forward_funcs if isinstance(layer, torch.nn.Module))
+    return Recomputations(list(layers), every)
 
 
 def attach(context: ScriptContext, meter: Meter, engine: Any, stepped: Callable[[Any], None]) -> None:
-    """Hooks an engine: its micro-batches where a stage takes them in, its steps where `train_batch` ends them.
-
-    Args:
-        context: The script under trial.
-        meter: Measures the engine.
-        engine: The `PipelineEngine`.
-        stepped: Called with the loss after each step.
-    """
+    """Hooks an engine: its micro-batches where a stage takes them in, its steps where `train_batch` ends them."""
     instructions = {
         instruction: _watched(context, meter, instruction.__name__, run)
         for instruction, run in engine._INSTRUCTION_MAP.items()

@@ -1,4 +1,4 @@
-"""The probe of a script: describe it as a `Workload` after some steps that were only watched."""
+"""The probe of a script: describe it as a `Workload` after some steps that nothing has changed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def workload_of(
     *,
     plain_backward: bool,
 ) -> Workload:
-    """What the steps of a probe showed of the script; all ranks take part.
+    """Describes a script after the steps of its probe; all ranks take part.
 
     Args:
         context: The script.
-        meter: What watched its engine.
+        meter: Measured its engine.
         prepared: Its model before DeepSpeed took it.
-        profile: What followed its first forward, if anything did.
+        profile: Counts of its first forward, if there are any.
         plain_backward: The script calls `loss.backward()` rather than `engine.backward(loss)`.
     """
     seen, engine, report = meter.observe(), meter.engine, context.report
@@ -67,7 +67,7 @@ def workload_of(
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:
-    """The script's configuration, with the type of 16-bit weights that it does not tell DeepSpeed about."""
+    """Returns the script's configuration, with the type of 16-bit weights that it does not tell DeepSpeed about."""
     section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if section is None or precision_of(without_auto(own)) != "fp32":
         return own

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+
+import torch.distributed as dist
 
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.rank import connect, prepare_device
-from autotune.worker.script import execute, hooks
+from autotune.worker.script import execute
+from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.context import ScriptContext, ScriptError
+from autotune.worker.script.engine import EngineHooks
+from autotune.worker.script.frameworks import accelerate, huggingface, lightning
+from autotune.worker.script.isolation import Isolation
+from autotune.worker.script.loaders import Loaders
+from autotune.worker.script.patching import patch
+from autotune.worker.script.steps import StepHooks
 
 
 def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
@@ -21,7 +31,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
     context = ScriptContext(recorder, request, memory)
-    steps = hooks.install(context)
+    steps = _install_hooks(context)
     try:
         execute.execute(Path(request.target), context.script)
     except SystemExit as end:
@@ -30,3 +40,23 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     except BaseException as error:
         context.abort(error)
     steps.script_ended()
+
+
+def _install_hooks(context: ScriptContext) -> StepHooks:
+    """Patches all entry points before the script can bind them; for good, since the process ends with the trial."""
+    for text in context.script.side_changes:
+        context.changed(text)
+    steps = StepHooks(context)
+    EngineHooks(context, steps.attach).install()
+    steps.install()
+    trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
+    arguments = Arguments(context.value, trial_config, context.changed, context.report.flags)
+    patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
+    Loaders(context).install()
+    # The ranks have joined already.
+    for name in ("init_process_group", "destroy_process_group"):
+        patch(dist, name, lambda _original, *_args, **_kwargs: None)
+    for adapter in (accelerate, huggingface, lightning):
+        adapter.install(context)
+    Isolation(context).install()
+    return steps

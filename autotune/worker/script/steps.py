@@ -14,8 +14,8 @@ from autotune.scoring import step_times
 from autotune.trial import folder
 from autotune.worker import rank
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
+from autotune.worker.measure.ledger import Window
 from autotune.worker.measure.meter import Meter
-from autotune.worker.measure.window import Window
 from autotune.worker.model import weights
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script import pipeline, probe
@@ -27,11 +27,7 @@ PROBE_STEPS = 3
 
 
 class StepHooks:
-    """Hooks on the trained engine's forward, backward and step.
-
-    Args:
-        context: The script under trial.
-    """
+    """Hooks on the trained engine's forward, backward and step."""
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
@@ -156,11 +152,7 @@ class StepHooks:
         return result
 
     def _stepped(self, loss: Any = None) -> None:
-        """Looks whether the engine took an optimizer step.
-
-        Args:
-            loss: Loss of the step, for engines whose backward calls are not seen.
-        """
+        """Handles a call of the engine's step; `loss` is that of engines whose backward calls are not seen."""
         if loss is not None:
             self._note_loss(loss)
         if not self._meter.batches.step():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,15 @@ def test_what_is_no_lock_is_left_alone(tmp_path: Path) -> None:
     assert ops.remove_stale_locks(tmp_path / "missing") == []
 
 
-def test_ops_are_found_though_modules_of_deepspeed_have_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ops_are_built_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    importlib.import_module("deepspeed.ops.op_builder.fused_adam")
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
     loaded = []
     for name in ("fused_adam", "cpu_adam"):
-        monkeypatch.setattr(ops._builder(name), "load", lambda _self, verbose, name=name: loaded.append(name))
+        monkeypatch.setattr(ALL_OPS[name], "load", lambda verbose, name=name: loaded.append(name))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert ops.build(["fused_adam", "cpu_adam"]) == 0
     assert loaded == ["fused_adam", "cpu_adam"]
+    assert ops.build(["no_such_op"]) == 1 and "no such op" in capsys.readouterr().err

@@ -15,5 +15,6 @@ def test_a_folder_in_which_sockets_would_have_too_long_a_path_is_not_made(tmp_pa
 
 
 def test_a_cache_that_the_user_has_moved_stays_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it is asked for the folder
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "/data/tokens")
     assert temporary.environment(tmp_path / "t").keys() == {"TMPDIR", "TORCHINDUCTOR_CACHE_DIR"}

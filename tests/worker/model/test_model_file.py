@@ -1,61 +1,59 @@
 """The user's `model.py`: what it may define, what is refused, and in which order its samples come."""
 
-from __future__ import annotations
-
-import importlib
 import re
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
 
-
-@pytest.fixture(scope="module")
-def torch() -> ModuleType:
-    """Torch, imported only when a test of the rank side runs."""
-    return importlib.import_module("torch")
-
-
-@pytest.fixture(scope="module")
-def contract(torch: ModuleType) -> ModuleType:
-    """The module under test, which imports torch."""
-    return importlib.import_module("autotune.worker.model.model_file")
-
-
-@pytest.fixture
-def load(
-    contract: ModuleType, write_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], Any]]:
-    """Loads a target from its text, and forgets it afterwards."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield lambda text: contract.load(write_model("import torch\nfrom torch import nn\n" + text))
-    sys.modules.pop("own_model", None)
-
+from autotune.worker.containers import to_device
+from autotune.worker.model.model_file import (
+    Loader,
+    ModelFile,
+    WorkloadError,
+    build_model,
+    check_optimizer,
+    find_blocks,
+    load,
+    make_loss,
+)
 
 MODEL = "def model(): return nn.Linear(4, 1)\n"
 
 
-def loader(contract: ModuleType, target: Any, **what: int) -> Any:
-    """A loader of one rank."""
-    return contract.Loader(target, **{"micro_batch_size": 2, "rank": 0, "world_size": 1, "seed": 0, **what})
+@pytest.fixture
+def target(write_model, monkeypatch):
+    """Loads a target from its text, and forgets it afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield lambda text: load(write_model("import torch\nfrom torch import nn\n" + text))
+    sys.modules.pop("own_model", None)
+
+
+@pytest.fixture
+def loader(target):
+    """A loader of the data that an expression or a function defines."""
+
+    def make(data, **what):
+        text = data if "def " in data else f"def data(): return {data}\n"
+        return Loader(target(MODEL + text), **{"micro_batch_size": 2, "rank": 0, "world_size": 1, "seed": 0, **what})
+
+    return make
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def data(): return []\n", "own_model.py: define model() -> nn.Module"),
-        (MODEL, "own_model.py: define data() -> Dataset, or batch(n) -> a batch of n samples"),
+        ("def data(): return []\n", "define model() -> nn.Module"),
+        (MODEL, "define data() -> Dataset, or batch(n) -> a batch of n samples"),
     ],
 )
-def test_a_target_without_what_is_needed_is_refused(
-    load: Callable[[str], Any], contract: ModuleType, text: str, message: str
-) -> None:
-    with pytest.raises(contract.WorkloadError, match=f"^{re.escape(message)}$"):
-        load(text)
+def test_a_target_without_a_required_function_is_refused(target, text, message):
+    with pytest.raises(WorkloadError, match=f"^own_model.py: {re.escape(message)}$"):
+        target(text)
 
 
 @pytest.mark.parametrize(
@@ -63,65 +61,59 @@ def test_a_target_without_what_is_needed_is_refused(
     [
         (
             "torch.utils.data.DataLoader([1, 2])",
-            r"data\(\) returned a DataLoader; return its dataset, since the tuner chooses .*",
+            r"returned a DataLoader; return its dataset, since the tuner chooses .*",
         ),
-        ("3", r"data\(\) returned int; return a Dataset or a list of samples"),
-        ("[]", r"data\(\) is empty"),
+        ("3", "returned int; return a Dataset or a list of samples"),
+        ("[]", "is empty"),
     ],
 )
-def test_data_of_no_use_is_refused_in_one_sentence(
-    load: Callable[[str], Any], contract: ModuleType, returned: str, message: str
-) -> None:
-    target = load(MODEL + f"def data(): return {returned}\n")
-    with pytest.raises(contract.WorkloadError, match=f"^own_model.py: {message}$"):
-        loader(contract, target)
+def test_data_of_no_use_is_refused_in_one_sentence(loader, returned, message):
+    with pytest.raises(WorkloadError, match=rf"^own_model.py: data\(\) {message}$"):
+        loader(returned)
 
 
-def test_a_model_that_is_none_is_refused(load: Callable[[str], Any], contract: ModuleType) -> None:
-    target = load("def model(): return nn.Linear\ndef data(): return [1]\n")
-    with pytest.raises(contract.WorkloadError, match=r"model\(\) returned type, not an nn.Module"):
-        contract.build_model(target)
+def test_a_model_that_is_no_module_is_refused(target):
+    with pytest.raises(WorkloadError, match=r"model\(\) returned type, not an nn.Module"):
+        build_model(target("def model(): return nn.Linear\ndef data(): return [1]\n"))
 
 
-def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(
-    load: Callable[[str], Any], contract: ModuleType
-) -> None:
-    stream = "class S(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(range({n}))\ndef data(): return S()\n"
-    three = loader(contract, load(MODEL + stream.format(n=3)))
+def test_an_optimizer_needs_one_parameter_of_the_model_at_least():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for accepted in (torch.optim.SGD([model.bias, other.bias], lr=1), lambda params: None, None):
+        check_optimizer(model, accepted, "optimizer()")
+    with pytest.raises(WorkloadError, match="none of the model's parameters"):
+        check_optimizer(model, torch.optim.SGD(other.parameters(), lr=1), "optimizer()")
+
+
+def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(loader):
+    stream = "class S(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(range({}))\ndef data(): return S()\n"
+    three = loader(stream.format(3))
     assert [three.next()[0].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
-    with pytest.raises(contract.WorkloadError, match="yields no sample"):
-        loader(contract, load(MODEL + stream.format(n=0))).next()
+    with pytest.raises(WorkloadError, match="yields no sample"):
+        loader(stream.format(0)).next()
 
 
-def test_ranks_share_a_stream_without_overlap(load: Callable[[str], Any], contract: ModuleType) -> None:
-    target = load(MODEL + "def data(): return iter(range(100))\n")
-    first, second = (
-        loader(contract, load_again, rank=rank, world_size=2) for rank, load_again in ((0, target), (1, target))
-    )
-    assert first.next()[0].tolist() == [0, 1]
-    assert second.next()[0].tolist() == [2, 3]
+def test_ranks_share_a_stream_without_overlap(loader):
+    drawn = [loader("iter(range(100))", rank=rank, world_size=2).next()[0].tolist() for rank in (0, 1)]
+    assert drawn == [[0, 1], [2, 3]]
 
 
-def test_every_sample_comes_once_an_epoch_in_a_new_order(load: Callable[[str], Any], contract: ModuleType) -> None:
-    target = load(MODEL + "def data(): return list(range(10))\n")
-    feed = loader(contract, target)
+def test_every_sample_comes_once_an_epoch_in_a_new_order(loader):
+    feed, again = loader("list(range(10))"), loader("list(range(10))")
     epochs = [[sample for _ in range(5) for sample in feed.next()[0].tolist()] for _ in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    again = loader(contract, target)
     assert [again.next()[0].tolist() for _ in range(5)] == [epochs[0][i : i + 2] for i in range(0, 10, 2)]
-    assert loader(contract, target, seed=1).next()[0].tolist() != epochs[0][:2]
+    assert loader("list(range(10))", seed=1).next()[0].tolist() != epochs[0][:2]
 
 
 @pytest.mark.parametrize("n_samples", [10, 12, 48])
-def test_the_global_batch_holds_the_same_samples_however_it_is_split(
-    load: Callable[[str], Any], contract: ModuleType, n_samples: int
-) -> None:
+def test_the_global_batch_holds_the_same_samples_however_it_is_split(loader, n_samples):
     """Also where a batch runs over the end of an epoch."""
-    target = load(MODEL + f"def data(): return list(range({n_samples}))\n")
 
-    def steps(ranks: int, micro: int, accumulation: int) -> list[list[int]]:
-        feeds = [loader(contract, target, micro_batch_size=micro, rank=rank, world_size=ranks) for rank in range(ranks)]
+    def steps(ranks, micro, accumulation):
+        data = f"list(range({n_samples}))"
+        feeds = [loader(data, micro_batch_size=micro, rank=rank, world_size=ranks) for rank in range(ranks)]
         return [
             sorted(s for _ in range(accumulation) for feed in feeds for s in feed.next()[0].tolist()) for _ in range(7)
         ]
@@ -130,135 +122,83 @@ def test_the_global_batch_holds_the_same_samples_however_it_is_split(
     assert all(steps(*split) == whole for split in ((2, 4, 1), (2, 1, 4), (1, 2, 4), (4, 2, 1), (8, 1, 1)))
 
 
-def test_a_step_larger_than_the_data_is_refused(load: Callable[[str], Any], contract: ModuleType) -> None:
-    feed = loader(contract, load(MODEL + "def data(): return list(range(6))\n"))
+def test_a_step_larger_than_the_data_is_refused(loader):
+    feed = loader("list(range(6))")
     feed.check(6)
-    with pytest.raises(contract.WorkloadError, match=r"data\(\) has 6 samples, but one optimizer step needs 8"):
+    with pytest.raises(WorkloadError, match=r"data\(\) has 6 samples, but one optimizer step needs 8"):
         feed.check(8)
 
 
-def test_batch_is_asked_for_the_micro_batch(load: Callable[[str], Any], contract: ModuleType) -> None:
-    batch, drawn = loader(contract, load(MODEL + "def batch(n): return torch.zeros(n, 4)\n"), micro_batch_size=5).next()
+def test_batch_is_asked_for_the_micro_batch(loader):
+    batch, drawn = loader("def batch(n): return torch.zeros(n, 4)\n", micro_batch_size=5).next()
     assert batch.shape == (5, 4) and drawn is None
 
 
-def test_a_batch_moves_whole_and_only_numbers_change_type(contract: ModuleType, torch: ModuleType) -> None:
+def test_a_batch_moves_whole_and_only_numbers_change_type():
     Pair = namedtuple("Pair", "x y")
     batch = {
         "a": torch.zeros(2),
         "b": [torch.zeros(2, dtype=torch.long), "text"],
         "c": Pair(torch.zeros(1), (torch.ones(1, dtype=bool),)),
     }
-    moved = importlib.import_module("autotune.worker.containers").to_device(batch, torch.device("cpu"), torch.bfloat16)
-    assert moved["a"].dtype is torch.bfloat16
-    assert (moved["b"][0].dtype, moved["b"][1]) == (torch.long, "text")
+    moved = to_device(batch, torch.device("cpu"), torch.bfloat16)
+    assert moved["a"].dtype is torch.bfloat16 and (moved["b"][0].dtype, moved["b"][1]) == (torch.long, "text")
     assert isinstance(moved["c"], Pair) and moved["c"].x.dtype is torch.bfloat16 and moved["c"].y[0].dtype is torch.bool
-    assert (
-        importlib.import_module("autotune.worker.containers").to_device(batch, torch.device("cpu"), None)["a"].dtype
-        is torch.float32
-    )
+    assert to_device(batch, torch.device("cpu"), None)["a"].dtype is torch.float32
 
 
 class TestLoss:
-    """Where the loss comes from when the target defines none."""
+    """The default loss of a forward function on a batch."""
 
-    @pytest.fixture
-    def of(self, contract: ModuleType, torch: ModuleType) -> Callable[..., Any]:
-        """The default loss of a forward function on a batch."""
+    def of(self, forward, batch):
+        net = type("Net", (nn.Module,), {"forward": staticmethod(forward)})()
+        optional = dict.fromkeys(("model", "data", "batch", "loss", "optimizer", "collate", "blocks"))
+        return make_loss(ModelFile(path=Path("m.py"), **optional), net)(net, batch)
 
-        def of(forward: Callable[..., Any], batch: Any) -> Any:
-            net = type("Net", (torch.nn.Module,), {"forward": staticmethod(forward)})()
-            target = contract.ModelFile(
-                path=Path("m.py"),
-                model=None,
-                data=None,
-                batch=None,
-                loss=None,
-                optimizer=None,
-                collate=None,
-                blocks=None,
-            )
-            return contract.make_loss(target, net)(net, batch)
-
-        return of
-
-    def test_the_output_may_be_it(self, of: Callable[..., Any], torch: ModuleType) -> None:
-        scalar = torch.tensor(2.0)
-        assert of(lambda x: scalar, torch.zeros(3)) is scalar
-        assert of(lambda x: scalar, [torch.zeros(3)]) is scalar
-
-    def test_the_output_may_hold_it(self, of: Callable[..., Any], torch: ModuleType) -> None:
-        scalar = torch.tensor(2.0, requires_grad=True)
+    def test_it_is_the_output_or_in_the_output(self):
+        scalar, x = torch.tensor(2.0, requires_grad=True), torch.zeros(3)
         Output = namedtuple("Output", "loss logits")
-        assert of(lambda input_ids: Output(scalar, torch.zeros(2)), {"input_ids": torch.zeros(2)}) is scalar
-        assert of(lambda x: {"loss": scalar}, torch.zeros(3)) is scalar
-        assert of(lambda x, y: (torch.zeros(3, 2), scalar), (torch.zeros(3), torch.zeros(3))) is scalar
+        assert self.of(lambda x: scalar, x) is self.of(lambda x: scalar, [x]) is scalar
+        assert self.of(lambda input_ids: Output(scalar, torch.zeros(2)), {"input_ids": x}) is scalar
+        assert self.of(lambda x: {"loss": scalar}, x) is scalar
+        assert self.of(lambda x, y: (torch.zeros(3, 2), scalar), (x, x)) is scalar
+        with pytest.raises(WorkloadError, match=r"holds no loss; define loss\(model, batch\)"):
+            self.of(lambda x: x, x)
 
-    def test_classes_mean_cross_entropy(self, of: Callable[..., Any], torch: ModuleType) -> None:
+    def test_classes_and_next_tokens_mean_cross_entropy_and_numbers_squared_error(self):
         logits, classes = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
-        expected = torch.nn.functional.cross_entropy(logits, classes)
-        assert of(lambda x: logits, (torch.zeros(6), classes)) == expected
-
-    def test_next_tokens_mean_cross_entropy_over_the_sequence(self, of: Callable[..., Any], torch: ModuleType) -> None:
-        logits, tokens = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-        expected = torch.nn.functional.cross_entropy(logits.view(10, 7), tokens.view(10))
-        assert of(lambda x: logits, (torch.zeros(2), tokens)) == expected
-
-    def test_numbers_mean_squared_error(self, of: Callable[..., Any], torch: ModuleType) -> None:
+        assert self.of(lambda x: logits, (torch.zeros(6), classes)) == cross_entropy(logits, classes)
+        many, tokens = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+        expected = cross_entropy(many.view(10, 7), tokens.view(10))
+        assert self.of(lambda x: many, (torch.zeros(2), tokens)) == expected
         prediction, wanted = torch.randn(4, 1), torch.randn(4)
-        assert of(lambda x: prediction, (torch.zeros(4), wanted)) == torch.nn.functional.mse_loss(
-            prediction[:, 0], wanted
-        )
+        assert self.of(lambda x: prediction, (torch.zeros(4), wanted)) == mse_loss(prediction[:, 0], wanted)
 
-    def test_a_model_that_takes_targets_is_given_them(self, of: Callable[..., Any], torch: ModuleType) -> None:
+    def test_a_model_that_takes_targets_is_given_them(self):
         batch = (torch.ones(2), torch.full((2,), 3.0))
-        assert of(lambda x, targets: (x * targets).sum(), batch) == 6
-        assert of(lambda x, mask=None: x.sum() * 1.0 if mask is None else mask, batch) == 2
-
-    def test_an_output_without_a_loss_says_what_to_do(
-        self, of: Callable[..., Any], contract: ModuleType, torch: ModuleType
-    ) -> None:
-        with pytest.raises(contract.WorkloadError, match=r"holds no loss; define loss\(model, batch\)"):
-            of(lambda x: x, torch.zeros(3))
+        assert self.of(lambda x, targets: (x * targets).sum(), batch) == 6
+        assert self.of(lambda x, mask=None: x.sum() * 1.0 if mask is None else mask, batch) == 2
 
 
 class TestBlocks:
-    """What activation checkpointing can wrap."""
+    """The blocks that activation checkpointing can wrap."""
 
-    def test_repeated_children_of_a_list_are_found(self, contract: ModuleType, torch: ModuleType) -> None:
-        nn = torch.nn
-        net = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)])
-        assert contract.find_blocks(net, None) == list(net)
-
-    def test_a_single_name_is_one_class(self, contract: ModuleType, torch: ModuleType) -> None:
-        nn = torch.nn
-        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        assert contract.find_blocks(net, "Linear") == contract.find_blocks(net, nn.Linear) == [net[0]]
-
-    def test_leaves_and_single_children_are_not_blocks(self, contract: ModuleType, torch: ModuleType) -> None:
-        nn = torch.nn
-        assert (
-            contract.find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.ReLU())), None) == []
-        )
-
-    def test_only_the_outermost_ones_count(self, contract: ModuleType, torch: ModuleType) -> None:
-        nn = torch.nn
-        inner = [nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))) for _ in range(2)]
-        assert contract.find_blocks(nn.ModuleList(inner), None) == inner
-
-    def test_a_shared_block_counts_once(self, contract: ModuleType, torch: ModuleType) -> None:
-        nn = torch.nn
+    def test_the_outermost_repeated_children_of_a_list_are_found_once_each(self):
+        plain = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)])
+        assert find_blocks(plain, None) == list(plain)
+        nested = [nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))) for _ in range(2)]
+        assert find_blocks(nn.ModuleList(nested), None) == nested
         shared = nn.Sequential(nn.Linear(2, 2))
-        assert (
-            contract.find_blocks(nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2)), shared]), None).count(shared)
-            == 1
-        )
+        found = find_blocks(nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2)), shared]), None)
+        assert found.count(shared) == 1
 
-    def test_the_target_may_name_them(self, contract: ModuleType, torch: ModuleType) -> None:
-        nn = torch.nn
+    def test_leaves_and_single_children_are_not_blocks(self):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+        assert find_blocks(net, None) == []
+
+    def test_the_target_may_name_them(self):
         net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        assert contract.find_blocks(net, ["Linear"]) == [net[0], net[2]] == contract.find_blocks(net, [nn.Linear])
-        with pytest.raises(
-            contract.WorkloadError, match=r"blocks = \['Layer'\]: the model has no module of such a class"
-        ):
-            contract.find_blocks(net, ["Layer"])
+        for named in (["Linear"], [nn.Linear], "Linear", nn.Linear):
+            assert find_blocks(net, named) == [net[0], net[2]]
+        with pytest.raises(WorkloadError, match=r"blocks = \['Layer'\]: the model has no module of such a class"):
+            find_blocks(net, ["Layer"])

@@ -3,21 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from support.bench import Bench, losses_without_hooks
+from support.bench import losses_without_hooks
 
-from autotune.executors.local import LocalExecutor
 from autotune.space.legality import why_illegal
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pipeline")
-    executor = LocalExecutor(["torch", "deepspeed"], root / "server.log")
-    executor.start()
-    yield Bench(executor, root)
-    executor.close()
 
 
 @pytest.mark.parametrize(("stages", "global_batch"), [(2, 16), (1, 32)])

@@ -37,13 +37,13 @@ def install(context: ScriptContext) -> None:
 
 
 def mixed_precision(context: ScriptContext) -> str:
-    """Accelerate's name of the candidate's precision."""
+    """Returns Accelerate's name of the candidate's precision."""
     assert context.candidate is not None
     return context.candidate.precision if context.candidate.precision in ("bf16", "fp16") else "no"
 
 
 def asked_for(what: str) -> bool:
-    """Whether `accelerate launch` turned on a way to train, as `DEEPSPEED` or `FSDP`."""
+    """Returns whether `accelerate launch` turned on a way to train, such as `DEEPSPEED` or `FSDP`."""
     return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() in ("true", "1", "yes", "y", "t", "on")
 
 

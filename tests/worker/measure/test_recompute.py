@@ -1,0 +1,71 @@
+"""Activation checkpointing of blocks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autotune.worker.measure.recompute import Checkpointer, Recomputations
+
+
+@pytest.fixture
+def blocks():
+    """A net of four blocks with dropout."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.mark.parametrize(("every", "n"), [(1, 4), (2, 2), (3, 2), (4, 1), (5, 1)])
+def test_every_kth_block_is_recomputed_and_none_without_gradients(blocks, every, n):
+    checkpointer = Checkpointer(list(blocks), every)
+    with torch.no_grad():
+        blocks(torch.randn(2, 8))
+    assert not checkpointer.recomputed
+    blocks(torch.randn(2, 8)).sum().backward()
+    assert len(checkpointer.recomputed) == n
+
+
+@pytest.mark.parametrize("wrap", [lambda block: block, lambda block: block.forward])
+def test_recomputation_by_others_is_noted_until_the_watch_stops(blocks, wrap):
+    watch = Recomputations(list(blocks))
+    layers = Recomputations([block[0] for block in blocks], every=7)
+    x = torch.ones(2, 8)
+    for n, block in enumerate(blocks):
+        x = checkpoint(wrap(block), x, use_reentrant=False) if n % 2 == 0 else block(x)
+    x.sum().backward(retain_graph=True)
+    assert len(watch.recomputed) == len(layers.recomputed) == 2 and (watch.every, layers.every) == (2, 7)
+    watch.stop()
+    watch.recomputed.clear()
+    checkpoint(blocks, torch.ones(2, 8), use_reentrant=False).sum().backward()
+    assert not watch.recomputed and watch.every == 0
+
+
+def test_recomputing_changes_no_gradient_and_no_name(blocks):
+    x, names = torch.randn(2, 8), list(blocks.state_dict())
+
+    def gradients():
+        torch.manual_seed(0)
+        blocks.zero_grad()
+        blocks(x).square().sum().backward()
+        return [parameter.grad.clone() for parameter in blocks.parameters()]
+
+    plain = gradients()
+    Checkpointer(list(blocks), 1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    assert list(blocks.state_dict()) == names
+
+
+def test_fewer_bytes_are_saved_for_backward_when_recomputed(blocks):
+    def saved():
+        kept = {}
+
+        def pack(tensor):
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            blocks(torch.randn(64, 8, requires_grad=True)).sum().backward()
+        return sum(kept.values())
+
+    plain = saved()
+    Checkpointer(list(blocks), 1)
+    assert saved() < plain

@@ -1,18 +1,20 @@
-"""A fork bomb: every process of rank 0 forks again and again, each in a session of its own, so that no signal to a group meets them.
+"""A fork bomb: every process of rank 0 forks again and again, each into its own session, out of reach of group signals.
 
-It goes out by itself after some seconds, or when the machine has a thousand tasks, should nobody end it.
+It ends by itself after some seconds, or when the machine has a thousand tasks, if nobody ends it.
 """
 
 import os
 import time
 
 import torch
-from torch import nn
+from faults import Faulty
 
-BAD_RANK, BAD_STEP, LAST_S, MOST_TASKS = 0, 3, 10.0, 1000
+LAST_S, MOST_TASKS = 10.0, 1000
 
 
-def explode():
+def fault(n):
+    if n != 3:
+        return
     until = time.monotonic() + LAST_S
     while time.monotonic() < until:
         with open("/proc/loadavg") as file:
@@ -22,21 +24,8 @@ def explode():
     os._exit(0)
 
 
-class Exploding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 1)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls == BAD_STEP and int(os.environ["RANK"]) == BAD_RANK:
-            explode()
-        return self.linear(x)
-
-
 def model():
-    return Exploding()
+    return Faulty(fault, rank=0)
 
 
 def batch(n):

@@ -1,4 +1,4 @@
-"""Trains, but every rank leaves shared memory, and a child that would outlive it: own session, deaf to SIGTERM, descriptors kept open."""
+"""Trains, but every rank leaves shared memory and a child that outlives it: own session, ignores SIGTERM."""
 
 import os
 import subprocess
@@ -7,7 +7,9 @@ import sys
 import torch
 from torch import nn
 
-CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_IGN); time.sleep(600)"
+CHILD = (
+    "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)]; time.sleep(600)"
+)
 
 
 def model():

@@ -1,28 +1,16 @@
-"""Crashes: rank 1 raises in its third forward; what the other ranks then say is an echo."""
-
-import os
+"""Crashes: rank 1 raises in its third forward; the errors of the other ranks are an echo."""
 
 import torch
-from torch import nn
-
-BAD_RANK, BAD_STEP = 1, 3
+from faults import Faulty
 
 
-class Crashing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 1)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls == BAD_STEP and int(os.environ["RANK"]) == BAD_RANK:
-            raise ValueError("rank 1 dislikes this batch")
-        return self.linear(x)
+def fault(n):
+    if n == 3:
+        raise ValueError("rank 1 dislikes this batch")
 
 
 def model():
-    return Crashing()
+    return Faulty(fault, rank=1)
 
 
 def batch(n):

@@ -1,4 +1,4 @@
-"""Trains: defines every optional function: samples of uneven length, padded by `collate`, with a masked loss, SGD, and named blocks."""
+"""Trains with every optional function: uneven samples, `collate`, a masked loss, SGD, and named blocks."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Trains, but every rank leaves a daemon as a service does: forked twice, in a session of its own, with nothing of our environment."""
+"""Trains, but every rank leaves a daemon: forked twice, in its own session, with an empty environment."""
 
 import os
 import sys

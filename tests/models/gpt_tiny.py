@@ -1,4 +1,4 @@
-"""Trains: a two-layer transformer that predicts the next token of counting sequences; dict batches, and the loss in its output."""
+"""Trains: a two-layer transformer that predicts counting sequences; dict batches, and the loss in its output."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Trains: a Hugging Face Llama built from a configuration, nothing downloaded; dict batches, repeated decoder layers."""
+"""Trains: a Hugging Face Llama built from a configuration; dict batches, repeated decoder layers."""
 
 import torch
 from torch.utils.data import Dataset

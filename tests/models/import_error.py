@@ -1,4 +1,4 @@
-"""Fails to load: imports a package that nobody has."""
+"""Fails to load: imports a package that is not installed."""
 
 import a_package_that_nobody_has
 import torch

@@ -1,4 +1,4 @@
-"""Trains: an encoder-decoder transformer that reverses sequences; three tensors a batch, a loss of its own, two kinds of block."""
+"""Trains: an encoder-decoder transformer that reverses sequences; three tensors a batch, `loss`, two kinds of block."""
 
 import torch
 from torch import nn

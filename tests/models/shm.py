@@ -1,4 +1,4 @@
-"""Trains, but leaves shared memory behind: a tensor in a file of /dev/shm, and the manager process that torch starts to keep it."""
+"""Trains, but leaves a tensor in a file of /dev/shm, and the manager process that torch starts for it."""
 
 import torch
 from torch import nn

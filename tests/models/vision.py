@@ -1,4 +1,4 @@
-"""Trains: a small residual convolutional net on random images with a bright corner, (image, class). Its BatchNorm refuses bf16 weights."""
+"""Trains: a residual convolutional net on images with a bright corner. Its BatchNorm refuses bf16 weights."""
 
 import torch
 from torch import nn

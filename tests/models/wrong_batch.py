@@ -1,4 +1,4 @@
-"""Does not do what it is asked: `batch(n)` returns half as many samples."""
+"""Returns half as many samples as `batch(n)` is asked for."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Plans and measures the training scripts in `models/scripts/` in real ranks; each is probed once for all tests of a module."""
+"""Plans and measures the scripts of `models/scripts/` in real ranks; each is probed once for all tests of a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from support.paths import SCRIPTS
 # DeepSpeed's shared-memory op would leave its files in /dev/shm for ever.
 PLAIN = (
     "import deepspeed, runpy, sys; deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False;"
-    " del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+    " del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]);"
+    " runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
 
@@ -89,7 +90,8 @@ def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) ->
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "OMP_NUM_THREADS": threads,
+        "PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+        "OMP_NUM_THREADS": threads,
     }  # fmt: skip
     command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}

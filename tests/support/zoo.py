@@ -27,6 +27,8 @@ ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": Tru
 
 MIB = 1 << 20
 CLEAN: dict[str, Any] = {"max_steps": 4, "budget_s": 0.0}
+# Six steps, however little time they take.
+STEPS: dict[str, Any] = {"max_steps": 6, "min_samples": 10**9, "budget_s": 60.0}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
-"""How ranks meet."""
+"""The life of a rank: how ranks meet, and how its failures are classified."""
 
 import socket
 
+import pytest
+import torch
 import torch.distributed as dist
 
+from autotune.errors import UserError
 from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
 from autotune.worker import rank
 
 
@@ -20,3 +24,22 @@ def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(mon
         rank.connect(TrialRequest(target="model.py", world_size=1), 0, listener.fileno(), cuda=False)
         assert given["master_listen_fd"] == listener.fileno() and given["use_libuv"] is False
     assert given["world_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nsecond line"), Outcome.OOM,
+         "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"),
+        (MemoryError(), Outcome.OOM, "MemoryError: "),
+        (OSError(12, "Cannot allocate memory"), Outcome.OOM, "OSError: [Errno 12] Cannot allocate memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Outcome.OOM,
+         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (ValueError("a\nb"), Outcome.CRASHED, "ValueError: a"),
+        (ValueError("wrong:\n  b"), Outcome.CRASHED, "ValueError: wrong: b"),
+        (SystemExit(3), Outcome.CRASHED, "SystemExit: 3"),
+        (UserError("model.py: define model()"), Outcome.CRASHED, "model.py: define model()"),
+    ],
+)  # fmt: skip
+def test_failures_are_classified(error, outcome, reason):
+    assert rank._classify(error) == (outcome, reason)

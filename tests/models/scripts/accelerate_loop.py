@@ -1,4 +1,4 @@
-"""Accelerate: `accumulate`, an own optimizer and schedule, evaluation between epochs, checkpoints and a tracker; prints its losses."""
+"""Accelerate: `accumulate`, optimizer and schedule, evaluation, checkpoints and a tracker; prints its losses."""
 
 import argparse
 import os

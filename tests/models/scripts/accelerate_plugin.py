@@ -1,4 +1,4 @@
-"""Accelerate with a `DeepSpeedPlugin` object, an optimizer and a schedule from its configuration, a Llama, weights saved and uploaded."""
+"""Accelerate with a `DeepSpeedPlugin`, dummy optimizer and schedule, a Llama; saves and uploads its weights."""
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin

@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: batches made by hand from a constant, `loss.backward()`; catches whatever it can."""
+"""Raw DeepSpeed: batches made from a constant, `loss.backward()`; catches every exception."""
 
 import deepspeed
 import torch

@@ -1,4 +1,4 @@
-"""transformers' Trainer: flags by HfArgumentParser, an own subclass, evaluation, saving and tracking on; prints its losses."""
+"""transformers' Trainer: HfArgumentParser, a subclass, evaluation, saving and tracking on; prints its losses."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Lightning: everything by LightningCLI, of the package `pytorch_lightning`; the loader is made before it is asked for."""
+"""Lightning: LightningCLI of the package `pytorch_lightning`; the loader is made before Lightning asks for it."""
 
 import pytorch_lightning as pl
 import torch

@@ -1,4 +1,4 @@
-"""Lightning: `fit` with a strategy by `--strategy` (a name, an object, or none), validation, a checkpoint callback, a logger."""
+"""Lightning: `fit` with a strategy (a name, an object, or none), validation, a checkpoint callback, a logger."""
 
 import argparse
 import os
@@ -65,7 +65,8 @@ if args.precision == "plugin":
     plugins, args.precision = [DeepSpeedPrecision("bf16-mixed")], None
 L.seed_everything(0)
 trainer = L.Trainer(
-    accelerator="auto", devices=1, strategy=args.strategy, precision=args.precision, plugins=plugins, accumulate_grad_batches=2,
+    accelerator="auto", devices=1, strategy=args.strategy, precision=args.precision, plugins=plugins,
+    accumulate_grad_batches=2,
     max_epochs=1000, max_steps=args.steps, val_check_interval=10, logger=CSVLogger("logs"), enable_progress_bar=False,
     callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=1)],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed and never uses it."""
+"""Imports DeepSpeed without using it."""
 
 import deepspeed  # noqa: F401
 import torch

@@ -1,4 +1,4 @@
-"""Raw DeepSpeed without argparse: flags of its own naming, and a configuration from a file, or made here with DeepSpeed's arg_mappings."""
+"""Raw DeepSpeed without argparse: unusual flags, and a configuration from a file or with arg_mappings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: an own DataLoader whose batch size stands in the call, workers, evaluation between steps, a frozen second engine."""
+"""Raw DeepSpeed: a DataLoader with a literal batch size, workers, evaluation between steps, a frozen second engine."""
 
 import deepspeed
 import torch

@@ -1,4 +1,4 @@
-"""A schedule of the script's own over an optimizer of its own; prints what each step did to the first weight, and what rate it shows."""
+"""The script's schedule over its optimizer; prints the change of the first weight and the rate after each step."""
 
 import argparse
 import contextlib

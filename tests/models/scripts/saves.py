@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: rank 0 caches its data for all of them, folders are made, weights and a log are written as it trains."""
+"""Raw DeepSpeed: rank 0 caches data for all ranks; folders are made, weights and a log are written during training."""
 
 import os
 import sys

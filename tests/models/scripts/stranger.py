@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: makes the optimizer from the parameters of another model; catches whatever it can."""
+"""Raw DeepSpeed: makes the optimizer from the parameters of another model; catches every exception."""
 
 import deepspeed
 import torch

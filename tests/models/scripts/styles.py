@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: one way or another to feed and to step an engine, `--style`; the loop itself is in a module beside this one."""
+"""Raw DeepSpeed: several ways to feed and to step an engine; the loop itself is in a module beside this one."""
 
 import sys
 

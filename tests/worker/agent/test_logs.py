@@ -1,7 +1,5 @@
 """The log of a rank, taken from a pipe: never longer than its bound, its head and its tail kept."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from autotune.worker.agent.logs import Log
 MIB = 1 << 20
 
 
-def test_what_is_printed_stands_in_the_file(tmp_path: Path) -> None:
+def test_what_is_printed_stands_in_the_file(tmp_path):
     log = Log(tmp_path / "log")
     os.write(log._write, b"first\n")
     log.take()
@@ -27,9 +25,9 @@ def test_what_is_printed_stands_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_torrent_is_kept_within_its_bound_at_every_moment(tmp_path: Path) -> None:
+def test_a_torrent_is_kept_within_its_bound_at_every_moment(tmp_path):
     log, path = Log(tmp_path / "log"), tmp_path / "log"
-    torrent = "import sys\nsys.stdout.write('first\\n')\nfor _ in range(96): sys.stdout.write('x' * (1 << 20))\nprint('last word')"
+    torrent = "import sys; print('first'); [sys.stdout.write('x' * (1 << 20)) for _ in range(96)]; print('last word')"
     child = subprocess.Popen([sys.executable, "-S", "-c", torrent], stdout=log._write, stderr=log._write)
     log.release()
     while child.poll() is None:
@@ -41,7 +39,7 @@ def test_a_torrent_is_kept_within_its_bound_at_every_moment(tmp_path: Path) -> N
     assert 2 * MIB < len(kept) < 4 * MIB
 
 
-def test_a_full_disk_costs_the_log_and_nobody_waits_for_it() -> None:
+def test_a_full_disk_costs_the_log_and_nobody_waits_for_it():
     log = Log(Path("/dev/full"))
     for _ in range(2 * logs.PIPE_BYTES >> 15):
         os.write(log._write, bytes(1 << 15))  # would wait for ever if nobody read
@@ -50,7 +48,7 @@ def test_a_full_disk_costs_the_log_and_nobody_waits_for_it() -> None:
     log.close()
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+def test_no_descriptor_is_left_open(tmp_path):
     before = os.listdir("/proc/self/fd")
     log = Log(tmp_path / "log")
     log.release()

@@ -1,15 +1,9 @@
 """Locks of compilers that died."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-
 from autotune.worker.agent import ops
 
 
-def test_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
+def test_a_lock_that_nobody_holds_is_removed(tmp_path):
     lock = tmp_path / "py311_cpu" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -17,7 +11,7 @@ def test_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-def test_a_lock_whose_builder_lives_is_kept(tmp_path: Path) -> None:
+def test_a_lock_whose_builder_lives_is_kept(tmp_path):
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()
     with open(lock, "x"):  # as torch's FileBaton holds it
@@ -26,16 +20,14 @@ def test_a_lock_whose_builder_lives_is_kept(tmp_path: Path) -> None:
     assert ops.remove_stale_locks(tmp_path) == [str(lock)]
 
 
-def test_what_is_no_lock_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_no_lock_is_left_alone(tmp_path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock.py").touch()
     assert ops.remove_stale_locks(tmp_path) == []
     assert ops.remove_stale_locks(tmp_path / "missing") == []
 
 
-def test_ops_are_built_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ops_are_built_by_name(tmp_path, monkeypatch, capsys):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     loaded = []

@@ -1,7 +1,5 @@
 """What the server imports for its ranks."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path
@@ -13,11 +11,11 @@ from autotune.worker.agent import preload
 
 
 @pytest.mark.parametrize("name", [*preload.LAZY_MODULES, *preload.RANK_MODULES])
-def test_each_module_can_be_imported(name: str) -> None:
+def test_each_module_can_be_imported(name):
     assert importlib.import_module(name)
 
 
-def test_every_mode_of_a_rank_is_imported() -> None:
+def test_every_mode_of_a_rank_is_imported():
     """A module that the entry point imports only for a mode would be imported in every rank that runs it."""
     imported = {
         node.module
@@ -28,7 +26,7 @@ def test_every_mode_of_a_rank_is_imported() -> None:
     assert imported - {"autotune.worker.agent"} == set(preload.RANK_MODULES) - {"autotune.worker.run"}
 
 
-def test_a_module_of_ours_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_ours_that_cannot_be_imported_is_an_error(monkeypatch):
     monkeypatch.setattr(preload, "RANK_MODULES", ("autotune.worker.no_such_module",))
     monkeypatch.setattr(preload, "LAZY_MODULES", ("deepspeed.no_such_module",))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

@@ -1,7 +1,5 @@
 """The agent's own instruments: commands, and what its ranks are given."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from autotune.trial.request import TrialRequest
 from autotune.worker.agent import network, preload, rank_start, server
 
 
-def test_a_command_behind_another_stays_in_the_pipe() -> None:
+def test_a_command_behind_another_stays_in_the_pipe():
     read, write = os.pipe()
     os.write(write, b'{"run": "a"}\nnot json\n{"cancel": true}\n')
     commands = server._commands(read)
@@ -24,16 +22,17 @@ def test_a_command_behind_another_stays_in_the_pipe() -> None:
     os.close(read)
 
 
-def test_a_rank_finds_the_variables_that_torchrun_sets() -> None:
+def test_a_rank_finds_the_variables_that_torchrun_sets():
     request = TrialRequest(target="", world_size=4, nodes=2)
     variables = rank_start.rank_environment(3, request) | network.environment("127.0.0.1", 29500, 1)
     assert variables == {
-        "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1",
+        "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
     }  # fmt: skip
 
 
-def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # as the server has it for trials on one machine
     found = network.environment("127.0.0.1", 29500, 2)
@@ -45,8 +44,8 @@ def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(monkeypatch: 
 
 
 @pytest.mark.process
-def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
-    def fails() -> None:
+def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why():
+    def fails():
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess\nand more")
 
     assert preload.tried_in_a_fork(lambda: None) is None
@@ -55,7 +54,7 @@ def test_what_does_not_survive_a_fork_is_found_by_trying_and_told_why() -> None:
 
 
 @pytest.mark.process
-def test_an_unknown_role_is_refused() -> None:
+def test_an_unknown_role_is_refused():
     done = subprocess.run(
         [sys.executable, "-m", "autotune.worker", "sing"], capture_output=True, text=True, check=False
     )

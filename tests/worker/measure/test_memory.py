@@ -25,7 +25,7 @@ def test_peak_memory_is_that_in_use_in_each_phase_but_the_timed_one():
 
 
 def test_memory_that_was_freed_before_counts_when_it_is_used_again():
-    """The C library keeps freed chunks below a living one; taken for resident at the start, they would hide the growth."""
+    """The C library keeps freed chunks below a living one; counted as resident at the start, they hide the growth."""
     memory.keep_freed_memory(True)
     tensors = mebibytes(64)
     keep, tensors = tensors[-1], []
@@ -63,7 +63,8 @@ GROWS_BETWEEN_TWO_LOOKS = """
 import os, time
 from autotune.worker.measure import memory
 memory.MIN_WATCH_INTERVAL_S = memory.MAX_WATCH_INTERVAL_S = 3600.0
-look = memory.limit_host_memory(memory.resident_bytes(), 64 << 20, lambda growth: os._exit(77 if growth > 64 << 20 else 1))
+limit = 64 << 20
+look = memory.limit_host_memory(memory.resident_bytes(), limit, lambda growth: os._exit(77 if growth > limit else 1))
 time.sleep(0.2)
 kept = bytearray(os.urandom(1 << 20)) * {mib}
 look()

@@ -1,16 +1,12 @@
 """The gradient noise that ranks measure, beside a brute-force computation from the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.paths import MODELS
-from support.zoo import Zoo
 
 from autotune.scoring.convergence.noise_scale import noise_scale, noise_scale_of
-from autotune.trial.result import NoiseTerms, Outcome
+from autotune.trial.result import Outcome
 
 pytestmark = pytest.mark.process
 
@@ -26,9 +22,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("ranks", "steps", "precision", "stage"), CELLS)
-def test_the_noise_scale_is_that_of_brute_force(
-    zoo: Zoo, noise_scale_of_still: float, ranks: int, steps: int, precision: str, stage: int
-) -> None:
+def test_the_noise_scale_is_that_of_brute_force(zoo, noise_scale_of_still, ranks, steps, precision, stage):
     truth = noise_scale_of_still
     result = zoo.run(
         "still", micro=MICRO, gradient_accumulation_steps=steps, precision=precision, zero_stage=stage,
@@ -43,14 +37,12 @@ def test_the_noise_scale_is_that_of_brute_force(
     assert found.samples == pytest.approx(truth, rel=0.15)
 
 
-def test_without_being_asked_nothing_is_hooked(zoo: Zoo) -> None:
+def test_without_being_asked_nothing_is_hooked(zoo):
     assert zoo.run("still", max_steps=4, budget_s=0.0).noise is None
 
 
 @pytest.mark.parametrize(("rate", "ends_early"), [("0.0", True), ("1e-3", False)])
-def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by_then(
-    zoo: Zoo, tmp_path: Path, rate: str, ends_early: bool
-) -> None:
+def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by_then(zoo, tmp_path, rate, ends_early):
     target = tmp_path / "model.py"
     target.write_text((MODELS / "still.py").read_text().replace("lr=0.0", f"lr={rate}"))
     result = zoo.run(target, micro=256, gradient_accumulation_steps=4, noise=True, max_steps=100, budget_s=60.0)
@@ -60,5 +52,5 @@ def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by
     assert (len(result.losses) < 100) == ends_early
 
 
-def _first(terms: NoiseTerms, n: int) -> NoiseTerms:
+def _first(terms, n):
     return replace(terms, micro_sq=terms.micro_sq[:n], mean_sq=terms.mean_sq[:n])

@@ -1,15 +1,11 @@
 """The quality gate on real trials: bf16 at every stage passes, injected faults do not."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from support.paths import MODELS
 from support.zoo import Zoo
 
 from autotune.scoring.convergence.quality_gate import judge, judge_gradient
-from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.result import Outcome
 
 pytestmark = pytest.mark.process
 
@@ -17,42 +13,28 @@ RUN = {"micro": 16, "check_gradient": True, "max_steps": 30, "min_samples": 10**
 
 
 @pytest.fixture(scope="module")
-def references(executor, tmp_path_factory) -> list[TrialResult]:
+def references(executor, tmp_path_factory):
     zoo = Zoo(executor, tmp_path_factory.mktemp("references"))
     return [zoo.run("ok", replicate=n, **RUN) for n in range(3)]
 
 
-def refusal(own: TrialResult, references: list[TrialResult]) -> str:
+def refusal(own, references):
     assert own.outcome is Outcome.COMPLETE, own.reason
     reference, *others = references
     wrong = judge_gradient(own.gradient, reference.gradient, {})
     return wrong or judge(own.losses, reference.losses, [each.losses for each in others]).reason
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_passes_at_every_stage_also_where_the_first_step_is_a_quarter_short(
-    zoo: Zoo, references: list, stage: int
-) -> None:
-    assert refusal(zoo.run("ok", precision="bf16", zero_stage=stage, **RUN), references) == ""
-
-
 @pytest.mark.parametrize(
-    "knobs", [{"precision": "torch_autocast"}, {"communication_data_type": "bf16", "zero_stage": 1}]
+    "knobs",
+    [
+        *({"precision": "bf16", "zero_stage": stage} for stage in (0, 1, 2, 3)),
+        {"precision": "torch_autocast"},
+        {"communication_data_type": "bf16", "zero_stage": 1},
+    ],
 )
-def test_so_do_autocast_and_a_16_bit_wire(zoo: Zoo, references: list, knobs: dict) -> None:
+def test_16_bits_pass_also_where_the_first_step_is_a_quarter_short(zoo, references, knobs):
     assert refusal(zoo.run("ok", **knobs, **RUN), references) == ""
-
-
-def faulty(tmp_path: Path, line: str) -> Path:
-    path = tmp_path / "faulty.py"
-    text = (MODELS / "ok.py").read_text()
-    path.write_text(
-        text.replace(
-            "    return torch.optim.AdamW(params, lr=3e-3)", f"    lr = 3e-3\n    {line}\n    return made(params, lr)"
-        )
-        + MADE
-    )
-    return path
 
 
 MADE = """
@@ -83,5 +65,8 @@ class Signed(torch.optim.AdamW):
         ("return Signed(params, lr)", "trains "),
     ],
 )
-def test_an_injected_fault_is_refused(zoo: Zoo, references: list, tmp_path: Path, line: str, said: str) -> None:
-    assert said in refusal(zoo.run(faulty(tmp_path, line), **RUN), references)
+def test_an_injected_fault_is_refused(zoo, references, tmp_path, line, said):
+    path, own = tmp_path / "faulty.py", "    return torch.optim.AdamW(params, lr=3e-3)"
+    changed = f"    lr = 3e-3\n    {line}\n    return made(params, lr)"
+    path.write_text((MODELS / "ok.py").read_text().replace(own, changed) + MADE)
+    assert said in refusal(zoo.run(path, **RUN), references)

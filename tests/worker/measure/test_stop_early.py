@@ -2,7 +2,7 @@
 
 import pytest
 from support.paths import MODELS
-from support.zoo import Zoo
+from support.zoo import ADAMW
 
 from autotune.executors import base
 from autotune.scoring import step_times
@@ -19,13 +19,13 @@ UNBEATABLE = TrialToBeat(trial=7, step_time_s=0.0, peak_memory_bytes=0.0)
 STEPS = {"budget_s": 30.0, "max_steps": 9, "min_samples": 10**9}
 
 
-def assert_stopped_as_soon_as_may_be(times: list[float]) -> None:
-    """When the ranks compared their clocks next: the last window may have gone on after the step that would have done."""
+def assert_stopped_as_soon_as_may_be(times):
+    """The ranks stop when they compare clocks next, so the last window may go on after the step that decides."""
     enough = next(n for n in range(len(times) + 1) if step_times.beaten_by((UNBEATABLE,), times[:n], 1.0) is not None)
     assert len(times) - enough < max(1, int(WINDOW_S / min(times)))
 
 
-def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo: Zoo) -> None:
+def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo):
     result = zoo.run(
         "gpt_tiny", zero_stage=2, gradient_accumulation_steps=2, budget_s=30.0, min_samples=10**9, rivals=(UNBEATABLE,)
     )
@@ -37,7 +37,7 @@ def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo: Zo
     assert {"inner", "boundary"} <= result.micro_step_s.keys() and min(result.micro_step_s.values()) > 0
 
 
-def test_a_trial_that_may_still_win_runs_to_its_end(zoo: Zoo) -> None:
+def test_a_trial_that_may_still_win_runs_to_its_end(zoo):
     small = TrialToBeat(trial=1, step_time_s=0.0, peak_memory_bytes=1e15)
     slow = TrialToBeat(trial=2, step_time_s=1e6, peak_memory_bytes=0.0)
     result = zoo.run("ok", rivals=(small, slow), **STEPS)
@@ -45,20 +45,19 @@ def test_a_trial_that_may_still_win_runs_to_its_end(zoo: Zoo) -> None:
     assert "inner" not in result.micro_step_s and result.micro_step_s["boundary"] > 0
 
 
-def test_a_script_is_stopped_in_the_middle_too(zoo: Zoo) -> None:
+def test_a_script_is_stopped_in_the_middle_too(zoo):
     candidate = Candidate(micro_batch_size=8, gradient_accumulation_steps=2)
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     script = Script(working_dir=str(SCRIPTS), micro_batch_size=8, gradient_accumulation_steps=2)
     request = TrialRequest(
-        target=str(SCRIPTS / "training_data.py"), candidate=candidate.values(), ds_config=candidate.to_deepspeed({"optimizer": adam}),
-        world_size=2, budget_s=30.0, min_samples=10**9, deadline_s=60.0, script=script, rivals=(UNBEATABLE,),
+        target=str(SCRIPTS / "training_data.py"), candidate=candidate.values(), world_size=2,
+        ds_config=candidate.to_deepspeed(ADAMW), budget_s=30.0, min_samples=10**9, deadline_s=60.0, script=script, rivals=(UNBEATABLE,),
     )  # fmt: skip
     result = base.run(zoo.executor, zoo.next_folder().path, request)
     assert result.outcome is Outcome.STOPPED_EARLY, result.reason
     assert_stopped_as_soon_as_may_be(result.step_times_s)
 
 
-def test_the_fastest_timed_step_decides_and_memory_where_it_counts() -> None:
+def test_the_fastest_timed_step_decides_and_memory_where_it_counts():
     times = [9.0, 9.0, 1.2, 1.1, 1.3]
     assert step_times.beaten_by([TrialToBeat(trial=1, step_time_s=1.1)], times, 0.0) is not None
     assert step_times.beaten_by([TrialToBeat(trial=1, step_time_s=1.11)], times, 0.0) is None
@@ -67,8 +66,8 @@ def test_the_fastest_timed_step_decides_and_memory_where_it_counts() -> None:
     assert step_times.beaten_by([TrialToBeat(trial=1, step_time_s=0.0)], [0.001] * 20, 0.0) is None
 
 
-def test_the_first_timed_steps_stop_only_what_is_far_behind() -> None:
-    def beaten(allowed_s: float, *times_s: float) -> bool:
+def test_the_first_timed_steps_stop_only_what_is_far_behind():
+    def beaten(allowed_s, *times_s):
         return step_times.beaten_by([TrialToBeat(trial=1, step_time_s=allowed_s)], times_s, 0.0) is not None
 
     assert not beaten(0.0, 2.0, 2.0)  # nothing is timed yet

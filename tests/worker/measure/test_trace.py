@@ -1,4 +1,4 @@
-"""What a trace says: kinds of operations by phase, on a device by its kernels, and messages that hide behind computing."""
+"""Summary of a trace: operations by phase and kind, by kernels on a device, and messages hidden behind computing."""
 
 from types import SimpleNamespace
 
@@ -24,8 +24,10 @@ def test_on_a_host_time_is_that_of_operations_themselves():
     product = event("aten::addmm", 110, 190)
     found = summary(
         [
-            event(MARK + "forward", 100, 300, own=20), event("aten::linear", 105, 195, own=10, children=[product]), product,
-            event("aten::add_", 200, 260), event("aten::t", 265, 268), event("aten::mul", 20, 90), event(MARK + "step", 400, 460),
+            event(MARK + "forward", 100, 300, own=20),
+            event("aten::linear", 105, 195, own=10, children=[product]), product,
+            event("aten::add_", 200, 260), event("aten::t", 265, 268), event("aten::mul", 20, 90),
+            event(MARK + "step", 400, 460),
             event("aten::mul", 410, 450),
         ],
         2, cuda=False, file="t",
@@ -50,9 +52,11 @@ def test_on_a_device_time_is_that_of_the_kernels_that_an_operation_started():
     cuda = DeviceType.CUDA
     found = summary(
         [
-            event(MARK + "backward", 0, 100), event("aten::mm", 1, 3, kernels=[60]), event("aten::add", 5, 6, kernels=[20, 10]),
+            event(MARK + "backward", 0, 100), event("aten::mm", 1, 3, kernels=[60]),
+            event("aten::add", 5, 6, kernels=[20, 10]),
             event("aten::fill_", 7, 8, kernels=[2]), event("c10d::allreduce_", 9, 12, kernels=[40]),
-            event("gemm", 10, 70, on=cuda), event("elementwise", 70, 80, on=cuda), event("ncclDevKernel_AllReduce", 50, 90, on=cuda),
+            event("gemm", 10, 70, on=cuda), event("elementwise", 70, 80, on=cuda),
+            event("ncclDevKernel_AllReduce", 50, 90, on=cuda),
             event(MARK + "backward", 10, 95, on=cuda),
         ],
         1, cuda=True, file="t",

@@ -86,7 +86,8 @@ def test_an_optimizer_needs_one_parameter_of_the_model_at_least():
 
 
 def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(loader):
-    stream = "class S(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(range({}))\ndef data(): return S()\n"
+    stream = "class S(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(range({}))\n"
+    stream += "def data(): return S()\n"
     three = loader(stream.format(3))
     assert [three.next()[0].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
     with pytest.raises(WorkloadError, match="yields no sample"):

@@ -4,7 +4,6 @@ import textwrap
 
 import pytest
 import torch
-from support.zoo import Zoo
 
 from autotune.executors import base
 from autotune.trial import folder
@@ -14,7 +13,7 @@ from autotune.trial.workload import Workload
 from autotune.worker.model.samples import data_shape, describe
 
 
-def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes() -> None:
+def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes():
     drawn = [{"input_ids": torch.zeros(n, dtype=torch.int64), "label": torch.tensor(1)} for n in (100, 100, 120, 500)]
     found = describe(iter(drawn))
     assert found is not None
@@ -22,21 +21,21 @@ def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes() -> N
     assert found.lengths == {"128": 0.75, "512": 0.25}
 
 
-def test_plain_lists_and_tuples_are_samples_too() -> None:
+def test_plain_lists_and_tuples_are_samples_too():
     found = describe(iter([([1, 2, 3], 0.5), ([1, 2, 3], 0.5)]))
     assert found is not None and found.fields == ("0 int[3]", "1 float[]")
 
 
-def test_what_cannot_be_drawn_is_left_for_the_trials_to_say() -> None:
+def test_what_cannot_be_drawn_is_left_for_the_trials_to_say():
     class Broken:
-        def samples(self) -> list[object]:
+        def samples(self):
             raise OSError("no such disk")
 
     assert data_shape(Broken()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.process
-def test_a_rank_tells_structure_and_data_and_another_width_is_another_structure(zoo: Zoo, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_tells_structure_and_data_and_another_width_is_another_structure(zoo, tmp_path):
     found = []
     for n, width in enumerate((8, 8, 16)):
         path = tmp_path / f"model{n}.py"

@@ -1,15 +1,13 @@
 """Weights to start from: what a trial saved, a plain state dict, a DeepSpeed checkpoint of any stage."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.paths import MODELS
-from support.zoo import Zoo
 
 from autotune.system.machine import extensions_dir
 from autotune.trial.result import Outcome
@@ -20,7 +18,7 @@ WHOLE = {"min_samples": 10**9, "budget_s": 60.0}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_trial_goes_on_from_the_weights_that_another_one_left(zoo: Zoo, tmp_path: Path, stage: int) -> None:
+def test_a_trial_goes_on_from_the_weights_that_another_one_left(zoo, tmp_path, stage):
     path = tmp_path / "warm.pt"
     first = zoo.run("ok", zero_stage=stage, save_weights=str(path), max_steps=30, **WHOLE)
     after = zoo.run("ok", weights=str(path), first_sample=30 * 8, max_steps=3, **WHOLE)
@@ -30,7 +28,7 @@ def test_a_trial_goes_on_from_the_weights_that_another_one_left(zoo: Zoo, tmp_pa
     assert after.losses[0] < fresh.losses[0] - 0.2
 
 
-def test_the_place_in_the_data_is_where_it_was_said(zoo: Zoo) -> None:
+def test_the_place_in_the_data_is_where_it_was_said(zoo):
     whole = zoo.run("still", max_steps=6, **WHOLE).losses
     later = zoo.run("still", max_steps=2, first_sample=4 * 8, **WHOLE).losses
     assert later == pytest.approx(whole[4:6], rel=1e-5)
@@ -46,8 +44,8 @@ import ok
 torch.manual_seed(5)
 model = ok.model()
 stage = int(sys.argv[1])
-config = {{"train_micro_batch_size_per_gpu": 4, "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-3, "torch_adam": True}}}},
-          "zero_optimization": {{"stage": stage}}}}
+adam = {{"type": "AdamW", "params": {{"lr": 1e-3, "torch_adam": True}}}}
+config = {{"train_micro_batch_size_per_gpu": 4, "optimizer": adam, "zero_optimization": {{"stage": stage}}}}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 engine.save_checkpoint(sys.argv[2])
 os._exit(0)  # an ordinary exit may abort, see benchmarks/plain_trial.py
@@ -55,18 +53,13 @@ os._exit(0)  # an ordinary exit may abort, see benchmarks/plain_trial.py
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo: Zoo, tmp_path: Path, stage: int) -> None:
+def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo, tmp_path, stage):
     script, folder = tmp_path / "saves.py", tmp_path / "checkpoint"
     script.write_text(SAVES.format(models=str(MODELS)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [*launch, str(script), str(stage), str(folder)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-    }
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | own, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     read = zoo.run("ok", weights=str(folder), max_steps=2, world_size=1, **WHOLE)
     fresh = zoo.run("ok", max_steps=2, world_size=1, **WHOLE)
@@ -75,24 +68,16 @@ def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo: Zoo, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "write", "said"),
     [
-        ("gone", None, "there is no such file or folder"),
-        ("text.pt", "no weights", "cannot be read as a state dict"),
-        ("other.pt", {"somewhere.else": 1}, "does not fit the model: it has no"),
-        ("empty", "folder", "holds neither a DeepSpeed checkpoint"),
+        ("gone", lambda path: None, "there is no such file or folder"),
+        ("text.pt", lambda path: path.write_text("no weights"), "cannot be read as a state dict"),
+        ("other.pt", lambda path: torch.save({"else": torch.zeros(2)}, path), "does not fit the model: it has no"),
+        ("empty", Path.mkdir, "holds neither a DeepSpeed checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint_of_the_model_is_refused_in_a_sentence(
-    zoo: Zoo, tmp_path: Path, name: str, content: object, said: str
-) -> None:
+def test_what_is_no_checkpoint_of_the_model_is_refused_in_a_sentence(zoo, tmp_path, name, write, said):
     path = tmp_path / name
-    if content == "folder":
-        path.mkdir()
-    elif isinstance(content, str):
-        path.write_text(content)
-    elif content is not None:
-        torch = pytest.importorskip("torch")
-        torch.save({"somewhere.else": torch.zeros(2)}, path)
+    write(path)
     result = zoo.run("ok", weights=str(path), max_steps=2)
     assert result.outcome is Outcome.CRASHED and said in result.reason and str(path) in result.reason

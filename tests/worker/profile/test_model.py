@@ -1,10 +1,10 @@
-"""A workload's profile against known counts, on fake tensors and for real; the machine's rates; a model too large to build."""
+"""A workload's profile against known counts; the machine's rates; a model too large to build."""
 
 from pathlib import Path
 
 import pytest
 from support.paths import MODELS
-from support.zoo import ADAMW, Zoo
+from support.zoo import ADAMW
 
 from autotune.executors import base
 from autotune.trial.folder import read_record
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 WIDTH, VOCABULARY, CONTEXT = 32, 61, 16
 
 
-def profile_of(zoo: Zoo, target: str | Path, **config) -> Profile:
+def profile_of(zoo, target, **config):
     path = target if isinstance(target, Path) else MODELS / f"{target}.py"
     folder = zoo.next_folder()
     request = TrialRequest(target=str(path), mode="profile", ds_config=config or ADAMW, deadline_s=120.0)

@@ -12,7 +12,7 @@ from autotune.worker.script.arguments import Arguments
 
 @pytest.fixture
 def parse(monkeypatch):
-    """Parses a command line as a script does in a trial; gives what it got, what was noted, and the flags that carry something."""
+    """Parses a command line as in a trial; returns the arguments, the changes noted, and the flags of fields."""
 
     def run(parser, line, *, own=False, ds_config=Path("/trial/ds_config.json"), **moves):
         changes, flags = [], {}
@@ -33,31 +33,25 @@ def parser_of(*flags, **defaults):
     return parser
 
 
-def test_the_flag_whose_value_ran_is_moved_and_its_names_are_known(parse):
-    parser = parser_of("--train_batch_size", "-b --batch-size")
-    found, changes, flags = parse(parser, "--train_batch_size 64 -b 4", micro_batch_size=(4, 2))
-    assert (found.batch_size, found.train_batch_size) == (2, 64)
-    assert changes == ["Command line: `--batch-size 2` instead of 4."] and flags == {
-        "micro_batch_size": ["--batch-size", "-b"]
-    }
+BOTH = parser_of("--train_batch_size", "-b --batch-size")
 
 
-def test_a_default_is_moved_too(parse):
-    assert parse(parser_of("--gas"), "", gradient_accumulation_steps=(8, 3))[0].gas == 3
-
-
-def test_what_stays_is_left_alone(parse):
-    found, changes, flags = parse(parser_of("--batch_size"), "--batch_size 4", micro_batch_size=None)
-    assert (found.batch_size, changes, flags) == (4, [], {})
-
-
-def test_what_no_flag_sets_is_no_flag(parse):
-    found, changes, flags = parse(parser_of(batch_size=8), "", micro_batch_size=(8, 2))
-    assert (
-        found.batch_size == 2
-        and flags == {}
-        and changes == ["Arguments: `batch_size` is 2 instead of 8 once they are parsed."]
-    )
+@pytest.mark.parametrize(
+    ("parser", "line", "moves", "parsed", "change", "flags"),
+    [
+        (BOTH, "--train_batch_size 64 -b 4", {"micro_batch_size": (4, 2)}, {"batch_size": 2, "train_batch_size": 64},
+         "Command line: `--batch-size 2` instead of 4.", {"micro_batch_size": ["--batch-size", "-b"]}),
+        (parser_of("--gas"), "", {"gradient_accumulation_steps": (8, 3)}, {"gas": 3},
+         "Command line: `--gas 3` instead of 8.", {"gradient_accumulation_steps": ["--gas"]}),
+        (parser_of("--batch_size"), "--batch_size 4", {"micro_batch_size": None}, {"batch_size": 4}, None, {}),
+        (parser_of(batch_size=8), "", {"micro_batch_size": (8, 2)}, {"batch_size": 2},
+         "Arguments: `batch_size` is 2 instead of 8 once they are parsed.", {}),
+    ],
+    ids=["the flag whose value ran", "a default", "no change", "no flag"],
+)  # fmt: skip
+def test_arguments_that_hold_a_tuned_value_are_moved(parse, parser, line, moves, parsed, change, flags):
+    found, changes, known = parse(parser, line, **moves)
+    assert vars(found) == parsed and known == flags and changes == ([change] if change else [])
 
 
 def test_a_list_in_the_code_is_not_the_users_command_line(parse):

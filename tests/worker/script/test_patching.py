@@ -65,5 +65,5 @@ def test_a_module_that_does_not_exist_stays_missing(library):
 
 @pytest.mark.process
 def test_patching_imports_no_framework():
-    code = "import sys, autotune.worker.script.patching; print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = "import sys, autotune.worker.script.patching as p; print({'torch', 'deepspeed'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

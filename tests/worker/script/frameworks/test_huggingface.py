@@ -1,4 +1,4 @@
-"""Scripts of transformers' Trainer and of Accelerate in real ranks: what is found, what runs, and that nothing else changes."""
+"""Scripts of transformers' Trainer and of Accelerate in real ranks: what is found, what runs, what is saved."""
 
 import json
 import shlex
@@ -19,16 +19,19 @@ IMPORTS = [name for script in SERVED for name in inspect_target(SCRIPTS / script
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
 FULL = {
-    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "torch_adam": True}},
     "scheduler": {
-        "type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 512},
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 512},
     },
     "zero_optimization": {
         "stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
     },
 }  # fmt: skip
-SAVING = "--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1 --load_best_model_at_end --push_to_hub --report_to all"
+SAVING = """--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1
+    --load_best_model_at_end --push_to_hub --report_to all"""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +47,8 @@ def script(bench, full):
     arguments = {
         "trainer": ("hf_trainer.py", *shlex.split(SAVING)),
         "trainer with a configuration": (
-            "hf_trainer.py", "--deepspeed", str(full), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2",
-            "--num_train_epochs", "4", "--bf16", "--gradient_checkpointing",
+            "hf_trainer.py", "--deepspeed", str(full), "--per_device_train_batch_size", "4",
+            "--gradient_accumulation_steps", "2", "--num_train_epochs", "4", "--bf16", "--gradient_checkpointing",
         ),
         "accelerate": ("accelerate_loop.py", "--split_batches"),
         "plugin": ("accelerate_plugin.py",),
@@ -69,12 +72,13 @@ def test_a_probe_finds_the_baseline_and_everything_moves(script, name, family, b
     assert found.baseline == replace(baseline, zero_stage=stage, precision=precision, checkpoint_every=every)
 
 
+MICRO, ACCUM, EVERY = "micro_batch_size", "gradient_accumulation_steps", "checkpoint_every"
 CELLS = {
-    "z0": {"zero_stage": 0, "precision": "fp32", "micro_batch_size": 2, "gradient_accumulation_steps": 3, "checkpoint_every": 2},
-    "z1": {"zero_stage": 1, "precision": "bf16", "micro_batch_size": 3, "gradient_accumulation_steps": 2, "checkpoint_every": 0},
-    "z2": {"zero_stage": 2, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 1},
-    "z3": {"zero_stage": 3, "precision": "bf16", "micro_batch_size": 4, "gradient_accumulation_steps": 1, "checkpoint_every": 1},
-}  # fmt: skip
+    "z0": {"zero_stage": 0, "precision": "fp32", MICRO: 2, ACCUM: 3, EVERY: 2},
+    "z1": {"zero_stage": 1, "precision": "bf16", MICRO: 3, ACCUM: 2, EVERY: 0},
+    "z2": {"zero_stage": 2, "precision": "torch_autocast", MICRO: 5, EVERY: 1},
+    "z3": {"zero_stage": 3, "precision": "bf16", MICRO: 4, ACCUM: 1, EVERY: 1},
+}
 
 
 @pytest.mark.parametrize(

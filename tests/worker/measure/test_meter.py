@@ -1,0 +1,129 @@
+"""What is measured of real trials: phases, traces, the slowest rank, memory."""
+
+import pytest
+from support.zoo import STEPS
+
+from autotune.trial import folder
+from autotune.trial.result import Outcome
+
+pytestmark = pytest.mark.process
+
+MIB = 1 << 20
+
+
+@pytest.mark.alone
+def test_a_step_is_taken_apart(measured):
+    result = measured("gpt_tiny", gradient_accumulation_steps=2)
+    assert set(result.phase_times_s) == {"data", "forward", "backward", "step", "reduce", "gather", "wait"}
+    assert all(seconds > 0 for seconds in result.phase_times_s.values())
+    assert set(result.startup_s) == {"import", "build", "initialize"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.alone
+def test_collectives_and_recomputation_have_phases_of_their_own_at_every_stage(measured, stage):
+    kept, again = (measured("gpt_tiny", zero_stage=stage, checkpoint_every=every).phase_times_s for every in (0, 1))
+    assert kept["reduce"] > 0 and kept["gather"] > 0 and kept["wait"] > 0
+    assert 0 < again["recompute"] < 2 * again["backward"] and again["forward"] > 0
+
+
+@pytest.mark.alone
+def test_waiting_for_a_slow_rank_is_no_communication(zoo):
+    zoo.run("slow_rank", **STEPS)
+    quick, slow = (report.phase_times_s for report in folder.reports(zoo.folder, 2).values())
+    assert quick["wait"] > 0.02 > slow["wait"] and slow["forward"] > 0.03 > quick["reduce"]
+
+
+def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo):
+    result = zoo.run("gpt_tiny", zero_stage=2, traced_steps=2, **STEPS)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert len(result.step_times_s) == STEPS["max_steps"]
+    for rank, report in folder.reports(zoo.folder, 2).items():
+        traced = report.traced
+        assert traced is not None and (zoo.folder.path / traced.file).stat().st_size > 10_000, rank
+        assert set(traced.spans_s) == {"data", "forward", "backward", "step"}
+        assert traced.kinds_s["forward"]["products"] > 0 and traced.kinds_s["backward"]["products"] > 0
+        assert 0 <= traced.hidden_s <= traced.messages_s < sum(traced.spans_s.values())
+        assert traced.operations[0].seconds >= traced.operations[-1].seconds > 0
+
+
+@pytest.mark.alone
+def test_a_step_lasts_as_long_as_its_slowest_rank(zoo, write_model):
+    """Rank 1 sleeps after its gradients are reduced, so that only its own clock sees it."""
+    target = write_model("""
+        import os, time
+        import torch
+        from torch import nn
+
+        class Late(torch.optim.SGD):
+            def step(self, *args, **kwargs):
+                time.sleep(0.05 if os.environ["RANK"] == "1" else 0.0)
+                return super().step(*args, **kwargs)
+
+        def model():
+            return nn.Linear(8, 1)
+
+        def batch(n):
+            return torch.randn(n, 8), torch.randn(n, 1)
+
+        def optimizer(params):
+            return Late(params, lr=0.1)
+        """)
+    result = zoo.run(target, **STEPS)
+    assert min(result.step_times_s) >= 0.05
+    reports = folder.reports(zoo.folder, 2)
+    assert reports[0].step_times_s == reports[1].step_times_s
+    assert reports[0].losses == reports[1].losses
+
+
+def test_memory_is_reported_by_phase_and_grows_with_the_activations(measured):
+    small, large = (measured("oom", micro=micro) for micro in (2, 8))
+    assert set(small.memory_by_phase_bytes) == {"initialize", "first_step", "forward", "backward", "step"}
+    assert small.peak_memory_bytes == max(small.memory_by_phase_bytes.values())
+    for phase in ("first_step", "backward"):
+        assert large.memory_by_phase_bytes[phase] - small.memory_by_phase_bytes[phase] > 5 * 16 * MIB
+    assert large.memory_by_phase_bytes["initialize"] == pytest.approx(
+        small.memory_by_phase_bytes["initialize"], abs=16 * MIB
+    )
+
+
+WIDE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 1024), nn.GELU(), nn.Linear(1024, 8))
+
+    def forward(self, x):
+        return x + self.net(x)
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+def batch(n):
+    return torch.randn(n, 8), torch.randn(n, 8)
+"""
+
+
+@pytest.fixture
+def wide(zoo, write_model):
+    """A model whose eight blocks keep two activations of 4 MiB each: the C library would not hand those back."""
+    target = write_model(WIDE)
+    return lambda **what: zoo.run(target, micro=1024, budget_s=0.0, max_steps=10, **what)
+
+
+def test_checkpointing_lowers_the_peak(wide):
+    kept, recomputed = (wide(checkpoint_every=every) for every in (0, 1))
+    assert kept.peak_memory_bytes is not None and recomputed.peak_memory_bytes is not None
+    assert kept.peak_memory_bytes - recomputed.peak_memory_bytes > 6 * 2 * 4 * MIB
+    assert kept.losses == recomputed.losses
+
+
+def test_a_trial_fits_a_limit_just_above_the_peak_that_it_reports(wide):
+    """Memory that the C library keeps in the timed steps counts neither as the peak nor against the limit."""
+    peak = wide(checkpoint_every=1).peak_memory_bytes
+    assert peak is not None
+    assert wide(checkpoint_every=1, device_memory_bytes=int(1.2 * peak)).outcome is Outcome.COMPLETE
+    assert wide(checkpoint_every=1, device_memory_bytes=int(0.7 * peak)).outcome is Outcome.OOM

@@ -55,8 +55,6 @@ def preload(modules: Sequence[str]) -> str | None:
     Returns:
         Why ranks cannot be forked from this process; None if they can.
     """
-    if sys.platform != "linux":
-        return f"forking after imports is not safe on {sys.platform}"
     sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)

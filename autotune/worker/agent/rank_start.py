@@ -99,6 +99,5 @@ def _expose_to_oom_killer() -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Calls Linux's `prctl`; does nothing elsewhere."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    """Calls Linux's `prctl`."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -49,7 +49,8 @@ class Recomputations:
 
     Args:
         blocks: The repeated blocks of the model.
-        every: The value of `Candidate.checkpoint_every`, if it is known; else it follows from what is seen.
+        every: The value of `Candidate.checkpoint_every` for a pipeline, whose engine calls whole blocks again; None if it
+            follows from the recomputed blocks, which may checkpoint their own forward.
     """
 
     def __init__(self, blocks: list[nn.Module], every: int | None = None) -> None:
@@ -59,7 +60,7 @@ class Recomputations:
         self._handles = [
             module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
             for block in blocks
-            for module in (block, *block.children())
+            for module in (block.children() if every is None else [block])
         ]
 
     def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:

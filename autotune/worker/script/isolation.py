@@ -1,4 +1,4 @@
-"""Files of a script under trial: nothing that it saves stays in the user's folders."""
+"""Files of a script under trial: saving is redirected or skipped, so that the user's folders stay as they were."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def test_a_script_is_stopped_in_the_middle_too(zoo):
     script = Script(working_dir=str(SCRIPTS), micro_batch_size=8, gradient_accumulation_steps=2)
     request = TrialRequest(
         target=str(SCRIPTS / "training_data.py"), candidate=candidate.values(), world_size=2,
-        ds_config=candidate.to_deepspeed(ADAMW), budget_s=30.0, min_samples=10**9, deadline_s=60.0, script=script, rivals=(UNBEATABLE,),
+        ds_config=candidate.to_deepspeed(ADAMW), budget_s=30.0, min_samples=10**9, deadline_s=60.0,
+        script=script, rivals=(UNBEATABLE,),
     )  # fmt: skip
     result = base.run(zoo.executor, zoo.next_folder().path, request)
     assert result.outcome is Outcome.STOPPED_EARLY, result.reason

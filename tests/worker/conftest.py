@@ -1,4 +1,4 @@
-"""What tests of the ranks share: trials that several tests look at, and truths that are computed beside them."""
+"""Fixtures for tests of ranks: trials that several tests look at, and a noise scale by brute force."""
 
 import functools
 import importlib.util

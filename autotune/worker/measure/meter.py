@@ -26,7 +26,7 @@ class Meter:
     """Measures an engine: steps, phases, memory, gradients, and the configuration that ran.
 
     Attributes:
-        data_parallel: Ranks with data of their own; stages of a pipeline share theirs.
+        data_parallel: Ranks that are fed different data; the stages of a pipeline share theirs.
         ledger: The steps.
     """
 

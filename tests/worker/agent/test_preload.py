@@ -1,4 +1,4 @@
-"""What the server imports for its ranks."""
+"""Modules that the server imports for its ranks."""
 
 import ast
 import importlib

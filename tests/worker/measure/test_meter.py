@@ -1,4 +1,4 @@
-"""What is measured of real trials: phases, traces, the slowest rank, memory."""
+"""Measurements of real trials: phases, traces, the slowest rank, memory."""
 
 import pytest
 from support.zoo import STEPS

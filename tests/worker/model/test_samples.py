@@ -1,4 +1,4 @@
-"""What samples look like: shapes, and how long they are."""
+"""The shape of a data set: fields, sizes and lengths."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""What one forward of a script's engine shows, held against the pass that is followed whole."""
+"""The profile from one forward of a script's engine, compared with that of a whole pass."""
 
 import torch
 from support.instant import WORKLOAD

@@ -1,4 +1,4 @@
-"""What tests of training scripts share: a warm server, and a folder in which scripts start."""
+"""Fixtures for tests of training scripts: a warm server, and the folder in which scripts start."""
 
 import pytest
 from support.bench import Bench

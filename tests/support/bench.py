@@ -63,7 +63,8 @@ class Bench:
         self.folder = TrialDir(self._next())
         request = TrialRequest(
             target=str(found.spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate),
-            world_size=found.world_size, max_steps=steps, deadline_s=90, script=found.script(candidate), **own,
+            world_size=found.world_size, script=found.script(candidate),
+            **{"max_steps": steps, "min_samples": 10**9, "budget_s": 60.0, "deadline_s": 90.0, **own},
         )  # fmt: skip
         return base.run(self.executor, self.folder.path, request)
 

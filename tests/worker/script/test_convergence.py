@@ -16,7 +16,7 @@ def run(bench):
 
     def run(script, *arguments, ranks=1, steps, **what):
         found = bench.plan(script, *arguments, ranks=ranks)
-        return bench.applied(found, steps=steps, budget_s=60.0, min_samples=10**9, **what)
+        return bench.applied(found, steps=steps, **what)
 
     return run
 

@@ -169,7 +169,7 @@ def shown(path: Path) -> Path:
     return path
 
 
-def _inside(path: Any, folder: Path, where: str) -> Path:
+def absolute(path: Any, folder: Path, where: str) -> Path:
     """Returns a path that the user gave, relative to a folder, as an absolute one.
 
     Raises:

@@ -146,7 +146,7 @@ def parse_seconds(value: Any) -> float:
 
 def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return _finite(value)
+        return finite(value)
     text = value.strip() if isinstance(value, str) else ""
     lower = {unit.lower(): factor for unit, factor in units.items()}
     parts, at = list[tuple[str, str]](), 0
@@ -158,10 +158,10 @@ def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float
         raise ValueError(
             f"{value!r} is not a number or a number with a unit, as in {example!r}; units: {', '.join(units)}"
         )
-    return _finite(sum(float(number) * (lower[unit] if unit else 1.0) for number, unit in parts))
+    return finite(sum(float(number) * (lower[unit] if unit else 1.0) for number, unit in parts))
 
 
-def _finite(value: int | float) -> float:
+def finite(value: int | float) -> float:
     """Returns the number as a float.
 
     Raises:

@@ -181,7 +181,7 @@ def test_the_stages_of_a_pipeline_are_not_predicted(tmp_path, monkeypatch):
         script=Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2),
     )
     monkeypatch.setattr(forecasts, "_known", lambda *_: (known, []))
-    with pytest.raises(UserError, match="stages of a pipeline"):
+    with pytest.raises(UserError, match="pipelines cannot be predicted"):
         predict(MODELS / "scripts" / "pipeline.py", {}, [], as_json=False)
 
 

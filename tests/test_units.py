@@ -39,7 +39,7 @@ def test_a_count_is_short(number: float, shown: str) -> None:
 
 
 def test_rates_keep_their_unit_but_bytes_a_second_are_scaled() -> None:
-    assert units.format_bandwidth(25e9) == "25.0 GB/s"
+    assert units.format_quantity(25e9, "B/s") == "25.0 GB/s"
     assert units.format_quantity(1234.4, "samples/s") == "1,234 samples/s"
 
 

@@ -28,7 +28,7 @@ from autotune.study.setup.script import (
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
-from autotune.system.machine import most_ranks
+from autotune.system.machine import check_ranks
 from autotune.trial.target import Target, is_yaml
 from autotune.trial.workload import Script, Workload
 
@@ -156,10 +156,8 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
         UserError: The target, the baseline or the space cannot be used.
     """
     target = spec.inspected
-    if not spec.runs_elsewhere and (spec.stated_ranks or 1) > (most := most_ranks()):
-        raise UserError(
-            f"--ranks: {spec.stated_ranks} ranks are more than this machine can hold at once ({most}); give fewer"
-        )
+    if not spec.runs_elsewhere:
+        check_ranks(spec.stated_ranks or 1, "--ranks")
     trials = folder / "trials"
     first_ranks = 1 if target.kind == "model" else spec.stated_ranks or 1
     workload = inspect_workload(spec, executor, trials / "inspect", first_ranks)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from autotune.executors import base
 from autotune.executors.base import Executor
-from autotune.system.machine import cache_dir, has_cuda_device, processor_name
+from autotune.system.machine import accelerator, cache_dir, processor_name
 from autotune.trial.command import Invocation
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.links import Probe
@@ -51,7 +51,7 @@ HERE = Place()
 def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:
     """Returns the cache key of a target: its sources and arguments, the libraries, and the kind of device."""
     texts = [path.read_text(errors="replace") for path in sources(target)]
-    return _digest(FORMAT, *_libraries(), _accelerator(), given, str(target.absolute()), *where, *texts)
+    return _digest(FORMAT, *_libraries(), accelerator(), given, str(target.absolute()), *where, *texts)
 
 
 def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
@@ -73,7 +73,7 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
     if where:
         return _digest(FORMAT, *_libraries(), *where, world_size)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = [_accelerator(), platform.node() + processor_name(), cores, os.environ.get("OMP_NUM_THREADS")]
+    machine = [accelerator(), platform.node() + processor_name(), cores, os.environ.get("OMP_NUM_THREADS")]
     return _digest(FORMAT, *_libraries(), *machine, world_size)
 
 
@@ -157,7 +157,3 @@ def _digest(*parts: Any) -> str:
 
 def _libraries() -> list[str]:
     return [platform.python_version(), *(metadata.version(name) for name in ("torch", "deepspeed"))]
-
-
-def _accelerator() -> str:
-    return os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")

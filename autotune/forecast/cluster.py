@@ -179,7 +179,8 @@ class Projector:
         setting = replace(unbounded, world_size=n, ranks_per_node=per_node)
         return Projected(
             world_size=n, candidate=candidate, step_time_s=time.total, peak_memory_bytes=memory.total,
-            samples_per_s=samples / time.total.value, samples_per_step=samples, communication=waiting / time.total.value,
+            samples_per_s=samples / time.total.value, samples_per_step=samples,
+            communication=waiting / time.total.value,
             fits=probability_below(memory, self.limit_bytes) if self.limit_bytes else None,
             impossible=why_illegal(candidate, setting) or "",
         )  # fmt: skip
@@ -199,9 +200,10 @@ class Projector:
         if mode == "strong":
             steps, rest = divmod(candidate.gradient_accumulation_steps * fewest, max(counts))
             if rest or not steps:
+                batch, micro = candidate.global_batch_size(fewest), candidate.micro_batch_size
                 raise UserError(
-                    f"project: a global batch of {candidate.global_batch_size(fewest)} in micro-batches of {candidate.micro_batch_size}"
-                    f" cannot be split over {max(counts)} devices; leave --strong out, or choose a configuration with a smaller micro-batch"
+                    f"project: a global batch of {batch} in micro-batches of {micro} cannot be split over {max(counts)}"
+                    " devices; leave --strong out, or choose a configuration with a smaller micro-batch"
                 )
             candidate = replace(candidate, gradient_accumulation_steps=steps)
         found = {n: self.one(each, n) for n, each in scaling.candidates(candidate, counts, mode).items()}

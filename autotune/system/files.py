@@ -22,7 +22,7 @@ REMEDIES = {
     errno.EROFS: "Make it writable, or work in another folder",
     errno.EACCES: "Make it writable for you, or work in another folder",
     errno.EPERM: "Make it writable for you, or work in another folder",
-    errno.EIO: "See what is wrong with the disk",
+    errno.EIO: "Check the disk",
 }
 # Free space below which a failure may be due to the disk.
 LEAST_FREE_BYTES = 1 << 20

@@ -63,7 +63,7 @@ def processor_name() -> str:
 
 
 def n_gpus() -> int:
-    """Returns the number of NVIDIA devices (1 if only their driver's command is there), from files and not through CUDA."""
+    """Returns the number of NVIDIA devices, from files and not through CUDA; 1 if there is only `nvidia-smi`."""
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
     return len(devices) or int(shutil.which("nvidia-smi") is not None)
 

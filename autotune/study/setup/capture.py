@@ -41,6 +41,7 @@ from autotune.trial.target import inspect_target
 DEADLINE_S = 180.0
 HOOK = Path(__file__).parent / "_capture"
 CAPTURE = "AUTOTUNE_CAPTURE"
+NAME_IT = "name the script to tune: autotune run train.py -- --its --args"
 # Variables that a trial sets for its own ranks, or that say nothing about the script.
 OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -129,25 +130,24 @@ def capture(
     shown = f"`{command}`"
     if not records:
         if code is None:
-            raise InvocationError(
-                f"{shown} started no training script within {deadline_s:g} s; does it wait for something? It said: {log}"
-            )
+            asked = f"within {deadline_s:g} s; does it wait for something? It said: {log}"
+            raise InvocationError(f"{shown} started no training script {asked}")
         if code:
             raise InvocationError(f"{shown} ended with status {code} and started no training script: {log}")
         raise InvocationError(
-            f"{shown} started no training script that can be seen: a container, another machine, or Python's -I and -E hide it;"
-            " name the script instead: autotune run train.py -- --its --args"
+            f"{shown} started no training script that can be seen: a container, another machine, or Python's -I and -E"
+            f" hide it; {NAME_IT}"
         )
     chosen = _chosen(records, shown)
     found = _invocation(chosen, records, numbers, run.given, command)
     others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
-    notes = [f"{', '.join(others)} of your command was not run; run it yourself first if the training needs it"] * bool(
-        others
-    )
+    notes = []
+    if others:
+        names = ", ".join(others)
+        notes.append(f"{names} of your command was not run; run it yourself first if the training needs it")
     if start_of(found) is None:
-        notes.append(
-            f"{Path(found.script).name} is the first training that your command starts, and the one that is tuned"
-        )
+        name = Path(found.script).name
+        notes.append(f"{name} is the first training that your command starts, and the one that is tuned")
     missing = [name for name in numbers if name not in _names(found)]
     if missing:
         raise InvocationError(
@@ -241,14 +241,12 @@ def _chosen(records: Sequence[_Record], shown: str) -> _Record:
     scripts = {record.script: record for record in reversed(training or ranks or records)}
     if len(scripts) > 1:
         names = ", ".join(sorted(os.path.relpath(path) for path in scripts))
-        raise InvocationError(
-            f"{shown} starts several scripts ({names}); name the one to tune: autotune run train.py -- --its --args"
-        )
+        raise InvocationError(f"{shown} starts several scripts ({names}); {NAME_IT}")
     chosen = next(iter(scripts.values()))
     if chosen.world_size > chosen.local_world_size:
         raise InvocationError(
-            f"{shown} starts {chosen.local_world_size} of {chosen.world_size} ranks here and the others on other machines,"
-            " which a trial's ranks do not take from a launcher; launch it for one machine, and say --nodes with --executor or --hostfile"
+            f"{shown} starts {chosen.local_world_size} of {chosen.world_size} ranks here and the others on other"
+            " machines; launch it for one machine, and give --nodes with --executor or --hostfile"
         )
     if not chosen.script:
         raise InvocationError(f"{shown}: there is no module {chosen.module!r} that {chosen.working_dir} could start")

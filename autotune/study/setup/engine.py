@@ -62,9 +62,8 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
 def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
     for name in options:
         if name not in known:
-            raise UserError(
-                f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {', '.join(known) or 'none'}"
-            )
+            every = ", ".join(known) or "none"
+            raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {every}")
 
 
 @contextlib.contextmanager

@@ -31,10 +31,10 @@ from autotune.trial.result import Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Workload
 
-# Probability from which a configuration is said to fit.
+# Probability from which a configuration counts as fitting.
 SURE = 0.95
 MOST_SAMPLES = 4096
-# Share of a step from which one term is said to bind it alone.
+# Share of a step from which a single term binds it.
 BINDING_SHARE = 0.5
 BINDS = {
     "compute": "compute: the matrix products",
@@ -185,11 +185,12 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
     limit = float(spec.device_memory_bytes or found.share_bytes)
     said = predictor.memory(candidate)
     return Answer(
-        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate), limit_bytes=limit,
-        fits=probability_below(said, limit), largest_micro_batch_size=_largest(predictor, candidate, limit),
+        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate),
+        limit_bytes=limit, fits=probability_below(said, limit),
+        largest_micro_batch_size=_largest(predictor, candidate, limit),
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
-        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None, measured=measured.get(candidate, {}),
-        study=spec.name, notes=found.notes,
+        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None,
+        measured=measured.get(candidate, {}), study=spec.name, notes=found.notes,
     )  # fmt: skip
 
 
@@ -210,7 +211,7 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
         machine = replace(machine, world_size=world_size)
         notes = [
             *notes,
-            f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ",
+            f"rates are those of {local} rank(s) on this machine; between more ranks or machines links differ",
         ]
     return ForecastInputs(
         profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),

@@ -27,7 +27,7 @@ SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps"
 USAGE_STATUS = "exited with status 2"
 # Advice where the tuner cannot move a knob.
 REMEDY = {
-    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
     f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
 }
@@ -35,9 +35,9 @@ REMEDY = {
 UNSEEN_REMEDIES = {
     **REMEDY,
     "global batch": REMEDY["micro_batch_size"],
-    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
-    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
-    " command line), or leave `checkpointing` out of the space",
+    "dtype": "If the script chooses the type of its weights, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "If the script recomputes activations, pass the interval by a flag (`--flag {checkpoint_every}`"
+    " on the command line), or leave `checkpointing` out of the space",
 }
 # Values of the templates in the unchanged script.
 UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
@@ -100,7 +100,7 @@ def _untouched_config(spec: StudySpec) -> DsConfig:
 def script_request(
     spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None
 ) -> Script:
-    """Returns how the script is run for a candidate; for None as the user runs it, with the default batch in templates."""
+    """Returns how the script is run for a candidate, or for None as the user runs it, with the default batch."""
     how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
     before = baseline.values() if baseline is not None else UNTOUCHED
     values = candidate.values() if candidate is not None else UNTOUCHED
@@ -189,15 +189,12 @@ def _moved(
         changes += [change for change in result.side_changes if change not in changes]
         word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
         if seen is None:
-            caveats.append(
-                f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
-            )
+            end = f"{result.outcome}: {result.reason}"
+            caveats.append(f"with a {word} of {wanted[name]} the script ended with {end}; so it stays {was}")
         elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
             movable.append(name)
         else:
-            caveats.append(
-                f"the {word} stays {was}: no flag, constant or DataLoader that the tuner found moves it. {REMEDY[name]}"
-            )
+            caveats.append(f"the {word} stays {was}: no flag, constant or DataLoader moves it. {REMEDY[name]}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)

@@ -1,7 +1,7 @@
 """Table of the settings of a study: their meaning, their command-line options, their comments in `study.yaml`.
 
-The options of the commands, the docstring of `autotune.run`, the comments in `study.yaml` and `docs/reference.md` are made
-from it. Types, defaults and checks are in `StudySpec`. The module imports nothing heavy, because `autotune --help` reads it.
+The options of the commands, the docstring of `autotune.run`, the comments in `study.yaml` and `docs/reference.md` are
+made from it. Types, defaults and checks are in `StudySpec`. It imports nothing heavy: `autotune --help` reads it.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ from autotune.trial.target import YAML, Target, inspect_target, is_yaml
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 NO_SECRET = (
-    f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from an environment"
-    " variable (in a launch command: $NAME), or give the whole command again"
+    f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from an"
+    " environment variable (in a launch command: $NAME), or give the whole command again"
 )
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # Characters of a study's name, which is a folder's; a file system takes 255 bytes, and re-tunings append their number.
@@ -152,9 +152,8 @@ class StudySpec(BaseModel):
             spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
         path = spec.target
         if spec.inspected.kind != "script":
-            raise SpecError(
-                f"`{invocation.command}` starts {path}, which is no training script: autotune run {path.name}"
-            )
+            said = f"{path}, which is no training script: autotune run {path.name}"
+            raise SpecError(f"`{invocation.command}` starts {said}")
         _check_script(spec)
         return spec
 
@@ -172,9 +171,8 @@ class StudySpec(BaseModel):
         if spec.inspected.kind == "script":
             _check_script(spec)
         elif spec.script_args or spec.script_set:
-            raise SpecError(
-                f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}"
-            )
+            given = " ".join((*spec.script_args, *spec.script_set))
+            raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
         return spec
 
     @functools.cached_property
@@ -284,9 +282,8 @@ class StudySpec(BaseModel):
     def _check_name(cls, name: str) -> str:
         check_name(name)
         if RESERVED.fullmatch(name):
-            raise ValueError(
-                f"{name!r} cannot name a study: databases and re-tunings have such names; choose one with another ending"
-            )
+            kept = "databases and re-tunings have such names"
+            raise ValueError(f"{name!r} cannot name a study: {kept}; choose one with another ending")
         return name
 
     @model_validator(mode="after")
@@ -305,21 +302,18 @@ def _check_script(spec: StudySpec) -> None:
     for where, texts in (("-- ARGS", spec.how().arguments), (flag("script_set"), spec.script_set.values())):
         if any(map(redaction.holds_mask, texts)):
             raise SpecError(f"{where}: {NO_SECRET}")
-    if not Path(spec.how().working_dir).is_dir():
-        raise SpecError(
-            f"working_dir: there is no folder {spec.how().working_dir}, which {target.path.name} is to run in"
-        )
+    if not Path(folder := spec.how().working_dir).is_dir():
+        raise SpecError(f"working_dir: there is no folder {folder}, which {target.path.name} is to run in")
     check_templates([*spec.how().arguments, *spec.script_set.values(), spec.command or ""], str(target.path))
     if spec.base_config is not None and DS_CONFIG not in spec.templated():
         raise SpecError(
-            f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; only where {{ds_config}}"
-            " stands for its path on the command line is it given here"
+            f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; it is"
+            " given here only where {ds_config} stands for its path on the command line"
         )
     for name in spec.script_set:
         if name not in target.constants:
-            raise SpecError(
-                f"--set {name}: {target.path.name} assigns no such constant at its top level.{nearest(name, target.constants)}"
-            )
+            near = nearest(name, target.constants)
+            raise SpecError(f"--set {name}: {target.path.name} assigns no such constant at its top level.{near}")
 
 
 def _check_together(spec: StudySpec) -> None:
@@ -351,9 +345,8 @@ def _check_together(spec: StudySpec) -> None:
         ends.setdefault(metric, {})[end] = amount
     for metric, both in ends.items():
         if both.get("min", -math.inf) > both.get("max", math.inf):
-            raise ValueError(
-                f"constraints: {metric}: min {both['min']:g} is above max {both['max']:g}, so nothing can hold both; change one of them"
-            )
+            low, high = f"min {both['min']:g}", f"max {both['max']:g}"
+            raise ValueError(f"constraints: {metric}: {low} is above {high}, so nothing can hold both")
 
 
 def check_name(name: str) -> None:

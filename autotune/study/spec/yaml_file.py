@@ -114,9 +114,8 @@ def parse_yaml(text: str, where: str) -> Any:
         SpecError: The text is not YAML, or exceeds a limit; the message names the line.
     """
     if len(text) > LARGEST_CHARACTERS:
-        raise SpecError(
-            f"{where}: {len(text):,} characters are more than a person writes ({LARGEST_CHARACTERS:,}); is it the right file?"
-        )
+        many = f"{len(text):,} characters are more than a person writes ({LARGEST_CHARACTERS:,})"
+        raise SpecError(f"{where}: {many}; is it the right file?")
     try:
         loader = _Loader(text)
         root = loader.get_single_node()

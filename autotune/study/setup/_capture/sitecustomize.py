@@ -1,8 +1,8 @@
 """Hook of `capture`: Python imports it at its start, and a rank is written down instead of run.
 
 A rank is a Python process to which a launcher gave a rank number, or one that runs a user's script without a launcher;
-launchers, tools and `python -c` run as usual. A rank waits until it is ended, so that nothing behind the training is run.
-The module imports nothing heavy, and runs the user's own sitecustomize afterwards.
+launchers, tools and `python -c` run as usual. A rank waits until it is killed, so that the command does not go
+on behind the training. The module imports nothing heavy, and runs the user's own sitecustomize afterwards.
 """
 
 from __future__ import annotations

@@ -208,9 +208,10 @@ def read_text(path: Path, where: str) -> str:
             raise SpecError(f"{where}: {path} has {size}, more than a person writes (1 MiB); is it the right file?")
         return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError:
-        with contextlib.suppress(OSError, ValueError):  # the folder is missing, or may not be listed
-            raise SpecError(f"{where}: there is no file {path}.{nearest(path.name, os.listdir(path.parent))}") from None
-        raise SpecError(f"{where}: there is no file {path}.") from None
+        names = []
+        with contextlib.suppress(OSError):  # the folder is missing, or may not be listed
+            names = os.listdir(path.parent)
+        raise SpecError(f"{where}: there is no file {path}.{nearest(path.name, names)}") from None
     except UnicodeDecodeError:
         raise SpecError(f"{where}: {path} is not a text file in UTF-8; save it as UTF-8") from None
     except UnicodeEncodeError:

@@ -118,13 +118,12 @@ def _presets(kind: Kind, value: Any, where: str, folder: Path) -> list[tuple[Any
     """Returns each item of a list, of a comma-separated text, or the one item, with its place and its data."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
-        items = [part.strip() for part in value.split(",")]
-        if len(items) > 1 and not all(items):
+        names = [part.strip() for part in value.split(",")]
+        items = list(filter(None, names))
+        if len(names) > max(1, len(items)):
             raise SpecError(f"{where}: {value!r} has a comma too many; a name is missing there")
     return [
-        (item, *(load_preset(kind, item, folder, where) if isinstance(item, str) else (where, item)))
-        for item in items
-        if item != ""
+        (item, *(load_preset(kind, item, folder, where) if isinstance(item, str) else (where, item))) for item in items
     ]
 
 

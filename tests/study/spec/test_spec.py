@@ -161,6 +161,7 @@ def test_a_written_study_names_no_preset_and_keeps_numbers_and_switches(study):
         ("name: 'a\n\n  b'", "cannot name a study"),
         ("space: [zer0]", "space: unknown 'zer0'. Did you mean 'zero'?"),
         ("space: [zero, zero]", "'zero' is there twice"),
+        ("space: ['']", "space: unknown ''"),
         ("space: [zero, {zero_stage: [1]}]", "already defined by search_spaces/zero.yaml"),
         ("space: missing.yaml", "there is no file"),
         ("space: {}", "space: it is empty"),

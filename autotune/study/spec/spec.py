@@ -44,8 +44,8 @@ from autotune.trial.target import YAML, Target, inspect_target, is_yaml
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 NO_SECRET = (
-    f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from an"
-    " environment variable (in a launch command: $NAME), or give the whole command again"
+    f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from a"
+    " variable of the environment (in a launch command: $NAME), or give the whole command again"
 )
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # Characters of a study's name, which is a folder's; a file system takes 255 bytes, and re-tunings append their number.
@@ -346,7 +346,9 @@ def _check_together(spec: StudySpec) -> None:
     for metric, both in ends.items():
         if both.get("min", -math.inf) > both.get("max", math.inf):
             low, high = f"min {both['min']:g}", f"max {both['max']:g}"
-            raise ValueError(f"constraints: {metric}: {low} is above {high}, so nothing can hold both")
+            raise ValueError(
+                f"constraints: {metric}: {low} is above {high}, so nothing can hold both; change one of them"
+            )
 
 
 def check_name(name: str) -> None:

@@ -130,8 +130,8 @@ def capture(
     shown = f"`{command}`"
     if not records:
         if code is None:
-            asked = f"within {deadline_s:g} s; does it wait for something? It said: {log}"
-            raise InvocationError(f"{shown} started no training script {asked}")
+            said = f"does it wait for something? It said: {log}"
+            raise InvocationError(f"{shown} started no training script within {deadline_s:g} s; {said}")
         if code:
             raise InvocationError(f"{shown} ended with status {code} and started no training script: {log}")
         raise InvocationError(

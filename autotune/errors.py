@@ -33,3 +33,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     # Comparing two long names takes long.
     close = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def unknown(name: object, known: Iterable[str], kind: str = "") -> str:
+    """Returns that a name is unknown, the nearest known one, and all known ones; `kind` says what the name is of."""
+    known = list(known)
+    return f"unknown {kind}{name!r}.{nearest(str(name), known)} Known: {', '.join(known)}"

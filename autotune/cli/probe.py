@@ -13,7 +13,7 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.report.progress import ProgressView
 from autotune.study.setup import profile_cache
-from autotune.system.machine import has_cuda_device, most_ranks
+from autotune.system.machine import check_ranks, n_gpus
 from autotune.system.units import format_bytes, format_seconds
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.links import Link, LoaderRate, Probe
@@ -42,13 +42,10 @@ def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool)
     Raises:
         UserError: It could not be measured, and why.
     """
-    world_size = ranks if ranks is not None else _usual_ranks()
+    world_size = ranks if ranks is not None else (n_gpus() or DEFAULT_RANKS)
     if world_size < 1:
         raise UserError(f"probe: --ranks takes a number of ranks from 1 on; it was {world_size}")
-    if world_size > (most := most_ranks()):
-        raise UserError(
-            f"probe: --ranks: {world_size} ranks are more than this machine can hold at once ({most}); give fewer"
-        )
+    check_ranks(world_size, "probe: --ranks")
     if target is not None and inspect_target(target).kind != "model":
         raise UserError(f"probe: {target}: only the data of a model.py can be drawn without its training")
     key = profile_cache.machine_key(world_size)
@@ -63,12 +60,6 @@ def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool)
     else:
         print("\n".join(lines(found, kept=kept)))
     return 0
-
-
-def _usual_ranks() -> int:
-    """One for each GPU, as far as that is to be seen without their libraries; two on a CPU."""
-    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
-    return max(1, len(devices)) if has_cuda_device() else DEFAULT_RANKS
 
 
 def measure(target: Path | None, world_size: int) -> Probe:

@@ -9,31 +9,30 @@ from autotune.errors import UserError
 from autotune.forecast.communication import ALGORITHMS
 from autotune.forecast.predictor import ForecastInputs, Predictor, Term, probability_below
 from autotune.scoring import scaling
-from autotune.scoring.scaling import Mode, Run
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.system.units import parse_bandwidth, parse_latency
 from autotune.trial.profile import Machine
 
-# Links that are only stated: how far what collectives reach in training may be off what is said of them.
+# Uncertainty (log sd) of links whose rates are stated and not measured: collectives in training may reach less.
 LINK_SD = {"communication": 0.3, "messages": 0.5}
-# Where nobody says (Ethernet or InfiniBand between nodes, as a collective's hop sees it).
+# Default latency between nodes: one hop of a collective over Ethernet or InfiniBand.
 NODE_LATENCY_S = 2e-5
 MOST_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The cluster that is thought of.
+    """The cluster of a projection.
 
     Attributes:
         devices: Devices, one rank each.
         per_node: Devices of a node.
-        intra_bytes_per_s: Bandwidth that a collective reaches within a node; None for the one measured here.
+        intra_bytes_per_s: Bandwidth of a collective within a node; None for the measured one.
         inter_bytes_per_s: Bandwidth of a node to the others, each way, shared by its devices.
-        intra_latency_s: Latency of a message within a node; None for the one measured here.
-        inter_latency_s: The same between nodes; None for a usual one.
-        algorithm: How collectives go; see `predictors.communication`.
+        intra_latency_s: Latency of a message within a node; None for the measured one.
+        inter_latency_s: Latency of a message between nodes; None for `NODE_LATENCY_S`.
+        algorithm: Algorithm of collectives; see `forecast.communication`.
     """
 
     devices: int
@@ -45,13 +44,14 @@ class Cluster:
     algorithm: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.per_node < 1:
-            raise UserError(f"project: {self.devices} devices, {self.per_node} a node: both must be at least 1")
-        if self.devices > self.per_node and self.devices % self.per_node:
-            raise UserError(f"project: {self.devices} devices are no whole number of nodes of {self.per_node}")
-        if self.devices > self.per_node and self.inter_bytes_per_s is None:
+        n, several = self.devices, self.devices > self.per_node
+        if n < 1 or self.per_node < 1:
+            raise UserError(f"project: {n} devices, {self.per_node} a node: both must be at least 1")
+        if several and n % self.per_node:
+            raise UserError(f"project: {n} devices are no whole number of nodes of {self.per_node}")
+        if several and self.inter_bytes_per_s is None:
             raise UserError(
-                f"project: {self.devices} devices are {self.devices // self.per_node} nodes, so say how fast a node is connected:"
+                f"project: {n} devices are {n // self.per_node} nodes; give the bandwidth between nodes:"
                 " --inter-bandwidth, as in 50GB/s or 400Gbit/s"
             )
         if self.algorithm not in ALGORITHMS:
@@ -59,17 +59,16 @@ class Cluster:
 
     @classmethod
     def of(cls, devices: int, per_node: int, links: Mapping[str, str | None], algorithm: str) -> Cluster:
-        """The cluster that options mean.
+        """Returns the cluster of command-line options.
 
         Args:
             devices: Devices.
             per_node: Devices of a node.
-            links: `intra_bandwidth`, `inter_bandwidth`, `intra_latency` and `inter_latency` as texts, as far as they
-                were given.
-            algorithm: How collectives go.
+            links: `intra_bandwidth`, `inter_bandwidth`, `intra_latency` and `inter_latency` as texts, if given.
+            algorithm: Algorithm of collectives.
 
         Raises:
-            UserError: One of them is wrong.
+            UserError: An option cannot be used.
         """
         found = {}
         for end in ("intra", "inter"):
@@ -79,32 +78,35 @@ class Cluster:
         return cls(devices=devices, per_node=per_node, algorithm=algorithm, **found)
 
     def machine(self, here: Machine, n: int) -> Machine:
-        """The cluster's machine for so many ranks, with the rates that a device has here.
+        """Returns the machine of `n` ranks of the cluster, with the measured rates of a device.
 
         Raises:
-            UserError: Nothing is known of the links within a node.
+            UserError: The bandwidth within a node is unknown.
         """
-        known = here.world_size > 1 and here.measured
-        if n > 1 and self.intra_bytes_per_s is None and self.per_node > 1 and not known:
+        if (
+            n > 1
+            and self.intra_bytes_per_s is None
+            and self.per_node > 1
+            and not (here.world_size > 1 and here.measured)
+        ):
             raise UserError(
-                "project: the study ran on one rank, so no link between devices was measured: say how fast it is, --intra-bandwidth, as in"
-                " 300GB/s"
+                "project: the study ran on one rank, so no link between devices was measured; give its bandwidth:"
+                " --intra-bandwidth, as in 300GB/s"
             )
-        several = n > self.per_node
         link = self.intra_bytes_per_s or here.link_bytes_per_s
         return replace(
             here,
             world_size=n,
             link_bytes_per_s=link if self.per_node > 1 else self.inter_bytes_per_s or link,
             link_alpha_s=here.link_alpha_s if self.intra_latency_s is None else self.intra_latency_s,
-            ranks_per_node=self.per_node if several else 0,
+            ranks_per_node=self.per_node if n > self.per_node else 0,
             node_bytes_per_s=self.inter_bytes_per_s or 0.0,
             node_alpha_s=NODE_LATENCY_S if self.inter_latency_s is None else self.inter_latency_s,
             algorithm=self.algorithm,
         )
 
     def counts(self, fewest: int) -> list[int]:
-        """Rank counts from the study's up to all devices, doubling, as far as they fill nodes."""
+        """Returns the rank counts of the table: doubled from the study's up to all devices, filling whole nodes."""
         found = [min(fewest, self.devices)]
         while found[-1] * 2 < self.devices:
             found.append(found[-1] * 2)
@@ -112,27 +114,27 @@ class Cluster:
         return sorted({*whole[-(MOST_ROWS - 1) :], self.devices})
 
     def spread(self, n: int) -> Mapping[str, float] | None:
-        """How sure the links of so many ranks are; None where they are those that were measured."""
+        """Returns the uncertainty of the links of `n` ranks; None for links that were measured."""
         return LINK_SD if n > self.per_node or self.intra_bytes_per_s is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
-    """A configuration on so many devices.
+    """Forecast of a configuration on a number of devices.
 
     Attributes:
         world_size: Devices.
         candidate: The configuration.
         step_time_s: Step time with its 90 % interval.
-        peak_memory_bytes: Peak of a rank, likewise.
+        peak_memory_bytes: Peak of a rank with its 90 % interval.
         samples_per_s: Throughput.
         samples_per_step: Samples of an optimizer step.
         communication: Share of the step that is communication.
-        fits: Probability that it fits the device; None where no limit is known.
+        fits: Probability that it fits the device; None without a known limit.
         speedup: Throughput over that of the fewest devices.
         efficiency: Speed-up over the ideal one.
-        efficiency_90: Its interval, as far as the step time on so many devices is unsure.
-        impossible: Why DeepSpeed would refuse it there; empty if it would not.
+        efficiency_90: Its 90 % interval, from that of the step time.
+        impossible: Reason why DeepSpeed would refuse it; empty if it would not.
     """
 
     world_size: int
@@ -150,13 +152,13 @@ class Projected:
 
 
 class Projector:
-    """A study's model, carried to a cluster.
+    """Projects configurations of a study to a cluster.
 
     Args:
-        predictor: Corrected by what the study measured.
-        cluster: Where to.
-        foreseen: What the predictor rests on.
-        limit_bytes: Memory of a device; None for that of the study's.
+        predictor: The predictor, corrected by the study's measurements.
+        cluster: The cluster.
+        foreseen: The predictor's inputs.
+        limit_bytes: Memory of a device; None for the study's.
     """
 
     def __init__(
@@ -166,60 +168,50 @@ class Projector:
         self.limit_bytes = limit_bytes or foreseen.share_bytes
 
     def one(self, candidate: Candidate, n: int) -> Projected:
-        """A configuration on so many devices."""
+        """Returns the forecast of a configuration on `n` devices."""
         machine = self.cluster.machine(self.foreseen.machine, n)
         there = self.predictor.on(machine, self.cluster.spread(n))
         time, memory = there.step_time(candidate), there.memory(candidate)
         waiting = sum(term.value for term in time.terms if term.name in LINK_SD)
         samples = candidate.global_batch_size(n)
         per_node = min(n, self.cluster.per_node)
-        setting = replace(
-            self.foreseen.setting, world_size=n, ranks_per_node=per_node, global_batch=None, n_samples=None
-        )
+        unbounded = replace(self.foreseen.setting, global_batch=None, n_samples=None)
+        setting = replace(unbounded, world_size=n, ranks_per_node=per_node)
         return Projected(
             world_size=n, candidate=candidate, step_time_s=time.total, peak_memory_bytes=memory.total,
-            samples_per_s=samples / time.total.value, samples_per_step=samples, communication=waiting / time.total.value,
+            samples_per_s=samples / time.total.value, samples_per_step=samples,
+            communication=waiting / time.total.value,
             fits=probability_below(memory, self.limit_bytes) if self.limit_bytes else None,
             impossible=why_illegal(candidate, setting) or "",
         )  # fmt: skip
 
-    def over_devices(self, candidate: Candidate, mode: Mode) -> list[Projected]:
-        """A configuration of the study on ever more devices.
+    def over_devices(self, candidate: Candidate, mode: scaling.Mode) -> list[Projected]:
+        """Returns the forecasts of a configuration on the cluster's rank counts.
 
         Args:
-            candidate: As the study ran it.
-            mode: `weak`, every device does what it did; `strong`, the global batch stays, by less accumulation.
+            candidate: The configuration of the study.
+            mode: `weak` keeps the batch of a device; `strong` keeps the global batch, by less accumulation.
 
         Raises:
-            UserError: The global batch cannot be divided so far.
+            UserError: The global batch cannot be divided by the devices.
         """
         fewest = self.foreseen.world_size
         counts = self.cluster.counts(fewest)
         if mode == "strong":
             steps, rest = divmod(candidate.gradient_accumulation_steps * fewest, max(counts))
             if rest or not steps:
+                batch, micro = candidate.global_batch_size(fewest), candidate.micro_batch_size
                 raise UserError(
-                    f"project: a global batch of {candidate.global_batch_size(fewest)} in micro-batches of {candidate.micro_batch_size}"
-                    f" cannot be split over {max(counts)} devices; leave --strong out, or choose a configuration with a smaller micro-batch"
+                    f"project: a global batch of {batch} in micro-batches of {micro} cannot be split over {max(counts)}"
+                    " devices; leave --strong out, or choose a configuration with a smaller micro-batch"
                 )
             candidate = replace(candidate, gradient_accumulation_steps=steps)
         found = {n: self.one(each, n) for n, each in scaling.candidates(candidate, counts, mode).items()}
-        runs = [
-            Run(
-                world_size=n,
-                round=0,
-                samples_per_s=row.samples_per_s,
-                step_s=row.step_time_s.value,
-                samples_per_step=row.samples_per_step,
-            )
-            for n, row in found.items()
-        ]
-        rows = []
-        for scale in scaling.scaling(runs, None):
-            row = found[scale.world_size]
-            low, high = (
-                scale.efficiency * row.step_time_s.value / end for end in (row.step_time_s.high, row.step_time_s.low)
-            )
-            interval = (low, high) if scale.world_size != min(found) else (1.0, 1.0)
-            rows.append(replace(row, speedup=scale.speedup, efficiency=scale.efficiency, efficiency_90=interval))
+        first, rows = found[min(found)], []
+        for row in found.values():
+            speedup = row.samples_per_s / first.samples_per_s
+            efficiency, time = speedup * first.world_size / row.world_size, row.step_time_s
+            low, high = (efficiency * time.value / end for end in (time.high, time.low))
+            interval = (low, high) if row is not first else (1.0, 1.0)
+            rows.append(replace(row, speedup=speedup, efficiency=efficiency, efficiency_90=interval))
         return rows

@@ -1,4 +1,4 @@
-"""Time of collectives: alpha-beta, as a ring, a tree or in two tiers, within a node and between nodes."""
+"""Time of collectives in the alpha-beta model: ring, tree or hierarchical, within a node and between nodes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from autotune.trial.profile import Floats, Machine
 
 Algorithm = Literal["auto", "ring", "tree", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = ("auto", "ring", "tree", "hierarchical")
-# What `auto` chooses from. NCCL has no two-tier reduce-scatter and all-gather of its own, so that one has to be asked
-# for.
+# The choice of `auto`. NCCL has no hierarchical reduce-scatter and all-gather, so `hierarchical` must be requested.
 AUTOMATIC = ("ring", "tree")
 
 
 def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: Floats) -> tuple[Floats, Floats]:
-    """Seconds that collectives take over all ranks: on the wire, and for the latency of their messages.
+    """Returns the seconds of collectives over all ranks: on the wire, and for the latency of their messages.
 
     An all-reduce is two halves, a reduce-scatter and an all-gather. N ranks in M nodes of L; alpha and beta of the link
     within a node, a and B of a node's link to the others, which its ranks share. A half of n bytes takes
@@ -38,7 +37,7 @@ def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: 
     M = N / L
     beta, B = machine.link_bytes_per_s, machine.node_bytes_per_s if M > 1 else machine.link_bytes_per_s
     alpha, a = machine.link_alpha_s, machine.node_alpha_s
-    # With one rank a node no link within one is passed.
+    # With one rank a node, no link within a node is used.
     slowest, crossings = min(beta, B) if L > 1 or M == 1 else B, min(M, N - 1) if M > 1 else 0.0
     costs = {
         "ring": ((N - 1) / N / slowest, (N - 1 - crossings) * alpha + crossings * a),
@@ -50,7 +49,7 @@ def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: 
     for name in wanted:
         per_byte, per_call = costs[name]
         ring_byte, ring_call = costs["ring"]
-        whole = (halves == 2) | (name != "tree")  # no half has a tree
+        whole = (halves == 2) | (name != "tree")  # a half alone has no tree
         found[name] = (
             halves * np.where(whole, per_byte, ring_byte) * n_bytes,
             halves * np.where(whole, per_call, ring_call) * n_calls,
@@ -62,6 +61,6 @@ def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: 
 
 
 def within_node_s(machine: Machine, n_bytes: Floats, group: Floats) -> Floats:
-    """Seconds of all-gathers in groups of ranks on one node."""
+    """Returns the seconds of all-gathers in groups of ranks on one node."""
     group = np.maximum(group, 1.0)
     return np.asarray((group - 1) / group * n_bytes / machine.link_bytes_per_s, dtype=float)

@@ -19,7 +19,7 @@ from autotune.space.parameter import Parameter
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.storage.records import StudyRecord
-from autotune.system.machine import has_cuda_device, processor_name
+from autotune.system.machine import accelerator, processor_name
 from autotune.trial.workload import Workload, driver_version
 
 # Share of samples in another class of lengths from which the lengths count as changed.
@@ -212,7 +212,7 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
             values[name] = "not installed"
     if threads := os.environ.get("OMP_NUM_THREADS"):
         values["threads"] = threads
-    values["accelerator"] = os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")
+    values["accelerator"] = accelerator()
     if values["accelerator"] == "cuda":
         values |= _nvidia()
     elif old.get("accelerator") == "cpu":

@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT, METRICS, Direction, check_metric, measure
 from autotune.scoring.step_times import Estimate
-from autotune.system.units import _finite, parse_bytes, parse_seconds
+from autotune.system.units import finite, parse_bytes, parse_seconds
 from autotune.trial.result import TrialResult
 
 
@@ -34,7 +34,7 @@ def parse_amount(value: Any, metric: str) -> float:
         case unit:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise ValueError(f"{value!r} is not a number of {unit}")
-            return _finite(value)
+            return finite(value)
 
 
 class _Bounded(BaseModel):

@@ -1,4 +1,4 @@
-"""Files: write them atomically, read those that a user names, and say in words why a disk refused one."""
+"""Files: atomic writes, reads of files that a user names, and a disk's errors in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from autotune.errors import SpecError, nearest, printable
 from autotune.system.units import format_bytes
 
-# Error of a disk -> what the user can do about it.
+# Advice for the user by the error of a disk.
 REMEDIES = {
     errno.ENOSPC: "Free some space",
     errno.EDQUOT: "Free some of your quota",
@@ -22,9 +22,9 @@ REMEDIES = {
     errno.EROFS: "Make it writable, or work in another folder",
     errno.EACCES: "Make it writable for you, or work in another folder",
     errno.EPERM: "Make it writable for you, or work in another folder",
-    errno.EIO: "See what is wrong with the disk",
+    errno.EIO: "Check the disk",
 }
-# With less room than this, a failure may be the disk's fault.
+# Free space below which a failure may be due to the disk.
 LEAST_FREE_BYTES = 1 << 20
 QUOTA = os.strerror(errno.EDQUOT).lower()
 
@@ -54,7 +54,8 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = F
         goal.parent.mkdir(parents=True, exist_ok=True)
         draft = goal.with_name(f".{goal.name[:200]}.{os.getpid()}")
         try:
-            with open(draft, "wb", opener=_privately if private else None) as file:
+            mode = 0o600 if private else 0o666
+            with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 if sync:
                     file.flush()
@@ -70,18 +71,12 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = F
             _sync_folder(goal.parent)
 
 
-def _privately(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _sync_folder(folder: Path) -> None:
-    """Syncs a folder, without which a renaming may not outlive a crash of the machine."""
-    with contextlib.suppress(OSError):  # some network file systems cannot
+    """Syncs a folder; without it a renaming may be lost in a crash of the machine."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # some network file systems cannot
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        stack.callback(os.close, descriptor)
+        os.fsync(descriptor)
 
 
 def remove_drafts(folder: Path) -> None:
@@ -105,7 +100,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def words(error: OSError) -> str | None:
-    """Returns what a file or its disk answered, and what to do; None if the error is not about a file."""
+    """Returns the error of a file or its disk, with advice; None if the error is not about a file."""
     if error.filename is None and error.errno not in REMEDIES:
         return None
     said = error.strerror or type(error).__name__
@@ -140,7 +135,7 @@ def _is_full(path: Path) -> bool:
 
 
 def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
-    """Returns the end of a file without ever waiting for it; a user's code may have put anything in its place.
+    """Returns the end of a file without waiting, even if a user's code replaced it by a pipe or a device.
 
     Args:
         path: The file.
@@ -169,7 +164,7 @@ def shown(path: Path) -> Path:
     return path
 
 
-def _inside(path: Any, folder: Path, where: str) -> Path:
+def absolute(path: Any, folder: Path, where: str) -> Path:
     """Returns a path that the user gave, relative to a folder, as an absolute one.
 
     Raises:
@@ -185,7 +180,7 @@ def _inside(path: Any, folder: Path, where: str) -> Path:
         raise SpecError(f"{where}: {path}: there is no such user's home folder; write the whole path") from None
 
 
-# Nobody writes more by hand: a larger file is not the one that was meant.
+# A larger file is not written by hand, and must be a mistake.
 LARGEST_BYTES = 1 << 20
 
 
@@ -213,7 +208,10 @@ def read_text(path: Path, where: str) -> str:
             raise SpecError(f"{where}: {path} has {size}, more than a person writes (1 MiB); is it the right file?")
         return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError:
-        raise SpecError(f"{where}: there is no file {path}.{similar(path)}") from None
+        names = []
+        with contextlib.suppress(OSError):  # the folder is missing, or may not be listed
+            names = os.listdir(path.parent)
+        raise SpecError(f"{where}: there is no file {path}.{nearest(path.name, names)}") from None
     except UnicodeDecodeError:
         raise SpecError(f"{where}: {path} is not a text file in UTF-8; save it as UTF-8") from None
     except UnicodeEncodeError:
@@ -224,11 +222,3 @@ def read_text(path: Path, where: str) -> str:
         raise SpecError(f"{where}: {str(path)!r} cannot be the name of a file") from None
     except OSError as error:
         raise SpecError(f"{where}: {path} cannot be read: {error.strerror}") from None
-
-
-def similar(path: Path) -> str:
-    """Returns ` Did you mean ...?` with the name of a similar file in the same folder, or an empty text."""
-    try:
-        return nearest(path.name, os.listdir(path.parent))
-    except (OSError, ValueError):  # there is no such folder, or it may not be listed
-        return ""

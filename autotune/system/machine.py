@@ -62,17 +62,33 @@ def processor_name() -> str:
     return name or platform.processor() or platform.machine()
 
 
+def n_gpus() -> int:
+    """Returns the number of NVIDIA devices, from files and not through CUDA; 1 if there is only `nvidia-smi`."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return len(devices) or int(shutil.which("nvidia-smi") is not None)
+
+
 def has_cuda_device() -> bool:
-    """Returns whether this machine seems to have an NVIDIA device; looks at files only, not through CUDA."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+    """Returns whether this machine seems to have an NVIDIA device."""
+    return n_gpus() > 0
+
+
+def accelerator() -> str:
+    """Returns DeepSpeed's name of the device that trials use: `DS_ACCELERATOR`, else `cuda` or `cpu`."""
+    return os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")
 
 
 def n_devices() -> int:
     """Returns how many ranks this machine can run at once: its NVIDIA devices, without any its cores, at least 2."""
-    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
-    return len(devices) or (1 if has_cuda_device() else max(2, len(os.sched_getaffinity(0))))
+    return n_gpus() or max(2, len(os.sched_getaffinity(0)))
 
 
-def most_ranks() -> int:
-    """Returns the number of ranks above which a request is taken for a typing error."""
-    return MAX_RANKS_PER_CORE * max(MIN_COUNTED_CORES, len(os.sched_getaffinity(0)))
+def check_ranks(ranks: int, where: str) -> None:
+    """Refuses a number of ranks that must be a typing error.
+
+    Raises:
+        UserError: There are more than this machine can hold.
+    """
+    most = MAX_RANKS_PER_CORE * max(MIN_COUNTED_CORES, len(os.sched_getaffinity(0)))
+    if ranks > most:
+        raise UserError(f"{where}: {ranks} ranks are more than this machine can hold at once ({most}); give fewer")

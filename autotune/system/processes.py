@@ -1,4 +1,4 @@
-"""Processes: check that one is alive, find its descendants, kill those that carry a mark in their environment."""
+"""Processes: check that one is alive, find its descendants, kill those with a mark in their environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 MARK = "AUTOTUNE_AGENT"
 _run_marks: dict[int, str] = {}
 PROC = Path("/proc")
-# Processes that a trial may have on one machine (loaders, compilers, managers): a base, and more per core and rank.
+# Processes that a trial may have on one machine (loaders, compilers, managers): a base, and more by core and rank.
 MOST, MOST_PER_CORE, MOST_PER_RANK = 256, 32, 64
 VARIABLE = "AUTOTUNE_MOST_PROCESSES"
 # Sweeps end after this many rounds; each finds the processes that were started during the one before.

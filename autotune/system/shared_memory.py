@@ -35,7 +35,7 @@ def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Pat
 
 
 def abandoned(before: Collection[tuple[str, int]] = (), since: float = 0.0) -> list[Path]:
-    """Returns files that look like a library's, whose process is dead, and that no living process uses.
+    """Returns files that a library seems to have made for a process that is dead, and that no living process uses.
 
     Args:
         before: Name and inode of files to leave out.

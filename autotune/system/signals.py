@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: end a study in order, and put them off while a trial is recorded."""
+"""SIGINT and SIGTERM: stop a study cleanly, and delay both while a trial is recorded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-# This many signals interrupt even what must not be interrupted: a database that is away is waited for long.
+# Number of signals that interrupt even a delaying block, which may wait long for a database.
 MOST_IGNORED = 3
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came; a command ends as after Ctrl-C, but with another exit status.
+    """Raised on SIGTERM; a command ends as after Ctrl-C, but with another exit status.
 
     Attributes:
         status: Exit status, as in a shell.
@@ -46,7 +46,7 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts Ctrl-C and SIGTERM off until the block is done, so that no trial is left half recorded.
+    """Delays Ctrl-C and SIGTERM until the block is done, so that a trial is recorded whole.
 
     Raises:
         KeyboardInterrupt: At the end of the block if a signal came; at once at the third.

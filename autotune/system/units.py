@@ -87,11 +87,6 @@ def format_seconds(seconds: float) -> str:
     return format_quantity(seconds, "s")
 
 
-def format_bandwidth(bytes_per_s: float) -> str:
-    """Returns a bandwidth with three significant digits, in decimal units: `25.0 GB/s`."""
-    return format_quantity(bytes_per_s, "B/s")
-
-
 def format_duration(seconds: float) -> str:
     """Returns a wall time in its two largest units: `8.4 s`, `3 min 42 s`, `2 h 5 min`, `1 d`."""
     if seconds < 59.95:
@@ -109,17 +104,9 @@ def format_count(number: float) -> str:
     return f"{number / factor:.3g} {letter}" if letter else f"{number:g}"
 
 
-BYTES = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+BYTES = {"B": 1}
+BYTES |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)}
+BYTES |= {f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}
 # A part of an amount: a number, and a unit or none.
 AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 LARGEST_AMOUNT = 1e18
@@ -130,7 +117,7 @@ def parse_bytes(value: Any) -> int:
     """Returns the bytes of a number or a text such as `4GiB` or `500 MB`.
 
     Raises:
-        ValueError: It is no size; names the known units.
+        ValueError: It is no size; the message names the units.
     """
     return round(_parse_amount(value, BYTES, "4GiB"))
 
@@ -139,14 +126,14 @@ def parse_seconds(value: Any) -> float:
     """Returns the seconds of a number or a text such as `10m`, `1h30m` or `250ms`.
 
     Raises:
-        ValueError: It is no time; names the known units.
+        ValueError: It is no time; the message names the units.
     """
     return _parse_amount(value, SECONDS, "1h30m")
 
 
 def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return _finite(value)
+        return finite(value)
     text = value.strip() if isinstance(value, str) else ""
     lower = {unit.lower(): factor for unit, factor in units.items()}
     parts, at = list[tuple[str, str]](), 0
@@ -158,10 +145,10 @@ def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float
         raise ValueError(
             f"{value!r} is not a number or a number with a unit, as in {example!r}; units: {', '.join(units)}"
         )
-    return _finite(sum(float(number) * (lower[unit] if unit else 1.0) for number, unit in parts))
+    return finite(sum(float(number) * (lower[unit] if unit else 1.0) for number, unit in parts))
 
 
-def _finite(value: int | float) -> float:
+def finite(value: int | float) -> float:
     """Returns the number as a float.
 
     Raises:

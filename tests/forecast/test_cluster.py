@@ -19,7 +19,6 @@ from autotune.forecast.communication import collective_s
 from autotune.forecast.predictor import ForecastInputs, Predictor
 from autotune.space.candidate import Candidate
 from autotune.space.legality import Setting
-from autotune.system.units import parse_bandwidth, parse_latency
 from autotune.trial.profile import Machine, Profile
 
 GB = 1e9
@@ -199,26 +198,6 @@ def test_a_study_on_one_rank_knows_no_link():
     with pytest.raises(UserError, match="--intra-bandwidth"):
         replace(CLUSTER, intra_bytes_per_s=None).machine(alone, 8)
     assert replace(CLUSTER, intra_bytes_per_s=None).machine(HERE, 8).link_bytes_per_s == 100 * GB
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("300GB/s", 3e11), ("400Gbit/s", 5e10), ("100Gbps", 1.25e10), ("50 GiB/s", 50 * 2**30), ("1.5e3MB/s", 1.5e9)],
-)
-def test_bandwidths_are_read_in_bytes_and_bits(text, value):
-    assert parse_bandwidth(text, "--x") == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["fast", "300", "0GB/s", "-3GB/s", "300GB"])
-def test_what_is_no_bandwidth_is_refused(text):
-    with pytest.raises(UserError, match=re.escape(f"--x {text}: a bandwidth is needed")):
-        parse_bandwidth(text, "--x")
-
-
-def test_latencies_are_times():
-    assert parse_latency("5us", "--x") == pytest.approx(5e-6) and parse_latency("0.5ms", "--x") == pytest.approx(5e-4)
-    with pytest.raises(UserError, match="--x soon: a time is needed"):
-        parse_latency("soon", "--x")
 
 
 @pytest.fixture(scope="module")

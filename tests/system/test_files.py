@@ -1,4 +1,4 @@
-"""Files that are whole whatever the disk does, and what it answers in words; a study on a full disk goes on when there is room again."""
+"""Atomic files, errors of a disk in words, and studies on a disk that is full or cannot be written to."""
 
 import contextlib
 import errno

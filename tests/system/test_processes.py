@@ -1,4 +1,4 @@
-"""The processes of a trial: found below the supervisor in any group or session, and limited in number."""
+"""Processes: whether one lives, which ones belong to a trial, and how many it may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.zoo import wait_until
 
 from autotune.system import processes
-from autotune.system.processes import descendants
+from autotune.system.processes import descendants, is_alive
 
 # A child that forks a grandchild in a session of its own, says its number, and waits.
 FAMILY = """
@@ -59,3 +59,26 @@ def test_more_may_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processes.most(8) > processes.most(1) > 256
     monkeypatch.setenv(processes.VARIABLE, "12")
     assert processes.most(8) == 12
+
+
+@pytest.mark.process
+def test_a_process_lives_until_it_ends_though_nobody_has_waited_for_it() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    mark = f"{child.pid}:{processes.started(child.pid)}"
+    assert is_alive(mark) and is_alive(processes.identity())
+    child.kill()
+    assert wait_until(lambda: not is_alive(mark))
+    child.communicate()
+    assert processes.started(child.pid) is None
+
+
+def test_a_number_that_is_used_again_is_another_process() -> None:
+    wrong = (f"{os.getpid()}:1", f"{os.getpid()}:", "", ":", "x:1")
+    assert not any(map(is_alive, wrong))
+
+
+def test_a_clock_that_is_set_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment of the boot moves with the clock, and with it whatever is counted from there."""
+    before = processes.identity()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
+    assert processes.identity() == before and is_alive(before)

@@ -1,8 +1,9 @@
-"""Runs a launch command up to its training script, and records how the ranks would have been started."""
+"""Runs a launch command up to its training script, and records how it starts the ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ from autotune.trial.target import inspect_target
 DEADLINE_S = 180.0
 HOOK = Path(__file__).parent / "_capture"
 CAPTURE = "AUTOTUNE_CAPTURE"
-# What a trial's own ranks get instead, and what says nothing about the script.
+NAME_IT = "name the script to tune: autotune run train.py -- --its --args"
+# Variables that a trial sets for its own ranks, or that say nothing about the script.
 OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -50,7 +52,7 @@ OURS = re.compile(
 
 @dataclass(frozen=True)
 class _Record:
-    """A process that would have run a script; one with a rank from a launcher counts as training."""
+    """A process that would have run a script, as `_capture/sitecustomize.py` wrote it down."""
 
     rank: int | None
     local_rank: int
@@ -58,23 +60,30 @@ class _Record:
     local_world_size: int
     script: str
     module: str
-    arguments: tuple[str, ...]
+    arguments: list[str]
     working_dir: str
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     python: str
-    trains: bool
+
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether it is the training: a process with a rank, or a script that trains by its text."""
+        try:
+            return self.rank is not None or inspect_target(Path(self.script)).kind == "script"
+        except SpecError:
+            return False
 
 
 def wanted_study(target: str, overrides: Mapping[str, Any], view: EventSink = SILENT) -> tuple[StudySpec, list[str]]:
-    """The study that a TARGET means, whether file or launch command, and what to say about it.
+    """Returns the study of TARGET, a file or a launch command, and notes about it for the user.
 
     Args:
         target: A `model.py`, a training script, a `study.yaml`, or a launch command.
-        overrides: Fields of `StudySpec` that go before those of the file; None where nothing is said.
-        view: Told that a launch command is run.
+        overrides: Fields of `StudySpec` that replace those of the file; None for those not given.
+        view: Sink for progress.
 
     Raises:
-        UserError: It means none, and why.
+        UserError: TARGET cannot be tuned.
     """
     stated = stated_command(target, overrides)
     if stated is None:
@@ -96,21 +105,21 @@ def capture(
     """Runs a launch command until its ranks have started, without their script, and ends all its processes.
 
     Args:
-        command: The user's command line, for a shell; templates in it are carried through.
-        folder: Where it is run.
-        on_tick: Called some times a second.
-        deadline_s: How long it may take.
+        command: The user's command line, for a shell; it may contain templates.
+        folder: Folder to run it in.
+        on_tick: Called every 50 ms.
+        deadline_s: Time limit.
 
     Returns:
-        How the script is started, and what the user should know about it.
+        The script with arguments, folder and environment, and notes for the user.
 
     Raises:
-        InvocationError: No rank came, or none that can run here, and why.
+        InvocationError: The command started no rank, or none that can run here.
     """
     masked_command, numbers = with_placeholders(command)
     with (
         tempfile.TemporaryDirectory(prefix="autotune-launch-") as name,
-        _running(masked_command, folder, Path(name)) as run,
+        _Running(masked_command, folder, Path(name)) as run,
     ):
         until = time.monotonic() + deadline_s
         while (code := run.process.poll()) is None and time.monotonic() < until and not _complete(run.records()):
@@ -121,22 +130,24 @@ def capture(
     shown = f"`{command}`"
     if not records:
         if code is None:
-            raise InvocationError(
-                f"{shown} started no training script within {deadline_s:g} s; does it wait for something? It said: {log}"
-            )
+            said = f"does it wait for something? It said: {log}"
+            raise InvocationError(f"{shown} started no training script within {deadline_s:g} s; {said}")
         if code:
             raise InvocationError(f"{shown} ended with status {code} and started no training script: {log}")
         raise InvocationError(
-            f"{shown} started no training script that can be seen: a container, another machine, or Python's -I and -E hide it;"
-            " name the script instead: autotune run train.py -- --its --args"
+            f"{shown} started no training script that can be seen: a container, another machine, or Python's -I and -E"
+            f" hide it; {NAME_IT}"
         )
-    chosen, notes = _chosen(records, shown)
+    chosen = _chosen(records, shown)
     found = _invocation(chosen, records, numbers, run.given, command)
+    others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
+    notes = []
+    if others:
+        names = ", ".join(others)
+        notes.append(f"{names} of your command was not run; run it yourself first if the training needs it")
     if start_of(found) is None:
-        notes = [
-            *notes,
-            f"{Path(found.script).name} is the first training that your command starts, and the one that is tuned",
-        ]
+        name = Path(found.script).name
+        notes.append(f"{name} is the first training that your command starts, and the one that is tuned")
     missing = [name for name in numbers if name not in _names(found)]
     if missing:
         raise InvocationError(
@@ -147,7 +158,7 @@ def capture(
 
 
 class _Running:
-    """A command under way, and what its processes have left."""
+    """A running command, and the records of its processes."""
 
     def __init__(self, command: str, folder: Path, scratch: Path) -> None:
         self.folder, self.log = scratch / "records", scratch / "log"
@@ -163,7 +174,7 @@ class _Running:
             f"{CAPTURE}_BY": processes.identity(),
             MARK: self.mark,
             "TMPDIR": str(scratch / "tmp"),
-            # `python` and `torchrun` are those that trials run with, also where this environment is not activated.
+            # `python` and `torchrun` of this environment, even if it is not activated.
             "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]),
         }
         shell = shutil.which("bash") or "/bin/sh"
@@ -179,78 +190,63 @@ class _Running:
             )
 
     def records(self) -> list[_Record]:
-        """The processes seen so far, in their order; a launcher's refusal is raised."""
+        """Returns the processes seen so far, in order of time.
+
+        Raises:
+            InvocationError: A launcher was refused.
+        """
         for path in sorted(self.folder.glob("*.json")):
             if path not in self._read:
                 data = json.loads(path.read_text())
                 if "refused" in data:
                     raise InvocationError(f"the launch command cannot be tuned here: {data['refused']}")
-                self._read[path] = _record(data)
+                self._read[path] = _Record(**data)
         return [self._read[path] for path in sorted(self._read)]
 
     def let_go(self) -> None:
-        """Let processes that are not the training end without an error, so that the command goes on."""
+        """Lets processes other than the training end without an error, so that the command goes on."""
         for path in self._read:
             if not self._read[path].trains:
                 path.with_name(f"{path.name}.go").touch()
 
     def last_line(self) -> str:
-        """The last line that the command printed."""
+        """Returns the last line that the command printed."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1][:500] if lines else "it printed nothing"
 
-    def end(self) -> None:
-        """Ends every process of the command."""
+    def __enter__(self) -> _Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         sweep(self.mark)
         self.process.wait()
 
 
-@contextlib.contextmanager
-def _running(command: str, folder: Path, scratch: Path) -> Iterator[_Running]:
-    run = _Running(command, folder, scratch)
-    try:
-        yield run
-    finally:
-        run.end()
-
-
-def _record(data: Mapping[str, Any]) -> _Record:
-    rank, local_rank, world_size, local_world_size = data["rank"] or (None, 0, 1, 1)
-    return _Record(
-        rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, script=data["script"] or "",
-        module=data["module"] or "", arguments=tuple(data["arguments"]), working_dir=data["working_dir"],
-        environment=data["environment"], python=data["python"], trains=rank is not None or _trains(data["script"] or ""),
-    )  # fmt: skip
-
-
 def _complete(records: Sequence[_Record]) -> bool:
-    """Whether all ranks of a training are there; what the command would do after that is not for us."""
+    """Whether all local ranks of a training have started."""
     training = [record for record in records if record.trains]
-    ranks = {record.rank for record in training}
-    return bool(training) and len(ranks) >= training[0].local_world_size
+    return bool(training) and len({record.rank for record in training}) >= training[0].local_world_size
 
 
-def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]:
-    """The record of the training, and what is said of the others.
+def _chosen(records: Sequence[_Record], shown: str) -> _Record:
+    """Returns the record of the training, of its lowest rank.
 
     Raises:
-        InvocationError: It cannot be told which one it is, or it cannot run here.
+        InvocationError: There are several trainings, or it cannot run here.
     """
     ranks = sorted((record for record in records if record.rank is not None), key=lambda record: record.rank or 0)
     training = [record for record in ranks or records if record.trains]
     scripts = {record.script: record for record in reversed(training or ranks or records)}
     if len(scripts) > 1:
         names = ", ".join(sorted(os.path.relpath(path) for path in scripts))
-        raise InvocationError(
-            f"{shown} starts several scripts ({names}); name the one to tune: autotune run train.py -- --its --args"
-        )
+        raise InvocationError(f"{shown} starts several scripts ({names}); {NAME_IT}")
     chosen = next(iter(scripts.values()))
     if chosen.world_size > chosen.local_world_size:
         raise InvocationError(
-            f"{shown} starts {chosen.local_world_size} of {chosen.world_size} ranks here and the others on other machines,"
-            " which a trial's ranks do not take from a launcher; launch it for one machine, and say --nodes with --executor or --hostfile"
+            f"{shown} starts {chosen.local_world_size} of {chosen.world_size} ranks here and the others on other"
+            " machines; launch it for one machine, and give --nodes with --executor or --hostfile"
         )
     if not chosen.script:
         raise InvocationError(f"{shown}: there is no module {chosen.module!r} that {chosen.working_dir} could start")
@@ -259,23 +255,13 @@ def _chosen(records: Sequence[_Record], shown: str) -> tuple[_Record, list[str]]
             f"{shown} trains with the Python environment {chosen.python}, autotune is installed in {sys.prefix};"
             " install autotune there and run it from there"
         )
-    others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
-    return chosen, [
-        f"{', '.join(others)} of your command was not run; run it yourself first if the training needs it"
-    ] if others else []
-
-
-def _trains(path: str) -> bool:
-    try:
-        return inspect_target(Path(path)).kind == "script"
-    except SpecError:
-        return False
+    return chosen
 
 
 def _invocation(
     chosen: _Record, records: Sequence[_Record], numbers: Mapping[str, str], given: Mapping[str, str], command: str
 ) -> Invocation:
-    peers = {record.rank: record for record in records if record.script == chosen.script and record.rank is not None}
+    peers = [record for record in records if record.script == chosen.script and record.rank is not None]
     environment = {
         name: without_placeholders(value, numbers)
         for name, value in chosen.environment.items()
@@ -291,7 +277,7 @@ def _invocation(
         module=chosen.module,
         working_dir=chosen.working_dir,
         arguments=tuple(
-            without_placeholders(argument, numbers) for argument in _arguments(chosen, list(peers.values()))
+            without_placeholders(_argument(n, chosen, peers), numbers) for n in range(len(chosen.arguments))
         ),
         environment=environment,
         world_size=chosen.world_size if chosen.rank is not None else None,
@@ -299,12 +285,9 @@ def _invocation(
     )
 
 
-def _arguments(chosen: _Record, peers: Sequence[_Record]) -> list[str]:
-    """The arguments, with `{local_rank}` where a launcher puts that number."""
-    return [_argument(n, argument, chosen, peers) for n, argument in enumerate(chosen.arguments)]
-
-
-def _argument(n: int, argument: str, chosen: _Record, peers: Sequence[_Record]) -> str:
+def _argument(n: int, chosen: _Record, peers: Sequence[_Record]) -> str:
+    """Returns an argument, with `{local_rank}` in place of a number that differs by the local rank."""
+    argument = chosen.arguments[n]
     if chosen.rank is not None and re.fullmatch(r"--local[-_]rank=\d+", argument):
         return f"{argument.partition('=')[0]}={{local_rank}}"
     said = {peer.rank: peer.arguments[n] for peer in peers if n < len(peer.arguments)}
@@ -313,6 +296,6 @@ def _argument(n: int, argument: str, chosen: _Record, peers: Sequence[_Record]) 
 
 
 def _names(found: Invocation) -> tuple[str, ...]:
-    """The templates that arrived, by all their names."""
+    """Returns the templates that arrived, by all their names."""
     seen = templates_in([*found.arguments, *found.environment.values()])
     return (*seen, *(alias for alias, name in ALIASES.items() if name in seen))

@@ -1,4 +1,4 @@
-"""The engine that a study asks for."""
+"""Makes the executor of a study: local, Slurm, Ray, or hosts over ssh."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from autotune.study.spec.spec import StudySpec
 
 
 def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Executor:
-    """The engine of a study, not yet started.
+    """Returns the executor of a study, not yet started.
 
     Args:
         spec: The study.
         folder: The study's folder; other machines must see it under the same path.
-        on_queue: Told why a trial waits for machines.
+        on_queue: Called with the reason why a trial waits for machines.
 
     Raises:
-        UserError: The study asks for something that the engine does not know.
+        UserError: An option is unknown to the executor.
     """
     target = spec.inspected
     environment = dict(spec.how().fixed_environment) if target.kind == "script" else {}
@@ -62,14 +62,13 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
 def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
     for name in options:
         if name not in known:
-            raise UserError(
-                f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {', '.join(known) or 'none'}"
-            )
+            every = ", ".join(known) or "none"
+            raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {every}")
 
 
 @contextlib.contextmanager
 def executor_for(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Iterator[Executor]:
-    """The engine of a study, started and ended whatever happens; arguments and errors as for `executor_of`."""
+    """Starts the executor of a study and closes it in the end; arguments and errors as for `executor_of`."""
     executor = executor_of(spec, folder, on_queue)
     try:
         executor.start()

@@ -1,4 +1,4 @@
-"""Forecasts of a configuration from the profile of its target and the rates of the machine."""
+"""The forecast of `autotune predict`: memory and step time of one configuration, for people and programs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from autotune.trial.result import Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Workload
 
-# A micro-batch that fits this surely is offered as the largest that does.
+# Probability from which a configuration counts as fitting.
 SURE = 0.95
 MOST_SAMPLES = 4096
-# What takes this share of a step binds it; below, several things do.
+# Share of a step from which a single term binds it.
 BINDING_SHARE = 0.5
 BINDS = {
     "compute": "compute: the matrix products",
@@ -52,21 +52,21 @@ BINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What `autotune predict` found.
+    """Forecast of a configuration.
 
     Attributes:
         candidate: The configuration.
         world_size: Ranks.
         memory: Peak bytes of a rank.
         step_time: Seconds of an optimizer step.
-        limit_bytes: What a rank may use.
+        limit_bytes: Memory limit of a rank.
         fits: Probability that it fits.
-        largest_micro_batch_size: The largest that surely fits, all else the same; None if none does.
-        largest_tensor_bytes: Of the activations, forward's largest tensor: often the logits.
+        largest_micro_batch_size: Largest that fits with probability `SURE`, all else equal; None if none does.
+        largest_tensor_bytes: Largest tensor of the forward pass, often the logits.
         tokens_per_sample: None where samples are not token sequences.
-        measured: What the study measured of this very configuration, if it did.
-        study: Whose trials corrected the forecast.
-        notes: What the user should know.
+        measured: Metrics of this configuration in the study, if it was measured.
+        study: Study whose trials corrected the forecast.
+        notes: Remarks for the user.
     """
 
     candidate: Candidate
@@ -90,7 +90,7 @@ class Answer:
 
     @property
     def binds(self) -> dict[str, str]:
-        """What limits memory and time."""
+        """The largest terms of memory and time, in words."""
         space, time = (max(said.terms, key=lambda term: term.value) for said in (self.memory, self.step_time))
         share = time.value / self.step_time.total.value
         alone = "" if share >= BINDING_SHARE else " (among others)"
@@ -100,9 +100,8 @@ class Answer:
         }
 
     def to_data(self) -> dict[str, Any]:
-        """The answer for programs."""
-        value, low, high = self.samples_per_s
-        rate = {"value": value, "low": low, "high": high}
+        """Returns the forecast for programs."""
+        rate = dict(zip(("value", "low", "high"), self.samples_per_s, strict=True))
         tokens = self.tokens_per_sample
         return {
             "candidate": self.candidate.values(),
@@ -118,15 +117,13 @@ class Answer:
             "binds": self.binds,
             "measured": dict(self.measured),
             "corrected_by": {
-                "study": self.study,
-                "memory": self.memory.n_measured,
-                "step_time": self.step_time.n_measured,
+                "study": self.study, "memory": self.memory.n_measured, "step_time": self.step_time.n_measured,
             },
             "notes": list(self.notes),
-        }
+        }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
-        """The answer for people."""
+        """Yields the forecast for people, line by line."""
         total, time, limit = self.memory.total, self.step_time.total, self.limit_bytes
         yield f"{self.candidate.describe()}, {self.world_size} rank(s)"
         yield ""
@@ -154,35 +151,29 @@ class Answer:
         at_least = "at least " if largest == MOST_SAMPLES else ""
         yield f"largest micro-batch that surely fits: {at_least}{largest}" if largest else "no micro-batch surely fits"
         if self.measured:
-            measured = self.measured
-            yield (
-                f"measured    {format_bytes(measured['peak_memory_bytes'])}, {format_seconds(measured['step_time_s'])}"
-                f" in study {self.study}, which this forecast knows"
-            )
+            peak, step = format_bytes(self.measured["peak_memory_bytes"]), format_seconds(self.measured["step_time_s"])
+            yield f"measured    {peak}, {step} in study {self.study}, which this forecast knows"
         n = self.memory.n_measured
-        yield (
-            f"corrected by {n} trial(s) of study {self.study}"
-            if n
-            else "corrected by no trial: `autotune run` makes it surer"
-        )
+        of = f"{n} trial(s) of study {self.study}" if n else "no trial: `autotune run` makes it surer"
+        yield f"corrected by {of}"
         yield from (f"note: {note}" for note in self.notes)
 
 
 def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view: EventSink = SILENT) -> Answer:
-    """The forecast for a configuration of a target.
+    """Returns the forecast for a configuration of a target.
 
     Args:
-        spec: The study that the target means.
+        spec: The default study of the target.
         settings: Knobs that differ from the baseline's.
-        studies: Where the studies lie, whose trials correct the forecast.
-        view: Told that the target is profiled, where it has to be.
+        studies: Folder of the studies, whose trials correct the forecast.
+        view: Sink for progress.
 
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here.
     """
     for name, value in settings.items():
         check_setting(name, value, name)
-    Candidate.of({"micro_batch_size": 1, **settings})  # what is wrong with a knob is said before anything is profiled
+    Candidate.of({"micro_batch_size": 1, **settings})  # refuses a wrong knob before anything is profiled
     found = foresee_workload(spec, view)
     candidate = Candidate.of({**found.baseline.values(), **settings})
     if (reason := why_illegal(candidate, replace(found.setting, global_batch=None))) is not None:
@@ -194,35 +185,33 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
     limit = float(spec.device_memory_bytes or found.share_bytes)
     said = predictor.memory(candidate)
     return Answer(
-        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate), limit_bytes=limit,
-        fits=probability_below(said, limit), largest_micro_batch_size=_largest(predictor, candidate, limit),
+        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate),
+        limit_bytes=limit, fits=probability_below(said, limit),
+        largest_micro_batch_size=_largest(predictor, candidate, limit),
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
-        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None, measured=measured.get(candidate, {}),
-        study=spec.name, notes=found.notes,
+        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None,
+        measured=measured.get(candidate, {}), study=spec.name, notes=found.notes,
     )  # fmt: skip
 
 
 def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInputs:
-    """What is known of a target and this machine; found out in the ranks where the cache does not know it; `view` as for `foresee`.
+    """Returns the inputs of forecasts for a target on this machine, measured by ranks where the cache lacks them.
 
     Raises:
-        UserError: The target cannot be profiled, and why.
+        UserError: The target cannot be profiled.
     """
     target = spec.inspected
     workload, notes = _known(spec, target, view)
     if workload.script is not None and workload.script.pipeline_stages:
-        raise UserError(
-            f"{spec.target}: what the stages of a pipeline need is not predicted; `autotune run` finds it by measuring"
-        )
-    environment, world_size = workload.environment, _world_size(spec, workload)
-    local = _local_ranks(workload, world_size)
+        raise UserError(f"{spec.target}: pipelines cannot be predicted; `autotune run` measures them")
+    environment, (world_size, local) = workload.environment, _ranks(spec, workload)
     base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
     machine = workload.machine or Machine.guess(environment.accelerator, local, environment.n_cores)
     if local != world_size:
         machine = replace(machine, world_size=world_size)
         notes = [
             *notes,
-            f"rates are those of {local} rank(s) on this machine; between more of them, or other machines, links differ",
+            f"rates are those of {local} rank(s) on this machine; between more ranks or machines links differ",
         ]
     return ForecastInputs(
         profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
@@ -232,51 +221,39 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
 
 
 def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, dict[str, float]]:
-    """Metrics of the completed trials of a study with this target and number of ranks, by candidate."""
+    """Returns the metrics of a study's completed trials with this target and number of ranks, by candidate."""
     found: dict[Candidate, dict[str, float]] = {}
     for path in sorted((folder / "trials").glob("[0-9]*")):
         trial_dir = TrialDir(path)
         try:
             request, result = (json.loads(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
-            if (
-                request["target"] != str(target)
-                or result["world_size"] != world_size
-                or result["outcome"] != Outcome.COMPLETE
-            ):
-                continue
-            metrics = {
-                "peak_memory_bytes": float(result["peak_memory_bytes"]),
-                "step_time_s": float(result["steps"]["median_s"]),
-            }
-            found[Candidate.of(result["candidate"])] = metrics
+            wanted = (str(target), world_size, Outcome.COMPLETE)
+            if (request["target"], result["world_size"], result["outcome"]) == wanted:
+                peak, step = float(result["peak_memory_bytes"]), float(result["steps"]["median_s"])
+                found[Candidate.of(result["candidate"])] = {"peak_memory_bytes": peak, "step_time_s": step}
         except (OSError, ValueError, KeyError, TypeError, UserError):
-            continue  # lost, cut short, or of another version
+            continue  # lost, incomplete, or written by another version
     return found
 
 
 def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:
-    """The workload with profile and rates: from the cache, else from the ranks."""
+    """Returns the workload with profile and rates, from the cache or else from ranks, and notes."""
     script = target.kind == "script"
-    key = (
-        profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
-        if script
-        else profile_cache.workload_key(target.path)
-    )
+    key = profile_cache.workload_key(target.path)
+    if script:
+        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
     workload = profile_cache.load(Workload, key)
     if workload is not None:
-        found = profile_cache.known(
-            workload, target.path, _base_config(spec, target, workload), _ranks_here(spec, workload)
-        )
+        found = profile_cache.known(workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1])
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
-    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept if something fails: its logs tell why
+    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept on failure, for its logs
     view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
     with executor_for(spec, folder) as executor:
-        ranks = min(spec.ranks or 1, n_devices()) if script else 1
-        workload = inspect_workload(spec, executor, folder / "trials" / "inspect", ranks)
-        base_config, trials = _base_config(spec, target, workload), folder / "trials"
+        ranks, trials = min(spec.ranks or 1, n_devices()) if script else 1, folder / "trials"
+        workload = inspect_workload(spec, executor, trials / "inspect", ranks)
         found, notes = profile_cache.measure_missing(
-            workload, target.path, base_config, _ranks_here(spec, workload), executor, trials
+            workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
         )
     if script:
         profile_cache.save(replace(found, machine=None), key)
@@ -284,31 +261,21 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
     return found, notes
 
 
-def _base_config(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
-    # How many samples there are does not matter to what one step needs.
-    return grounds(spec, target, replace(workload, n_samples=None), _world_size(spec, workload))[0]
+def _base_config(spec: StudySpec, workload: Workload) -> DsConfig:
+    # The needs of one step do not depend on the number of samples.
+    return grounds(spec, spec.inspected, replace(workload, n_samples=None), _ranks(spec, workload)[0])[0]
 
 
-def _world_size(spec: StudySpec, workload: Workload) -> int:
-    return spec.ranks or (workload.environment.n_devices if _cuda(workload) else 1)
-
-
-def _ranks_here(spec: StudySpec, workload: Workload) -> int:
-    return _local_ranks(workload, _world_size(spec, workload))
-
-
-def _local_ranks(workload: Workload, world_size: int) -> int:
-    """How many of the ranks this machine can stand in for."""
+def _ranks(spec: StudySpec, workload: Workload) -> tuple[int, int]:
+    """Returns the ranks, and how many of them this machine can run."""
     environment = workload.environment
-    return min(world_size, environment.n_devices if _cuda(workload) else max(2, environment.n_cores))
-
-
-def _cuda(workload: Workload) -> bool:
-    return workload.environment.accelerator == "cuda"
+    cuda = environment.accelerator == "cuda"
+    world_size = spec.ranks or (environment.n_devices if cuda else 1)
+    return world_size, min(world_size, environment.n_devices if cuda else max(2, environment.n_cores))
 
 
 def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | None:
-    """The largest micro-batch that fits with probability `SURE`, all else the same."""
+    """Returns the largest micro-batch that fits with probability `SURE`, all else equal."""
     sizes = list(range(1, MOST_SAMPLES + 1))
     mean, sd = predictor.log_memory([replace(candidate, micro_batch_size=size) for size in sizes])
     fitting = np.flatnonzero(mean + 1.6449 * sd <= np.log(limit))  # the quantile of `SURE`

@@ -1,4 +1,4 @@
-"""A study worked out as far as it goes without a trial: workload, baseline, space, and what can run here."""
+"""The plan of a study: workload, baseline, space and legality, worked out before the first trial."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from autotune.study.setup.script import (
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
-from autotune.system.machine import most_ranks
-from autotune.trial.target import Target
+from autotune.system.machine import check_ranks
+from autotune.trial.target import Target, is_yaml
 from autotune.trial.workload import Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
@@ -37,19 +37,19 @@ DEFAULT_LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A study with everything found out that does not need a trial.
+    """A study as known before its first trial.
 
     Attributes:
-        spec: What the user asked for.
-        target: What the target file is.
-        workload: What the target turned out to be.
+        spec: The user's request.
+        target: The target file.
+        workload: Findings about the target, by one rank.
         world_size: Ranks.
-        base_config: The user's DeepSpeed configuration, with an optimizer where the target brings none.
-        baseline: The candidate that it means.
-        space: What is tuned, dead values removed.
-        full_space: The same before anything was removed.
-        setting: What legality depends on.
-        notes: What the user should know.
+        base_config: The user's DeepSpeed configuration, completed by an optimizer if the target defines none.
+        baseline: Its candidate.
+        space: The search space without dead values.
+        full_space: The search space with them.
+        setting: Everything that legality depends on.
+        notes: Remarks for the user.
     """
 
     spec: StudySpec
@@ -65,16 +65,16 @@ class Plan:
 
     @property
     def memory_limit_bytes(self) -> float | None:
-        """What a rank may use: the stated limit, else what its device has; on a CPU the ranks share the machine's."""
+        """Memory limit of a rank: the stated one, else its device's memory; on a CPU its share of the host's."""
         return self.spec.device_memory_bytes or self.workload.environment.share_bytes(self.world_size) or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
-        """The complete DeepSpeed configuration of a candidate of this study."""
+        """Returns the complete DeepSpeed configuration of a candidate."""
         config = candidate.to_deepspeed(self.base_config)
         return self.workload.script.completed(config, candidate) if self.workload.script else config
 
     def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
-        """How the learning rate follows the batch in this study's trials."""
+        """Returns how the learning rate follows the batch in the trials."""
         rule: str = self.spec.learning_rate_rule
         if rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
@@ -91,23 +91,22 @@ class Plan:
 
     @property
     def splits_batch(self) -> bool:
-        """Whether the target lets a batch be split into other micro-batches."""
+        """Whether a batch of the target can be split into other micro-batches."""
         script = self.workload.script
         return script is None or set(SCRIPT_BATCH) <= set(script.movable)
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with data of their own."""
+        """Data-parallel ranks."""
         return self.workload.data_parallel(self.world_size)
 
     def script(self, candidate: Candidate) -> Script | None:
-        """How the script is run for a candidate; None where the target is a `model.py`."""
-        return (
-            script_request(self.spec, self.workload.script, candidate, self.baseline) if self.workload.script else None
-        )
+        """Returns how the script is run for a candidate; None for a `model.py`."""
+        probed = self.workload.script
+        return script_request(self.spec, probed, candidate, self.baseline) if probed else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What two runs of one study have in common; secrets are left out."""
+        """Returns what must be equal in two runs of one study, without secrets."""
         spec = self.spec
         return redaction.redact(
             {
@@ -130,14 +129,14 @@ class Plan:
         )
 
     def _script_fingerprint(self) -> dict[str, Any]:
-        """The command line, and what it made of the configuration, which may lie in other files."""
+        """Returns the command line and the configuration that it leads to, which may lie in other files."""
         assert self.workload.script is not None
         how = self.spec.how()
         return {
             "args": list(how.arguments),
             "set": self.spec.script_set,
             "working_dir": how.working_dir,
-            # Not its variables: a launcher may draw a port or name a folder for the day.
+            # Without its variables: a launcher may draw a port or name a folder by date.
             **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
@@ -145,32 +144,28 @@ class Plan:
 
 
 def studies_folder(spec_path: Path) -> Path:
-    """Where the studies lie: `studies` around the study's own file, if it lies in one, else in the working directory."""
+    """Returns the folder of all studies: `studies` around the study's file, else in the working directory."""
     around = spec_path.absolute().parent.parent
-    return around if around.name == "studies" and spec_path.suffix in (".yaml", ".yml") else Path("studies").absolute()
+    return around if around.name == "studies" and is_yaml(spec_path) else Path("studies").absolute()
 
 
 def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     """Loads the target in a rank and works out baseline, space and setting.
 
     Raises:
-        UserError: The target, the baseline or the space cannot be used, and why.
+        UserError: The target, the baseline or the space cannot be used.
     """
     target = spec.inspected
-    if not spec.runs_elsewhere and (spec.stated_ranks or 1) > (most := most_ranks()):
-        raise UserError(
-            f"--ranks: {spec.stated_ranks} ranks are more than this machine can hold at once ({most}); give fewer"
-        )
-    workload = inspect_workload(
-        spec, executor, folder / "trials" / "inspect", 1 if target.kind == "model" else spec.stated_ranks or 1
-    )
+    if not spec.runs_elsewhere:
+        check_ranks(spec.stated_ranks or 1, "--ranks")
+    trials = folder / "trials"
+    first_ranks = 1 if target.kind == "model" else spec.stated_ranks or 1
+    workload = inspect_workload(spec, executor, trials / "inspect", first_ranks)
     environment = workload.environment
     nodes = spec.n_nodes
     world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
-    if target.kind == "script" and world_size > 1 and not spec.stated_ranks:
-        workload = inspect_workload(
-            spec, executor, folder / "trials" / "inspect", world_size
-        )  # its configuration may depend on the ranks
+    if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
+        workload = inspect_workload(spec, executor, trials / "inspect", world_size)
     if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
@@ -178,17 +173,14 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
     if target.kind == "script":
-        workload = _moved(spec, executor, folder / "trials" / "moved", workload, baseline, world_size)
+        workload = _moved(spec, executor, trials / "moved", workload, baseline, world_size)
         space = space.pinned(_frozen(spec, workload, baseline))
     if spec.global_batch == "keep":
         space = space.keeping(
             baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size
         )
     pruned = feasibility.pruned(space, baseline, setting)
-    if (
-        next((c for c in pruned.candidates(baseline) if c != baseline and why_illegal(c, setting) is None), None)
-        is None
-    ):
+    if not any(c != baseline and why_illegal(c, setting) is None for c in pruned.candidates(baseline)):
         why = next(iter(feasibility.refusals(space, baseline, setting)), "the space holds nothing but the baseline")
         raise UserError(f"no candidate of the search space can run here: {why}")
     notes = list(workload.caveats)
@@ -206,7 +198,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
 def grounds(
     spec: StudySpec, target: Target, workload: Workload, world_size: int
 ) -> tuple[DsConfig, Candidate, Setting]:
-    """The complete configuration of a study's baseline, the baseline, and what legality depends on.
+    """Returns the complete configuration of a study's baseline, the baseline, and the setting of legality.
 
     Raises:
         UserError: The baseline cannot run here.
@@ -232,70 +224,53 @@ def grounds(
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
     baseline = _baseline(spec, base_config, workload, data_parallel)
-    reason = why_illegal(baseline, _without_batch_bounds(setting))
+    reason = why_illegal(baseline, replace(setting, global_batch=None))
     if reason is not None:
         raise UserError(f"the baseline cannot run here: {reason}")
     return base_config, baseline, setting
 
 
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
-    """The plan with the workload's profile and the machine's rates, from which forecasts follow."""
-    spec = found.spec
-    trials = folder / "trials"
-    engine = (
-        spec.executor,
-        sorted(spec.executor_options.items()),
-        str(spec.hostfile),
-        found.workload.environment.device_name,
-    )
-    where = engine if spec.runs_elsewhere else ()
-    place = profile_cache.Place(spec.nodes_for(found.world_size), where)
+    """Returns the plan with the workload's profile and the machine's rates, which forecasts need."""
+    spec, device = found.spec, found.workload.environment.device_name
+    engine = (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), device)
+    place = profile_cache.Place(spec.nodes_for(found.world_size), engine if spec.runs_elsewhere else ())
     workload, notes = profile_cache.measure_missing(
-        found.workload, spec.target, found.base_config, found.world_size, executor, trials, on_wait, place
+        found.workload, spec.target, found.base_config, found.world_size, executor, folder / "trials", on_wait, place
     )
-    if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it once more
-        profile_cache.save(
-            replace(workload, machine=None), profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
-        )
+    if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it again
+        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
+        profile_cache.save(replace(workload, machine=None), key)
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 
 def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
-    """The user's configuration with what it leaves open and a trial needs.
+    """Returns the user's configuration, completed by what a trial needs.
 
-    AdamW where neither it nor the target brings an optimizer; buffers that follow 16-bit weights where the model has
-    any.
+    AdamW if neither it nor the target has an optimizer; buffers that follow 16-bit weights if the model has any.
     """
     if workload.script is not None:
-        # What ran goes before what was configured: DeepSpeed never compares the two.
-        batch = {"train_micro_batch_size_per_gpu": workload.script.micro_batch_size}
+        # The batch that ran replaces the configured one: DeepSpeed never compares the two.
         config = {key: value for key, value in workload.script.ds_config.items() if key != "train_batch_size"}
-        config |= batch | {"gradient_accumulation_steps": workload.script.gradient_accumulation_steps}
-        wide = not any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        if workload.float_buffers and wide and "buffer_dtype" not in config.get("data_types", {}):
-            set_path(config, "data_types.buffer_dtype", "auto")
-        return config
-    config = copy.deepcopy(spec.base_config or {})
-    if "optimizer" not in config and "optimizer" not in target.defines:
-        # On CPU DeepSpeed would compile its own Adam for a minute; torch's runs at once.
-        extra = {"torch_adam": True} if workload.environment.accelerator == "cpu" else {}
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, **extra}}
-    if workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
+        config["train_micro_batch_size_per_gpu"] = workload.script.micro_batch_size
+        config["gradient_accumulation_steps"] = workload.script.gradient_accumulation_steps
+        follows = not any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    else:
+        config, follows = copy.deepcopy(spec.base_config or {}), True
+        if "optimizer" not in config and "optimizer" not in target.defines:
+            # On CPU DeepSpeed would compile its own Adam for a minute; torch's runs at once.
+            extra = {"torch_adam": True} if workload.environment.accelerator == "cpu" else {}
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, **extra}}
+    if follows and workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
         set_path(config, "data_types.buffer_dtype", "auto")
     return config
 
 
 def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size: int) -> Candidate:
     if not spec.batch_is_configured and workload.script is None:
-        micro = DEFAULT_MICRO_BATCH
-        if isinstance(spec.global_batch, tuple):
-            micro = max(1, min(micro, spec.global_batch[1] // world_size))
-        if workload.n_samples is not None:
-            micro = max(1, min(micro, workload.n_samples // world_size))
+        most = [spec.global_batch[1]] if isinstance(spec.global_batch, tuple) else []
+        most += [workload.n_samples] if workload.n_samples is not None else []
+        micro = max(1, min([DEFAULT_MICRO_BATCH, *(n // world_size for n in most)]))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
     own = workload.script.checkpoint_every if workload.script else 0
     return replace(from_deepspeed(config, world_size), checkpoint_every=own)
-
-
-def _without_batch_bounds(setting: Setting) -> Setting:
-    return replace(setting, global_batch=None)

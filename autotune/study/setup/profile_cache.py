@@ -1,4 +1,4 @@
-"""The cache of profiles and machine rates, which ranks measure once before the first trial."""
+"""Cache of profiles and machine rates, which ranks measure once before the first trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from autotune.executors import base
 from autotune.executors.base import Executor
-from autotune.system.machine import cache_dir, has_cuda_device, processor_name
+from autotune.system.machine import accelerator, cache_dir, processor_name
 from autotune.trial.command import Invocation
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.links import Probe
@@ -24,10 +24,10 @@ from autotune.trial.result import Outcome
 from autotune.trial.target import sources
 from autotune.trial.workload import Workload
 
-# Part of every key: what was written in another form is found out again.
+# Part of every key; increase it when the records change.
 FORMAT = 1
 PROFILE_DEADLINE_S = 180.0
-# Files that a script may read its configuration from, and the bytes up to which they are taken for that.
+# Files that a script may read its configuration from, and their largest size in bytes.
 SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
 T = TypeVar("T", Profile, Machine, Workload, Probe)
 
@@ -37,8 +37,8 @@ class Place:
     """The machines that trials run on.
 
     Attributes:
-        nodes: How many the ranks are spread over.
-        where: What tells them from this one; nothing where it is this one.
+        nodes: Number of machines.
+        where: Part of the cache's keys; empty for this machine.
     """
 
     nodes: int = 1
@@ -49,13 +49,13 @@ HERE = Place()
 
 
 def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:
-    """The cache key of a target: its sources and arguments, the libraries, and the kind of device."""
-    parts = [FORMAT, *_libraries(), _accelerator(), given, str(target.absolute()), *where]
-    return _digest(*parts, *(path.read_text(errors="replace") for path in sources(target)))
+    """Returns the cache key of a target: its sources and arguments, the libraries, and the kind of device."""
+    texts = [path.read_text(errors="replace") for path in sources(target)]
+    return _digest(FORMAT, *_libraries(), accelerator(), given, str(target.absolute()), *where, *texts)
 
 
 def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
-    """The cache key of a training script: as for a target, with the configuration files beside it."""
+    """Returns the cache key of a training script: as for a target, with the configuration files beside it."""
     path, folder = Path(how.script), Path(how.working_dir)
     files = [folder / argument for argument in how.arguments]
     files += [file for place in {folder, path.parent} for file in sorted(place.glob("*")) if file.suffix in SETTINGS]
@@ -69,23 +69,16 @@ def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | Non
 
 
 def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
-    """The cache key of the rates of this machine, or of others, with this number of ranks."""
+    """Returns the cache key of the rates of this machine, or of others, with this number of ranks."""
     if where:
         return _digest(FORMAT, *_libraries(), *where, world_size)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return _digest(
-        FORMAT,
-        *_libraries(),
-        _accelerator(),
-        platform.node() + processor_name(),
-        cores,
-        os.environ.get("OMP_NUM_THREADS"),
-        world_size,
-    )
+    machine = [accelerator(), platform.node() + processor_name(), cores, os.environ.get("OMP_NUM_THREADS")]
+    return _digest(FORMAT, *_libraries(), *machine, world_size)
 
 
 def load(kind: type[T], key: str) -> T | None:
-    """What the cache holds under a key, if it can be read."""
+    """Returns the record under a key; None without one that can be read."""
     try:
         return read_record(_path(kind, key), kind)
     except (OSError, ValueError):
@@ -93,14 +86,14 @@ def load(kind: type[T], key: str) -> T | None:
 
 
 def save(value: Profile | Machine | Workload | Probe, key: str) -> None:
-    """Puts something into the cache."""
+    """Writes a record into the cache."""
     write_record(_path(type(value), key), value, sync=False)
 
 
 def known(
     workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, where: Sequence[Any] = ()
 ) -> Workload:
-    """The workload with whatever the cache knows of it and of the machine."""
+    """Returns the workload with profile and machine rates from the cache, as far as it has them."""
     profile = workload.profile or load(Profile, workload_key(target, ds_config.get("optimizer"), where))
     machine = workload.machine or load(Machine, machine_key(world_size, where))
     return replace(workload, profile=profile, machine=machine)
@@ -110,10 +103,10 @@ def measure_missing(
     workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: Executor, folder: Path,
     on_wait: Callable[[], None] = lambda: None, place: Place = HERE,
 ) -> tuple[Workload, list[str]]:  # fmt: skip
-    """The workload with its profile and the machine's rates; ranks measure what the cache lacks.
+    """Returns the workload with its profile and the machine's rates; ranks measure what the cache lacks.
 
     Args:
-        workload: As a rank inspected it.
+        workload: Findings of the inspection.
         target: The user's file.
         ds_config: The baseline's configuration.
         world_size: Ranks.
@@ -123,7 +116,7 @@ def measure_missing(
         place: The machines.
 
     Returns:
-        The workload, and what the user should know.
+        The workload, and remarks for the user.
     """
     if workload.script is None:
         save(replace(workload, profile=None, machine=None), workload_key(target, None, place.where))
@@ -142,7 +135,7 @@ def measure_missing(
     if workload.profile is not None:
         notes += workload.profile.caveats
     if workload.machine is None:
-        with executor.turn(on_wait):  # beside another study's trial it would read slow
+        with executor.turn(on_wait):  # another study's trial would slow it down
             request = TrialRequest(target="", mode="rates", world_size=world_size, nodes=place.nodes)
             result = base.run(executor, folder / "rates", request)
         if result.outcome is Outcome.COMPLETE:
@@ -164,7 +157,3 @@ def _digest(*parts: Any) -> str:
 
 def _libraries() -> list[str]:
     return [platform.python_version(), *(metadata.version(name) for name in ("torch", "deepspeed"))]
-
-
-def _accelerator() -> str:
-    return os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")

@@ -1,4 +1,4 @@
-"""A training script as a target: run it untouched, and learn which knobs it lets move."""
+"""Inspects a target before the first trial: loads a model, or runs a script and finds out which knobs move."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from autotune.trial.workload import Probed, Script, Workload
 
 DEFAULT_MICRO_BATCH = 8
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
-# How argparse, and most who read a command line, end a script whose arguments are missing or wrong.
+# End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
-# What the user can do where the tuner finds no way.
+# Advice where the tuner cannot move a knob.
 REMEDY = {
-    name: f"To tune it, say what carries it: a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
+    name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
     f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
 }
-# The same for what a trial asked for and did not see, by the first word of its reason.
+# Advice where a trial did not apply a setting, by the first word of its reason.
 UNSEEN_REMEDIES = {
     **REMEDY,
     "global batch": REMEDY["micro_batch_size"],
-    "dtype": "Where the script chooses the type of its weights itself, leave that to DeepSpeed, or `precision` out of the space",
-    "checkpoint_every": "Where the script recomputes activations itself, say how often by a flag (`--flag {checkpoint_every}` on the"
-    " command line), or leave `checkpointing` out of the space",
+    "dtype": "If the script chooses the type of its weights, leave that to DeepSpeed, or `precision` out of the space",
+    "checkpoint_every": "If the script recomputes activations, pass the interval by a flag (`--flag {checkpoint_every}`"
+    " on the command line), or leave `checkpointing` out of the space",
 }
-# What a template stands for in the untouched script.
+# Values of the templates in the unchanged script.
 UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
 
 
 def remedy(reason: str) -> str:
-    """What the user can do where a setting had no effect on a script; empty where nothing is known."""
+    """Returns advice where a setting had no effect on a script; empty without any."""
     found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
     return "" if not found or found in reason else f". {found}"
 
 
 def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size: int) -> Workload:
-    """Loads a `model.py`, or runs a script untouched for a few steps, and says what it is.
+    """Loads a `model.py`, or runs a script unchanged for a few steps, and returns the findings.
 
     Raises:
-        UserError: It cannot be, and why.
+        UserError: It cannot be loaded or run; the message gives the reason and the log.
     """
     is_script = spec.inspected.kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
         nodes=spec.nodes_for(world_size), deadline_s=spec.trial_deadline_s,
-        # Loading a model takes host memory; whether it fits a device is for the baseline to find out.
+        # Loading a model takes host memory; the baseline shows whether it fits the device.
         device_memory_bytes=spec.device_memory_bytes if is_script else None,
         script=script_request(spec, None, None, None) if is_script else None,
         ds_config=_untouched_config(spec) if is_script else {},
@@ -76,14 +76,12 @@ def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size
     if workload.script is not None:
         for name in SCRIPT_BATCH:
             if getattr(workload.script, name) is None:
-                raise UserError(
-                    f"{spec.target}: the {name} varies from step to step, so that no trial could be checked"
-                )
+                raise UserError(f"{spec.target}: the {name} varies from step to step, so no trial could be checked")
     return workload
 
 
 def _usage(log: Path, target: Path) -> str:
-    """What a script that ended as argparse does said last, and how it is given arguments."""
+    """Returns the last error of a script that ended as argparse does, and how to give it arguments."""
     with contextlib.suppress(OSError):
         said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line]
         last = f" ({said[-1].partition('error: ')[2][:200]})" if said else ""
@@ -92,18 +90,17 @@ def _usage(log: Path, target: Path) -> str:
 
 
 def _untouched_config(spec: StudySpec) -> DsConfig:
-    """What `{ds_config}` stands for before anything is tuned."""
+    """Returns the content of `{ds_config}` before anything is tuned."""
     if DS_CONFIG not in spec.templated():
         return {}
-    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1} | (
-        spec.base_config or {}
-    )
+    batch = {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1}
+    return batch | (spec.base_config or {})
 
 
 def script_request(
     spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None
 ) -> Script:
-    """How the script is run for a candidate; for None as the user would, templates filled with the usual batch."""
+    """Returns how the script is run for a candidate, or for None as the user runs it, with the default batch."""
     how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
     before = baseline.values() if baseline is not None else UNTOUCHED
     values = candidate.values() if candidate is not None else UNTOUCHED
@@ -127,7 +124,7 @@ def script_request(
         working_dir=how.working_dir,
         module=how.module,
         environment=_told({name: fill(value, fillers) for name, value in how.environment.items()}, how),
-        # A probe leaves a constant that carries the batch as it is, and so learns its value.
+        # A probe does not replace constants that carry the batch, and so learns their values.
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
@@ -140,34 +137,33 @@ def script_request(
 
 
 def _told(environment: dict[str, str], how: Invocation) -> dict[str, str]:
-    """The variables that a trial's file names; secrets are only in the environment of its processes."""
+    """Returns the variables for a trial's file; secrets are only in the environment of its processes."""
     fixed, shown = how.fixed_environment, redaction.redact(environment)
     return {name: value for name, value in environment.items() if name not in fixed or shown[name] == value}
 
 
 def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
-    """The flag that carries each field, from the study, else from `autotuning.arg_mappings` in the script's JSON.
+    """Returns the flag of each field: from the study, else from `autotuning.arg_mappings` in the script's JSON.
 
-    A template goes before both.
+    Fields with a template have none.
     """
     section = (probed.ds_config.get("autotuning") or {}).get("arg_mappings") if probed is not None else None
     own = {key: flag for key, flag in (section or {}).items() if key in MAPPED_KEYS and isinstance(flag, str)}
     templated = spec.templated()
-    return {
-        MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items() if MAPPED_KEYS[key] not in templated
-    }
+    flags = {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items()}
+    return {name: flag for name, flag in flags.items() if name not in templated}
 
 
 def _moved(
     spec: StudySpec, executor: Executor, path: Path, workload: Workload, baseline: Candidate, world_size: int
 ) -> Workload:
-    """Runs the script once with another micro-batch and accumulation, and sees which of them really changed.
+    """Runs the script with another micro-batch and accumulation, and records which of them really changed.
 
-    If it cannot run so, it is run with one of them changed at a time.
+    If that run fails, each of them is changed in a separate run.
     """
     assert workload.script is not None
     probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    # A global batch that is kept stays here too; else its two parts must prove that each moves without the other.
+    # Under `keep` the global batch stays here too; else each part must change without the other.
     keeps = spec.global_batch == "keep"
     halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
     wanted = {
@@ -193,13 +189,12 @@ def _moved(
         changes += [change for change in result.side_changes if change not in changes]
         word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
         if seen is None:
-            caveats.append(
-                f"with a {word} of {wanted[name]} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
-            )
+            end = f"{result.outcome}: {result.reason}"
+            caveats.append(f"with a {word} of {wanted[name]} the script ended with {end}; so it stays {was}")
         elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
             movable.append(name)
         else:
-            caveats.append(f"the {word} stays {was}: nothing that the tuner can reach moves it. {REMEDY[name]}")
+            caveats.append(f"the {word} stays {was}: no flag, constant or DataLoader moves it. {REMEDY[name]}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
@@ -207,9 +202,9 @@ def _moved(
 
 
 def _frozen(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:
-    """The knobs of the space that the script does not let move, with the values they keep."""
+    """Returns the knobs that the script does not let move, with their values."""
     assert workload.script is not None
     fixed = [name for name in SCRIPT_BATCH if name not in workload.script.movable]
     if fixed and spec.global_batch == "keep":
-        fixed = list(SCRIPT_BATCH)  # where one of the two stays and the product too, so does the other
+        fixed = list(SCRIPT_BATCH)  # with the product and one factor fixed, so is the other
     return {name: baseline.values()[name] for name in fixed}

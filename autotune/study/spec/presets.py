@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.errors import SpecError, nearest
+from autotune.errors import SpecError, unknown
 from autotune.study.spec.yaml_file import read_yaml
-from autotune.system.files import _inside
+from autotune.system.files import absolute
 from autotune.trial.target import is_yaml
 
 Kind = Literal["search_spaces", "objectives"]
@@ -19,52 +19,47 @@ DEFAULT_OBJECTIVES = ("latency", "throughput", "convergence", "memory")
 
 
 def preset_folder(kind: Kind) -> Path:
-    """Where the presets of a kind lie: in the installed package, else in the checkout."""
+    """Returns the folder of the presets of a kind: in the installed package, else in the checkout."""
     packaged = Path(__file__).parent / "_presets" / kind
     return packaged if packaged.is_dir() else Path(__file__).parents[3] / kind
 
 
 def presets(kind: Kind) -> dict[str, Path]:
-    """The presets of a kind by name."""
+    """Returns the presets of a kind by name."""
     return {path.stem: path for path in sorted(preset_folder(kind).glob("*.yaml"))}
 
 
 def preset_summary(path: Path) -> str:
-    """The comment that a preset opens with, up to its first full stop or colon, for a list of presets."""
+    """Returns the comment at the head of a preset, up to its first full stop or colon."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
     return re.split(r"[.:](?=\s|$)", " ".join(line.lstrip("# ") for line in lines))[0]
 
 
 def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) -> Path:
-    """The file of a preset: a name is one of ours; what ends in .yaml or .yml, or has a separator, is a path.
+    """Returns the file of a preset; a text that ends in .yaml or .yml, or has a separator, is a path.
 
     Args:
         kind: Which presets.
         name_or_path: As the user gave it.
-        relative_to: Folder that a relative path starts from.
-        where: What to call its place in an error.
+        relative_to: Folder of a relative path.
+        where: The option or file that names it, for the error.
 
     Raises:
         SpecError: There is no such preset.
     """
     if is_yaml(Path(name_or_path)) or "/" in name_or_path or os.sep in name_or_path:
-        return _inside(name_or_path, relative_to, where)
+        return absolute(name_or_path, relative_to, where)
     known = presets(kind)
     if name_or_path not in known:
-        listed = {"search_spaces": "spaces", "objectives": "objectives"}[kind]
+        listed = "spaces" if kind == "search_spaces" else kind
         raise SpecError(
-            f"{where}: unknown {name_or_path!r}.{nearest(name_or_path, known)} Known: {', '.join(known)},"
-            f" or the path of a .yaml file. See `autotune ls {listed}`."
+            f"{where}: {unknown(name_or_path, known)}, or the path of a .yaml file. See `autotune ls {listed}`."
         )
     return known[name_or_path]
 
 
 def load_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) -> tuple[str, Any]:
-    """Reads a preset; arguments and errors as for `find_preset`.
-
-    Returns:
-        What to call it in an error, and its data.
-    """
+    """Returns the name of a preset for errors, and its data; arguments and errors as for `find_preset`."""
     path = find_preset(kind, name_or_path, relative_to, where)
     place = f"{kind}/{name_or_path}.yaml" if name_or_path in presets(kind) else str(path)
     return place, read_yaml(path, where)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from autotune.errors import SpecError, nearest
+from autotune.errors import SpecError, unknown
 from autotune.scoring.objective import Constraint, Objective
 from autotune.space.deepspeed import LARGEST_BATCH, DsConfig, check_config, read_config
 from autotune.space.parameter import parse_parameters
 from autotune.space.space import SearchSpace
-from autotune.study.spec.presets import load_preset
+from autotune.study.spec.presets import Kind, load_preset
 from autotune.system import redaction
-from autotune.system.files import _inside, read_text
+from autotune.system.files import absolute, read_text
+from autotune.system.units import parse_bytes, parse_seconds
 from autotune.trial.command import MAPPED_KEYS
 
 M = TypeVar("M", bound=BaseModel)
@@ -25,10 +26,8 @@ M = TypeVar("M", bound=BaseModel)
 
 def _read_global_batch(given: Any) -> Any:
     value = given
-    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d{1,18})\s*\.\.\s*(\d{1,18})\s*", value)):
-        value = (int(found[1]), int(found[2]))
-    elif isinstance(value, str) and re.fullmatch(r"\s*\d{1,18}\s*", value):
-        value = int(value)
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d{1,18})\s*(?:\.\.\s*(\d{1,18})\s*)?", value)):
+        value = (int(found[1]), int(found[2] or found[1]))
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value, value)
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(end) is int for end in value)
@@ -45,11 +44,23 @@ def _read_share(given: Any) -> Any:
         raise ValueError(f"{given!r} is not a share such as 0.01 or 1%") from None
 
 
+# Larger numbers are typing errors, and JSON's numbers are not exact above 2^53.
+MOST = 2**53
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=2**16)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]  # numpy takes no larger one
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
+GlobalBatch = Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)]
+
+
 def read_share(text: str, where: str) -> float:
-    """A share such as 0.03 or 3%, below 1.
+    """Returns the share of a text such as `0.03` or `3%`, which is below 1.
 
     Raises:
-        SpecError: It is none.
+        SpecError: The text is no such share.
     """
     try:
         share = float(_read_share(text))
@@ -60,54 +71,83 @@ def read_share(text: str, where: str) -> float:
     return share
 
 
-def _message(error: ValidationError, where: str) -> str:
+def check_keys(data: Iterable[Any], known: Iterable[str], where: str, kind: str = "key ") -> None:
+    """Refuses unknown keys.
+
+    Raises:
+        SpecError: It names the first one, and the known ones.
+    """
+    known = list(known)
+    for key in data:
+        if key not in known:
+            raise SpecError(f"{where}: {unknown(key, known, kind)}")
+
+
+def first_error(error: ValidationError, where: str, places: Mapping[str, str]) -> str:
+    """Returns pydantic's first error in one sentence.
+
+    Args:
+        error: The error.
+        where: The place of the data as a whole.
+        places: The places of its fields, where they differ from `where: FIELD`.
+    """
     first = error.errors()[0]
-    inner = "".join(f": {part}" for part in first["loc"][1:] if isinstance(part, str))
-    if first["type"] == "value_error":
-        return f"{where}{inner}: {first['msg'].removeprefix('Value error, ')}"
-    if first["type"] == "missing":
-        return f"{where}{inner or ': ' + '.'.join(map(str, first['loc']))} is missing"
-    text = first["msg"].removeprefix("Input ")
-    return f"{where}{inner}: {text}, not {first['input']!r}"
+    key, *inner = [part for part in first["loc"] if isinstance(part, str)] or [""]
+    place = ": ".join([places.get(key, f"{where}: {key}" if key else where), *inner])
+    match first["type"]:
+        case "value_error":
+            return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+        case "missing":
+            return f"{place} is missing"
+    return f"{place}: {first['msg'].removeprefix('Input ')}, not {first['input']!r}"
 
 
-def _items(value: Any, where: str) -> list[Any]:
-    """Presets as a list: from a list, a comma-separated text, or one item."""
+def _validated(model: type[M], data: Any, where: str) -> M:
+    check_keys(data if isinstance(data, dict) else (), model.model_fields, where)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(first_error(error, where, {})) from None
+
+
+def _needed(where: str, needed: str, value: Any) -> SpecError:
+    return SpecError(f"{where}: {needed}, not {value!r}")
+
+
+def _presets(kind: Kind, value: Any, where: str, folder: Path) -> list[tuple[Any, str, Any]]:
+    """Returns each item of a list, of a comma-separated text, or the one item, with its place and its data."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        if len(parts) > 1 and not all(parts):
+        names = [part.strip() for part in value.split(",")]
+        items = list(filter(None, names))
+        if len(names) > max(1, len(items)):
             raise SpecError(f"{where}: {value!r} has a comma too many; a name is missing there")
-        return [part for part in parts if part]
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [
+        (item, *(load_preset(kind, item, folder, where) if isinstance(item, str) else (where, item))) for item in items
+    ]
 
 
 def _read_space(value: Any, where: str, folder: Path) -> SearchSpace:
     if isinstance(value, SearchSpace):
         return value
-    parts = []
-    items = _items(value, where)
-    for index, item in enumerate(items):
-        if isinstance(item, str) and item in items[:index]:
-            raise SpecError(f"{where}: {item!r} is there twice")
-        place, data = load_preset("search_spaces", item, folder, where) if isinstance(item, str) else (where, item)
-        parts.append((place, parse_parameters(data, place)))
-    return SearchSpace.compose(parts)
+    parts = _presets("search_spaces", value, where, folder)
+    names = [item for item, _, _ in parts if isinstance(item, str)]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(f"{where}: {name!r} is there twice")
+    return SearchSpace.compose([(place, parse_parameters(data, place)) for _, place, data in parts])
 
 
 def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, ...]:
     found = []
-    for item in _items(value, where):
-        place, data = load_preset("objectives", item, folder, where) if isinstance(item, str) else (where, item)
-        if isinstance(data, Objective):
+    for item, place, data in _presets("objectives", value, where, folder):
+        if isinstance(data, dict):
+            name = Path(item).stem if isinstance(item, str) else data.get("metric")
+            found.append(_validated(Objective, ({"name": name} if name is not None else {}) | data, place))
+        elif isinstance(data, Objective):
             found.append(data)
-            continue
-        if not isinstance(data, dict):
+        else:
             raise SpecError(f"{place}: an objective is a mapping with a metric, as in `metric: step_time_s`")
-        if isinstance(item, str):
-            data = {"name": Path(item).stem} | data
-        elif "name" not in data and "metric" in data:
-            data = {"name": data["metric"]} | data
-        found.append(_validated(Objective, data, place))
     return tuple(found)
 
 
@@ -117,118 +157,92 @@ def _read_constraints(value: Any, where: str, folder: Path) -> tuple[Constraint,
     if isinstance(value, dict):
         for metric, said in value.items():
             if not isinstance(said, dict):
-                raise SpecError(
-                    f"{where}: {metric}: a mapping with `min` or `max` is needed, as in `{{max: 4GiB}}`, not {said!r}"
-                )
+                needed = "a mapping with `min` or `max` is needed, as in `{max: 4GiB}`"
+                raise _needed(f"{where}: {metric}", needed, said)
         value = [{"metric": metric, **said} for metric, said in value.items()]
     if not isinstance(value, list | tuple):
-        raise SpecError(
-            f"{where}: a mapping of metrics to bounds is needed, as in `peak_memory_bytes: {{max: 4GiB}}`, not {value!r}"
-        )
+        needed = "a mapping of metrics to bounds is needed, as in `peak_memory_bytes: {max: 4GiB}`"
+        raise _needed(where, needed, value)
     return tuple(item if isinstance(item, Constraint) else _validated(Constraint, item, where) for item in value)
-
-
-def _validated(model: type[M], data: Any, where: str) -> M:
-    for key in data if isinstance(data, dict) else ():
-        if key not in model.model_fields:
-            raise SpecError(
-                f"{where}: unknown key {key!r}.{nearest(str(key), model.model_fields)} Known: {', '.join(model.model_fields)}"
-            )
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        key = next((str(part) for part in error.errors()[0]["loc"][:1]), "")
-        raise SpecError(
-            _message(error, f"{where}: {key}" if key and error.errors()[0]["type"] != "missing" else where)
-        ) from None
 
 
 def _read_base(value: Any, where: str, folder: Path) -> DsConfig | None:
     if value is None:
         return None
     if isinstance(value, str | Path):
-        path = _inside(value, folder, where)
-        return redaction.without_secrets(read_config(read_text(path, where), str(path)))
-    check_config(value, where)
+        path = absolute(value, folder, where)
+        value = read_config(read_text(path, where), str(path))
+    else:
+        check_config(value, where)
     return redaction.without_secrets(value)
 
 
 def _read_target(value: Any, where: str, folder: Path) -> Path:
     if not isinstance(value, str | Path) or not str(value):
-        raise SpecError(f"{where}: the path of a model.py is needed, not {value!r}")
-    return _inside(value, folder, where)
+        raise _needed(where, "the path of a model.py is needed", value)
+    return absolute(value, folder, where)
 
 
 def _read_arguments(value: Any, where: str, folder: Path) -> tuple[str, ...]:
     words = value if value is not None else ()
     if not isinstance(words, list | tuple) or not all(isinstance(word, str | int | float) for word in words):
-        raise SpecError(f"{where}: a list of words is needed, as in [--lr, '0.1'], not {value!r}")
+        raise _needed(where, "a list of words is needed, as in [--lr, '0.1']", value)
     return tuple(map(str, words))
 
 
-def _pairs(value: Any, where: str, example: str) -> Iterable[tuple[Any, Any]]:
-    """What NAME=VALUE texts say, or a mapping."""
-    if value is None:
-        return ()
-    if isinstance(value, dict):
-        return value.items()
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise SpecError(f"{where}: a mapping of names to values is needed, as in {example}, not {value!r}")
-    return [(name, text) for name, _, text in (item.partition("=") for item in value)]
+def _pairs(value: Any, where: str, name_pattern: str, example: str) -> dict[str, Any]:
+    """Returns a mapping, or a list of NAME=VALUE texts, as a mapping; checks the names."""
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        value = {name: text for name, _, text in (item.partition("=") for item in value)}
+    if not isinstance(value, dict | None):
+        raise _needed(where, f"a mapping of names to values is needed, as in {example.replace('=', ': ')}", value)
+    for name, given in (value or {}).items():
+        if not (isinstance(name, str) and re.fullmatch(name_pattern, name) and str(given)):
+            raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in {example}")
+    return value or {}
 
 
 def _read_script_set(value: Any, where: str, folder: Path) -> dict[str, str]:
-    pairs = list(_pairs(value, where, "BATCH: '{micro_batch_size}'"))
-    for name, text in pairs:
-        if not (isinstance(name, str) and name.isidentifier() and str(text)):
-            raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in BATCH={{micro_batch_size}}")
-    return {str(name): str(text) for name, text in pairs}
+    pairs = _pairs(value, where, r"[^\W\d]\w*", "BATCH={micro_batch_size}")
+    return {name: str(text) for name, text in pairs.items()}
 
 
 def _read_options(value: Any, where: str, folder: Path) -> dict[str, str]:
-    pairs = list(_pairs(value, where, "partition: gpu"))
-    for name, text in pairs:
-        if not (isinstance(name, str) and re.fullmatch(r"[a-z_]+", name) and str(text)):
-            raise SpecError(f"{where}: {name!r} is not NAME=VALUE, as in partition=gpu")
-        if isinstance(text, dict | list) or text is None or not str(text).isprintable():
-            raise SpecError(f"{where}: {name}: a single value is needed, as in partition=gpu, not {text!r}")
-    yes_no = {True: "yes", False: "no"}  # which YAML reads as truth values
-    return {str(name): yes_no[text] if isinstance(text, bool) else str(text) for name, text in pairs}
+    pairs = _pairs(value, where, r"[a-z_]+", "partition=gpu")
+    for name, given in pairs.items():
+        if isinstance(given, dict | list | None) or not str(given).isprintable():
+            raise _needed(f"{where}: {name}", "a single value is needed, as in partition=gpu", given)
+    # YAML reads yes and no as truth values.
+    return {
+        name: str(given) if not isinstance(given, bool) else "yes" if given else "no" for name, given in pairs.items()
+    }
 
 
 def _read_mappings(value: Any, where: str, folder: Path) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise SpecError(
-            f"{where}: a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`, not {value!r}"
-        )
-    for key, name in value.items():
-        if key not in MAPPED_KEYS:
-            raise SpecError(
-                f"{where}: unknown setting {key!r}.{nearest(str(key), MAPPED_KEYS)} Known: {', '.join(MAPPED_KEYS)}"
-            )
+    if not isinstance(value, dict | None):
+        needed = "a mapping of settings to flags is needed, as in `train_micro_batch_size_per_gpu: --bsz`"
+        raise _needed(where, needed, value)
+    check_keys(value or {}, MAPPED_KEYS, where, "setting ")
+    for key, name in (value or {}).items():
         if not isinstance(name, str) or not name.startswith("-"):
-            raise SpecError(f"{where}: {key}: a flag of the script is needed, as in --bsz, not {name!r}")
-    return dict(value)
+            raise _needed(f"{where}: {key}", "a flag of the script is needed, as in --bsz", name)
+    return dict(value or {})
 
 
 def _read_folder(value: Any, where: str, folder: Path) -> Path | None:
-    return None if value is None else _inside(value, folder, where)
+    return None if value is None else absolute(value, folder, where)
 
 
 def _read_checkpoint(value: Any, where: str, folder: Path) -> Path | None:
-    if value is None:
-        return None
-    path = _inside(value, folder, where)
-    if not os.path.exists(path):
+    path = _read_folder(value, where, folder)
+    if path is not None and not os.path.exists(path):
         raise SpecError(
             f"{where}: there is no {path}; give the folder of a DeepSpeed checkpoint, or a state dict's file"
         )
     return path
 
 
-# The keys that take more than pydantic to read: from (value, its place in words, the folder that paths start from).
+# Readers of the keys that pydantic alone cannot read: from the value, its place in words, and the folder of its paths.
 READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "space": _read_space,
     "objectives": _read_objectives,

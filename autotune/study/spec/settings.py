@@ -1,7 +1,7 @@
-"""The settings of a study: what each means and which option sets it.
+"""Table of the settings of a study: their meaning, their command-line options, their comments in `study.yaml`.
 
-Made from this table: the options of the command line, the docstring of `autotune.run`, the comments in `study.yaml`, and
-`docs/reference.md`. Types, defaults and checks are `StudySpec`'s. Nothing heavy is imported: `autotune --help` reads it.
+The options of the commands, the docstring of `autotune.run`, the comments in `study.yaml` and `docs/reference.md` are
+made from it. Types, defaults and checks are in `StudySpec`. It imports nothing heavy: `autotune --help` reads it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """What is said of one key of `study.yaml`.
+    """Description of one key of `study.yaml`.
 
     Attributes:
-        help: What it is, in one sentence.
-        more: What `--help` leaves out.
-        metavar: The value's form on the command line; "" for a switch.
+        help: Its meaning, in one sentence.
+        more: Further sentences, which `--help` leaves out.
+        metavar: Form of the value on the command line; "" for a switch.
         flag: Its option; "" for the key with dashes.
-        off: The option that switches it off, where there is one.
-        comment: The comment that stands above it, and those that follow it, in a written `study.yaml`.
-        variable: The environment variable that sets it, too.
-        repeatable: The option adds up where it is given several times.
+        off: The option that switches it off, if any.
+        comment: Comment above it in a written `study.yaml`; it may also describe the keys below it.
+        variable: Environment variable that also sets it.
+        repeatable: The option may be given several times, and the values add up.
         option: Whether the command line has an option for it.
-        optional: It is written to `study.yaml` only where it says something.
+        optional: An empty value is not written to `study.yaml`.
     """
 
     help: str
@@ -37,213 +37,133 @@ class Setting(NamedTuple):
     optional: bool = False
 
 
+# fmt: off
 SETTINGS: dict[str, Setting] = {
     "name": Setting(
         "Name of the study (default: from the target).",
-        "Its folder below `studies/`; by default the target's file name, or its folder's.",
-        metavar="NAME",
-        flag="--study",
-    ),
+        more="Its folder below `studies/`; by default the target's file name, or its folder's.", metavar="NAME",
+        flag="--study"),
     "target": Setting(
-        "The user's `model.py` or training script; what `command` starts, where there is one.",
-        comment="The model or the training script, relative to this file.",
-        option=False,
-    ),
+        "The user's `model.py` or training script; what `command` starts, where there is one.", option=False,
+        comment="The model or the training script, relative to this file."),
     "command": Setting(
-        "A launch command, whose script is tuned.",
-        "The file keeps it instead of the target.",
-        comment="The launch command; it is run once to see which script it starts, and how.",
-        option=False,
-    ),
+        "A launch command, whose script is tuned.", more="The file keeps it instead of the target.", option=False,
+        comment="The launch command; it is run once to see which script it starts, and how."),
     "script_args": Setting(
         "The training script's own arguments.",
-        "`{micro_batch_size}` and other fields of a candidate in them are filled in. From Python a list, or one text that is"
-        " split as a shell does.",
-        comment="The script's command line, and constants in it that are replaced.",
-        option=False,
-        optional=True,
-    ),
+        more="`{micro_batch_size}` and other fields of a candidate in them are filled in. From Python a"
+        " list, or one text that is split as a shell does.", option=False, optional=True,
+        comment="The script's command line, and constants in it that are replaced."),
     "script_set": Setting(
         "Replace a constant of the training script.",
-        'With the same templates: `{"BATCH": "{micro_batch_size}"}`.',
-        metavar="NAME={micro_batch_size}",
-        flag="--set",
-        repeatable=True,
-        optional=True,
-    ),
+        more='With the same templates: `{"BATCH": "{micro_batch_size}"}`.', metavar="NAME={micro_batch_size}",
+        flag="--set", repeatable=True, optional=True),
     "arg_mappings": Setting(
         "Flags of the script by DeepSpeed's name of the setting that they carry, as in DeepSpeed's own tuner.",
-        comment="Flags of the script that carry a setting.",
-        option=False,
-        optional=True,
-    ),
+        option=False, optional=True, comment="Flags of the script that carry a setting."),
     "working_dir": Setting(
-        "Folder that a script or a command runs in (default: the script's own).",
-        comment="Where the script runs.",
-        option=False,
-        optional=True,
-    ),
+        "Folder that a script or a command runs in (default: the script's own).", option=False, optional=True,
+        comment="Where the script runs."),
     "space": Setting(
         "Search spaces: presets or YAML files.",
-        "Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.",
-        metavar="A,B",
-        repeatable=True,
-        comment="What is tuned: each knob with its values; null leaves DeepSpeed's default.",
-    ),
+        more="Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.", metavar="A,B",
+        repeatable=True, comment="What is tuned: each knob with its values; null leaves DeepSpeed's default."),
     "objectives": Setting(
-        "Objectives: presets or YAML files.",
-        "Or mappings with a `metric`. See `autotune ls objectives`.",
-        metavar="A,B",
-        flag="--objective",
-        repeatable=True,
-        comment="What is optimised.",
-    ),
+        "Objectives: presets or YAML files.", more="Or mappings with a `metric`. See `autotune ls objectives`.",
+        metavar="A,B", flag="--objective", repeatable=True, comment="What is optimised."),
     "constraints": Setting(
-        "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.",
-        comment="Bounds that a solution must keep.",
-        option=False,
-    ),
+        "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.", option=False,
+        comment="Bounds that a solution must keep."),
     "trials": Setting(
-        "Trials in all, resumed ones and the baseline included.",
-        metavar="N",
-        comment="The budget: trials in all, and wall time (null: no limit).",
-    ),
+        "Trials in all, resumed ones and the baseline included.", metavar="N",
+        comment="The budget: trials in all, and wall time (null: no limit)."),
     "time_budget_s": Setting(
-        "Wall time in all, after which no trial is started.",
-        "Seconds, or a text such as `10m`.",
-        metavar="10m",
-        flag="--time-budget",
-    ),
+        "Wall time in all, after which no trial is started.", more="Seconds, or a text such as `10m`.",
+        metavar="10m", flag="--time-budget"),
     "ranks": Setting(
         "Ranks of a trial (default: the launcher's, or one per GPU).",
-        "On a CPU the default is one on each machine.",
-        metavar="N",
-        comment="Ranks of every trial; null is one for each device.",
-    ),
+        more="On a CPU the default is one on each machine.", metavar="N",
+        comment="Ranks of every trial; null is one for each device."),
     "nodes": Setting(
-        "Machines that the ranks of a trial are spread over.",
-        "By default one, or all that `hostfile` names.",
-        metavar="N",
-        comment="Machines that they are spread over.",
-        optional=True,
-    ),
+        "Machines that the ranks of a trial are spread over.", more="By default one, or all that `hostfile` names.",
+        metavar="N", optional=True, comment="Machines that they are spread over."),
     "executor": Setting(
-        "What runs the trials (default: local).",
-        "See `docs/clusters.md`.",
-        metavar="local|slurm|ray",
-        comment="The engine that runs trials, and what it is told.",
-    ),
+        "What runs the trials (default: local).", more="See `docs/clusters.md`.", metavar="local|slurm|ray",
+        comment="The engine that runs trials, and what it is told."),
     "executor_options": Setting(
-        "What the executor is told, as partition=gpu; repeatable.",
-        metavar="NAME=VALUE",
-        flag="--executor-option",
-        repeatable=True,
-        optional=True,
-    ),
+        "What the executor is told, as partition=gpu; repeatable.", metavar="NAME=VALUE", flag="--executor-option",
+        repeatable=True, optional=True),
     "hostfile": Setting(
-        "Machines for local, over your ssh: HOST slots=N a line.",
-        metavar="FILE",
-        comment="Machines that trials reach over ssh.",
-        optional=True,
-    ),
+        "Machines for local, over your ssh: HOST slots=N a line.", metavar="FILE", optional=True,
+        comment="Machines that trials reach over ssh."),
     "base_config": Setting(
         "Your DeepSpeed configuration: the baseline.",
-        "The path of its JSON, or a mapping. Candidates are laid over it.",
-        metavar="DS.JSON",
-        comment="The baseline's DeepSpeed configuration, which candidates are laid over.",
-    ),
+        more="The path of its JSON, or a mapping. Candidates are laid over it.", metavar="DS.JSON",
+        comment="The baseline's DeepSpeed configuration, which candidates are laid over."),
     "global_batch": Setting(
         "Samples per optimizer step.",
-        "The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if your configuration sets"
-        " a batch.",
-        metavar="keep|free|LO..HI",
-        comment="Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST.",
-    ),
+        more="The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if"
+        " your configuration sets a batch.", metavar="keep|free|LO..HI",
+        comment="Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST."),
     "device_memory_bytes": Setting(
         "Memory limit of a device.",
-        "Bytes, or a text such as `4GiB`; by default what it has. On a CPU a watchdog holds the resident memory of each rank"
-        " to it.",
-        metavar="4GiB",
-        flag="--device-memory",
-        comment="Memory limit of a device; null is what it has.",
-    ),
+        more="Bytes, or a text such as `4GiB`; by default what it has. On a CPU a watchdog holds the"
+        " resident memory of each rank to it.", metavar="4GiB", flag="--device-memory",
+        comment="Memory limit of a device; null is what it has."),
     "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
     "memory_filter": Setting("Skip candidates that surely do not fit memory.", flag="--filter", off="--no-filter"),
     "stop_below": Setting(
         "End when no larger improvement is expected; 0: never.",
-        "A share of any objective, as 0.01 or `1%`; only `physics` expects.",
-        metavar="1%",
-    ),
+        more="A share of any objective, as 0.01 or `1%`; only `physics` expects.", metavar="1%"),
     "stop_trials": Setting(
-        "End trials that are clearly worse.",
-        "That is, worse than a measured one on every objective.",
-        off="--no-stop-trials",
-    ),
+        "End trials that are clearly worse.", more="That is, worse than a measured one on every objective.",
+        off="--no-stop-trials"),
     "storage": Setting(
         "Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
-        "Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install -e '.[postgresql]'`, MySQL `.[mysql]`. Written"
-        " to the file without its password.",
-        metavar="URL",
-        variable="AUTOTUNE_STORAGE",
-        comment="null is SQLite in studies/autotune.db.",
-    ),
+        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install -e '.[postgresql]'`, MySQL"
+        " `.[mysql]`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
+        comment="null is SQLite in studies/autotune.db."),
     "parallel": Setting(
-        "Trials at once, on disjoint devices or nodes.",
-        metavar="N",
-        comment="Trials at once; on one host only if they may overlap, where they disturb one another.",
-    ),
+        "Trials at once, on disjoint devices or nodes.", metavar="N",
+        comment="Trials at once; on one host only if they may overlap, where they disturb one another."),
     "overlap": Setting(
         "Let trials share a host, where they disturb one another.",
-        "On disjoint devices or cores; the report says which trials did.",
-    ),
+        more="On disjoint devices or cores; the report says which trials did."),
     "learning_rate_rule": Setting(
         "How the learning rate follows the batch: auto, none, linear, sqrt, adascale, surge.",
-        "`auto` is linear for SGD and sqrt for others.",
-        metavar="RULE",
-    ),
+        more="`auto` is linear for SGD and sqrt for others.", metavar="RULE"),
     "seed": Setting("Seed of weights, data order and search.", metavar="N"),
     "trial_budget_s": Setting(
-        "Training time of one trial, warm-up included.",
-        "Seconds, or a text such as `20s`.",
-        option=False,
-        comment="Training time of one trial, and when its processes are killed.",
-    ),
+        "Training time of one trial, warm-up included.", more="Seconds, or a text such as `20s`.", option=False,
+        comment="Training time of one trial, and when its processes are killed."),
     "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False),
     "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False),
     "finalists": Setting(
-        "Candidates that are checked and measured again at the end, beside the baseline; 0: none.",
-        option=False,
-        comment="The best are checked and measured again at the end, this many, this often.",
-    ),
+        "Candidates that are checked and measured again at the end, beside the baseline; 0: none.", option=False,
+        comment="The best are checked and measured again at the end, this many, this often."),
     "repeats": Setting("How often each of them is measured again.", option=False),
     "branch": Setting(
         "Check other global batches by a branch.",
-        "Unchecked, a candidate with another global batch is not recommended.",
-        off="--no-branch",
-        comment="Other global batches are checked by a branch from the baseline's state, on this many tokens.",
-    ),
+        more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",
+        comment="Other global batches are checked by a branch from the baseline's state, on this many tokens."),
     "branch_tokens": Setting(
         "Tokens that each side of a branch trains on.",
-        "Samples, where those are no sequences; by default twice what the baseline trains on in a trial.",
-        metavar="N",
-    ),
+        more="Samples, where those are no sequences; by default twice what the baseline trains on in a trial.",
+        metavar="N"),
     "from_checkpoint": Setting(
         "Weights that noise probe and branches start from: DeepSpeed's, or a state dict.",
-        "By default those that a probe has warmed up.",
-        metavar="DIR",
-        optional=True,
-    ),
+        more="By default those that a probe has warmed up.", metavar="DIR", optional=True),
 }
+# fmt: on
 
 
 def flag(key: str) -> str:
-    """The command-line option of a setting."""
-    stated = SETTINGS[key].flag if key in SETTINGS else ""
-    return stated or f"--{key.replace('_', '-')}"
+    """Returns the command-line option of a setting."""
+    return (SETTINGS[key].flag if key in SETTINGS else "") or f"--{key.replace('_', '-')}"
 
 
 def with_settings(docstring: str, left_out: tuple[str, ...] = ()) -> str:
-    """A docstring whose line `{settings}` is replaced by the settings, one below the other."""
+    """Returns a docstring with its line `{settings}` replaced by the settings, one a line."""
     rows = [
         f"{key}: {' '.join(filter(None, (each.help, each.more)))}"
         for key, each in SETTINGS.items()

@@ -1,4 +1,4 @@
-"""What the user asks for: a target, a search space, objectives and a budget, from YAML, presets and flags."""
+"""`StudySpec`, the user's request: target, search space, objectives and budget, read from YAML, presets and flags."""
 
 from __future__ import annotations
 
@@ -11,18 +11,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
 
 from autotune.errors import SpecError, nearest
 from autotune.executors.ssh import read_hostfile
@@ -30,42 +21,41 @@ from autotune.scoring.objective import Constraint, Objective, bounds
 from autotune.space.deepspeed import DsConfig, without_auto
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import DEFAULT_OBJECTIVES, DEFAULT_SPACES
-from autotune.study.spec.readers import READERS, _message, _read_folder, _read_global_batch, _read_share
+from autotune.study.spec.readers import (
+    READERS,
+    Bytes,
+    Count,
+    GlobalBatch,
+    Natural,
+    Ranks,
+    Seconds,
+    Seed,
+    Share,
+    check_keys,
+    first_error,
+)
 from autotune.study.spec.settings import SETTINGS, flag
 from autotune.study.spec.yaml_file import commented, read_yaml
 from autotune.study.storage import urls
 from autotune.system import redaction
-from autotune.system.units import parse_bytes, parse_seconds
+from autotune.system.files import absolute
 from autotune.trial.command import DS_CONFIG, Invocation, check_templates, templates_in
 from autotune.trial.target import YAML, Target, inspect_target, is_yaml
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 NO_SECRET = (
-    f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from a variable of the"
-    " environment (in a launch command: $NAME), or give the whole command again"
+    f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from a"
+    " variable of the environment (in a launch command: $NAME), or give the whole command again"
 )
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# What a study's folder is called; a file system takes 255 bytes, and re-tunings put their number behind it.
+# Characters of a study's name, which is a folder's; a file system takes 255 bytes, and re-tunings append their number.
 LONGEST_NAME = 200
-# A name that a re-tuning's study has in the database, or that the database itself has beside the studies' folders.
+# Names of re-tunings in the database, and of the database's own files, which lie beside the studies' folders.
 RESERVED = re.compile(r".+\.retune-[0-9]+|.+\.db(-wal|-shm|-journal)?", re.IGNORECASE)
-# More samples, trials or bytes than this are a slip of the finger, and no longer exact as JSON's numbers.
-MOST = 2**53
-MOST_RANKS = 2**16
-LARGEST_BYTES = 2**60
-LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
-LONGEST_S = 1e9
-
-Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
-Ranks = Annotated[int, Field(strict=True, ge=1, le=MOST_RANKS)]
-Natural = Annotated[int, Field(strict=True, ge=0, le=MOST)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=LARGEST_BYTES)]
-Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class _Stated(NamedTuple):
-    """A value as the user gave it, its place in words, and the folder that its paths start from."""
+    """A value as the user gave it, its place for error messages, and the folder of its relative paths."""
 
     value: Any
     where: str
@@ -73,9 +63,9 @@ class _Stated(NamedTuple):
 
 
 class StudySpec(BaseModel):
-    """Everything that defines a study; `to_yaml` writes it, presets resolved, and `load` reads it back.
+    """Definition of a study; `to_yaml` writes it with presets resolved, and `load` reads it back.
 
-    What each field means is in `SETTINGS`. Paths are absolute. `invocation` is what a run of `command` showed; it is never
+    `SETTINGS` describes the fields. Paths are absolute. `invocation` is the outcome of a run of `command`; it is never
     written. `global_batch` is `keep` by default if `base_config` sets a batch, else `free`.
     """
 
@@ -100,7 +90,7 @@ class StudySpec(BaseModel):
     executor_options: dict[str, str] = Field(default_factory=dict)
     hostfile: Path | None = None
     base_config: DsConfig | None = None
-    global_batch: Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)] = "free"
+    global_batch: GlobalBatch = "free"
     device_memory_bytes: Bytes | None = None
     sampler: str = "physics"
     memory_filter: bool = True
@@ -110,7 +100,7 @@ class StudySpec(BaseModel):
     parallel: Ranks = 1
     overlap: bool = False
     learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
-    seed: Annotated[int, Field(strict=True, ge=0, le=LARGEST_SEED)] = 0
+    seed: Seed = 0
     trial_budget_s: Seconds = 10.0
     trial_deadline_s: Seconds = 300.0
     min_samples: Natural = 0
@@ -128,11 +118,11 @@ class StudySpec(BaseModel):
 
         Args:
             path: The file.
-            overrides: Values from flags by field name, which go before the file's; None means that the flag is absent.
-            invocation: What a run of its `command` showed, if it has one.
+            overrides: Values from flags by field name, which replace the file's; None means that the flag is absent.
+            invocation: How its `command` starts the script, if it has one.
 
         Raises:
-            SpecError: It names the file (or flag), the key, and what is known.
+            SpecError: A value cannot be used; the message names the file or flag, the key, and known values.
         """
         data = read_yaml(path)
         if not isinstance(data, dict):
@@ -147,10 +137,10 @@ class StudySpec(BaseModel):
     def of_command(
         cls, invocation: Invocation, overrides: Mapping[str, Any] | None = None, path: Path | None = None
     ) -> StudySpec:
-        """The study of a launch command.
+        """Returns the study of a launch command.
 
         Args:
-            invocation: What a run of the command showed.
+            invocation: How the command starts the script.
             overrides: As for `load`.
             path: The study.yaml that holds the command; None for the default study.
         """
@@ -162,39 +152,37 @@ class StudySpec(BaseModel):
             spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
         path = spec.target
         if spec.inspected.kind != "script":
-            raise SpecError(
-                f"`{invocation.command}` starts {path}, which is no training script: autotune run {path.name}"
-            )
+            said = f"{path}, which is no training script: autotune run {path.name}"
+            raise SpecError(f"`{invocation.command}` starts {said}")
         _check_script(spec)
         return spec
 
     @classmethod
     def of_target(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
-        """The default study of a `model.py` or a script; arguments and errors as for `load`."""
+        """Returns the default study of a `model.py` or a script; arguments and errors as for `load`."""
         target = inspect_target(path)
         data = {"target": str(path.absolute())} | ({"working_dir": "."} if target.kind == "script" else {})
         return cls._build(data, str(path), Path.cwd(), overrides, _default_name(path), target=target)
 
     @classmethod
     def of(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
-        """The study that a command's TARGET means, a `study.yaml` or a `model.py`; its target is checked too."""
+        """Returns the study of a `study.yaml`, a `model.py` or a script, its target checked; errors as for `load`."""
         spec = cls.load(path, overrides) if is_yaml(path) else cls.of_target(path, overrides)
         if spec.inspected.kind == "script":
             _check_script(spec)
         elif spec.script_args or spec.script_set:
-            raise SpecError(
-                f"{spec.target}: a model.py takes no arguments; leave out {' '.join((*spec.script_args, *spec.script_set))}"
-            )
+            given = " ".join((*spec.script_args, *spec.script_set))
+            raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
         return spec
 
     @functools.cached_property
     def inspected(self) -> Target:
-        """What the target is, read once from its syntax tree."""
+        """The target, as read once from its syntax tree."""
         launched = self.invocation is not None and self.invocation.world_size is not None
         return inspect_target(self.target, launched=launched)
 
     def how(self) -> Invocation:
-        """How the script is started: as the launch command showed, or as it was named."""
+        """Returns how the script is started: by the launch command, or with the given arguments."""
         if self.invocation is not None:
             return self.invocation
         return Invocation(
@@ -202,29 +190,29 @@ class StudySpec(BaseModel):
         )
 
     def templated(self) -> tuple[str, ...]:
-        """The templates that the user wrote, by the field that they mean."""
+        """Returns the fields of a candidate that the user's templates name."""
         how = self.how()
         return templates_in([*how.arguments, *how.environment.values(), *self.script_set.values()])
 
     @property
     def n_nodes(self) -> int:
-        """Machines that the ranks of a trial are spread over."""
+        """Number of machines of a trial."""
         return self.nodes or (len(read_hostfile(self.hostfile)) if self.hostfile else 1)
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether trials run on other machines than this one."""
+        """Whether trials run on other machines."""
         return self.executor != "local" or self.hostfile is not None
 
     @property
     def stated_ranks(self) -> int | None:
-        """Ranks of a trial: `ranks`, else the fewest slots of a host on each of them; None without both."""
+        """Ranks of a trial: `ranks`, else the smallest number of slots of a host on every host; None without both."""
         slots = list(read_hostfile(self.hostfile).values())[: self.n_nodes] if self.hostfile else [None]
         fewest = min((n for n in slots if n is not None), default=0) if None not in slots else 0
         return self.ranks or fewest * self.n_nodes or None
 
     def nodes_for(self, world_size: int) -> int:
-        """Machines for a number of ranks: one, where they cannot be spread evenly over all."""
+        """Returns the number of machines for some ranks: one, if the ranks cannot be spread evenly over all."""
         return self.n_nodes if world_size % self.n_nodes == 0 else 1
 
     @property
@@ -233,10 +221,10 @@ class StudySpec(BaseModel):
         return _sets_batch(self.base_config)
 
     def to_yaml(self, folder: Path | None = None) -> str:
-        """The whole study as a commented YAML file.
+        """Returns the study as a commented YAML file.
 
         Args:
-            folder: Where the file will lie: the target is written relative to it. Absolute if not given.
+            folder: Folder of the file, which paths are written relative to; None for absolute paths.
         """
         left_out = {"invocation", *(("target", "script_args") if self.command is not None else ("command",))}
         left_out |= {name for name, setting in SETTINGS.items() if setting.optional and not getattr(self, name)}
@@ -265,21 +253,17 @@ class StudySpec(BaseModel):
         for key, value in (overrides or {}).items():
             if value is not None:
                 given[key] = _Stated(value, flag(key), Path.cwd())
-        known = [name for name in cls.model_fields if name != "invocation"]
-        for key in given:
-            if key not in known:
-                raise SpecError(f"{where}: unknown key {key!r}.{nearest(str(key), known)} Known: {', '.join(known)}")
-        if invocation is None and given.get("command", _Stated(None, where, folder)).value is not None:
+        check_keys(given, (name for name in cls.model_fields if name != "invocation"), where)
+        if invocation is None and "command" in given and given["command"].value is not None:
             raise SpecError(f"{where}: command: it has to be run first")  # a caller's mistake
-        given.setdefault("name", _Stated(name, f"{where}: name", folder))
-        given.setdefault("space", _Stated(list(DEFAULT_SPACES), where, folder))
-        given.setdefault("objectives", _Stated(list(DEFAULT_OBJECTIVES), where, folder))
+        defaults = {"name": name, "space": list(DEFAULT_SPACES), "objectives": list(DEFAULT_OBJECTIVES)}
+        given = {key: _Stated(value, f"{where}: {key}", folder) for key, value in defaults.items()} | given
         values = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
         for key in ("constraints", "global_batch"):
             if values.get(key, "") is None:
                 del values[key]
         if invocation is None and (target is None or "target" in (overrides or {})):
-            with contextlib.suppress(SpecError):  # what is wrong with it is said when it is used
+            with contextlib.suppress(SpecError):  # reported when the target is used
                 target = inspect_target(values["target"])
         scripted = invocation is not None or (target is not None and target.kind == "script")
         values.setdefault("global_batch", "keep" if scripted or _sets_batch(values.get("base_config")) else "free")
@@ -288,11 +272,9 @@ class StudySpec(BaseModel):
         try:
             spec = cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
-            raise SpecError(_message(error, given[key].where if key in given else where)) from None
+            raise SpecError(first_error(error, where, {key: each.where for key, each in given.items()})) from None
         if target is not None:
-            spec.__dict__["inspected"] = replace(target, path=spec.target)  # known by now, so not read again
+            spec.__dict__["inspected"] = replace(target, path=spec.target)  # not read again
         return spec
 
     @field_validator("name")
@@ -300,9 +282,8 @@ class StudySpec(BaseModel):
     def _check_name(cls, name: str) -> str:
         check_name(name)
         if RESERVED.fullmatch(name):
-            raise ValueError(
-                f"{name!r} cannot name a study: databases and re-tunings have such names; choose one with another ending"
-            )
+            kept = "databases and re-tunings have such names"
+            raise ValueError(f"{name!r} cannot name a study: {kept}; choose one with another ending")
         return name
 
     @model_validator(mode="after")
@@ -312,7 +293,7 @@ class StudySpec(BaseModel):
 
 
 def _check_script(spec: StudySpec) -> None:
-    """Refuse templates, constants and settings that a training script cannot take.
+    """Refuses templates, constants and settings that a training script cannot take.
 
     Raises:
         SpecError: It names the option.
@@ -321,25 +302,22 @@ def _check_script(spec: StudySpec) -> None:
     for where, texts in (("-- ARGS", spec.how().arguments), (flag("script_set"), spec.script_set.values())):
         if any(map(redaction.holds_mask, texts)):
             raise SpecError(f"{where}: {NO_SECRET}")
-    if not Path(spec.how().working_dir).is_dir():
-        raise SpecError(
-            f"working_dir: there is no folder {spec.how().working_dir}, which {target.path.name} is to run in"
-        )
+    if not Path(folder := spec.how().working_dir).is_dir():
+        raise SpecError(f"working_dir: there is no folder {folder}, which {target.path.name} is to run in")
     check_templates([*spec.how().arguments, *spec.script_set.values(), spec.command or ""], str(target.path))
     if spec.base_config is not None and DS_CONFIG not in spec.templated():
         raise SpecError(
-            f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; only where {{ds_config}}"
-            " stands for its path on the command line is it given here"
+            f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; it is"
+            " given here only where {ds_config} stands for its path on the command line"
         )
     for name in spec.script_set:
         if name not in target.constants:
-            raise SpecError(
-                f"--set {name}: {target.path.name} assigns no such constant at its top level.{nearest(name, target.constants)}"
-            )
+            near = nearest(name, target.constants)
+            raise SpecError(f"--set {name}: {target.path.name} assigns no such constant at its top level.{near}")
 
 
 def _check_together(spec: StudySpec) -> None:
-    """Refuse settings that contradict each other.
+    """Refuses settings that contradict each other.
 
     Raises:
         ValueError: It names one of them.
@@ -367,8 +345,9 @@ def _check_together(spec: StudySpec) -> None:
         ends.setdefault(metric, {})[end] = amount
     for metric, both in ends.items():
         if both.get("min", -math.inf) > both.get("max", math.inf):
+            low, high = f"min {both['min']:g}", f"max {both['max']:g}"
             raise ValueError(
-                f"constraints: {metric}: min {both['min']:g} is above max {both['max']:g}, so nothing can hold both; change one of them"
+                f"constraints: {metric}: {low} is above {high}, so nothing can hold both; change one of them"
             )
 
 
@@ -376,7 +355,7 @@ def check_name(name: str) -> None:
     """Refuses a study name that is not a plain folder name.
 
     Raises:
-        ValueError: It says what a name may hold.
+        ValueError: The message says what a name may hold.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -387,28 +366,24 @@ def check_name(name: str) -> None:
 
 
 def _default_name(path: Path) -> str:
-    """The file's name, or its folder's where the file is called what such files are always called."""
+    """Returns the file's name, or its folder's for `model.py` and `study.yaml`."""
     path = path.absolute()
     name = path.parent.name if path.stem in ("study", "model") and path.parent.name else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-")[:LONGEST_NAME] or "study"
 
 
 def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Path] | None:
-    """The launch command that a TARGET is, or that a study.yaml holds, and its folder; None where TARGET is another file.
+    """Returns the launch command that TARGET is or that a study.yaml holds, and its folder; None for any other file.
 
-    What exists is a file; anything else that starts with a program is a command line.
+    An existing path is a file; any other text that starts with a program is a command line.
 
     Raises:
-        SpecError: It is neither, and nearly one of them.
+        SpecError: TARGET looks like a mistaken file or command.
     """
     path = Path(target)
     if os.path.exists(target):
-        if (
-            not is_yaml(path)
-            or path.is_dir()
-            or not isinstance(data := read_yaml(path), dict)
-            or data.get("command") is None
-        ):
+        data = read_yaml(path) if is_yaml(path) and not path.is_dir() else None
+        if not isinstance(data, dict) or data.get("command") is None:
             return None
         if not isinstance(data["command"], str):
             raise SpecError(f"{path}: command: a command line is needed, not {data['command']!r}")
@@ -416,10 +391,7 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
             raise SpecError(f"{path}: command: it says which script is run and how; leave out target and script_args")
         if redaction.holds_mask(data["command"]):
             raise SpecError(f"{path}: command: {NO_SECRET}")
-        folder = (
-            _read_folder(data.get("working_dir"), f"{path}: working_dir", path.absolute().parent)
-            or path.absolute().parent
-        )
+        folder = absolute(data.get("working_dir") or ".", path.absolute().parent, f"{path}: working_dir")
         if not folder.is_dir():
             raise SpecError(f"{path}: working_dir: there is no folder {folder}; the command has to run somewhere")
         return data["command"], folder
@@ -435,7 +407,7 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
 
 
 def stated_storage(path: Path) -> str | None:
-    """The database that a study.yaml names; None where it names none, or cannot be read."""
+    """Returns the database that a study.yaml names; None if it names none, or cannot be read."""
     try:
         data = read_yaml(path) if path.is_file() else None
     except SpecError:

@@ -12,17 +12,7 @@ import psutil
 import pytest
 
 from autotune.study.setup import capture
-from autotune.trial.command import (
-    Invocation,
-    InvocationError,
-    check_templates,
-    has_flag,
-    start_of,
-    with_flag,
-    with_placeholders,
-    without_flag,
-    without_placeholders,
-)
+from autotune.trial.command import Invocation, InvocationError
 
 pytestmark = pytest.mark.process
 
@@ -217,65 +207,3 @@ def test_the_hook_imports_nothing_of_ours_and_does_nothing_by_itself(folder):
     modules, path = json.loads(done.stdout)
     assert not {"autotune", "torch", "deepspeed", "yaml"} & {name.partition(".")[0] for name in modules}
     assert str(capture.HOOK) not in path
-
-
-# Words of a command line.
-
-
-def test_templates_become_numbers_and_come_back():
-    text, numbers = with_placeholders("a {micro_batch_size} b={zero_stage} {ds_config} {other}")
-    assert (
-        "{other}" in text
-        and "{zero" not in text
-        and without_placeholders(text, numbers) == "a {micro_batch_size} b={zero_stage} {ds_config} {other}"
-    )
-    assert without_placeholders("17150000031", numbers) == "17150000031"
-
-
-def test_what_is_nearly_a_template_is_refused():
-    check_templates(['{"use_reentrant": false} {x} {ds_config}'], "here")
-    with pytest.raises(
-        InvocationError, match=r"here: {micro_batch_siz} is no template. Did you mean 'micro_batch_size'"
-    ):
-        check_templates(["--bsz {micro_batch_siz}"], "here")
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("--bs 8 --lr 1", "--bs 4 --lr 1"),
-        ("--bs=8", "--bs=4"),
-        ("--batch_size 8", "--batch_size 4"),
-        ("--bs 8 --bs 16", "--bs 8 --bs 4"),
-        ("--bsz 8", "--bsz 8 --bs 4"),
-        ("--bs", "--bs 4"),
-        ("", "--bs 4"),
-    ],
-)
-def test_a_flag_is_changed_where_it_stands_or_added(before, after):
-    found = with_flag(before.split(), ("--bs", "--batch_size"), "4")
-    assert found == tuple(after.split()) and has_flag(found, ("--bs", "--batch_size"))
-
-
-def test_a_switch_is_taken_away_with_its_value():
-    assert without_flag("--bf16 true --lr 1 --bf16=True --fp16".split(), ("--bf16",)) == ("--lr", "1", "--fp16")
-
-
-@pytest.mark.parametrize(
-    ("command", "start"),
-    [
-        ("torchrun --n 2 train.py --a '1 2'", ("torchrun", "--n", "2", "train.py")),
-        ("X=1 deepspeed ./train.py --a '1 2'", ("X=1", "deepspeed", "./train.py")),
-        ("bash train.sh", None),
-        ("bash train.sh --a '1 2'", None),
-        ("cd /x && python train.py --a '1 2'", None),
-        ("python $HERE/train.py --a '1 2'", None),
-        ("python train.py --a '1 2' > log", None),
-        ("python train.py --a '1 2", None),
-    ],
-)
-def test_a_command_is_taken_apart_only_where_that_is_sure(command, start):
-    given = Invocation(
-        script="/x/train.py", working_dir="/x", arguments=("--local_rank={local_rank}", "--a", "1 2"), command=command
-    )
-    assert start_of(given) == start

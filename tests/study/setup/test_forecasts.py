@@ -1,4 +1,4 @@
-"""`autotune predict` and what it rests on: the cache, a study's trials, knobs that are wrong, ranks and memory that are not here."""
+"""`autotune predict`: its answer, a study's trials that correct it, and the cache of profiles and rates."""
 
 import json
 import subprocess
@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import autotune as autotune_command
+from support.commands import one_sentence
 from support.instant import WORKLOAD
 from support.paths import MODELS
 from support.zoo import ADAMW
@@ -27,13 +29,8 @@ from autotune.trial.workload import Probed, Workload
 P = 10_000_000
 TARGET = MODELS / "ok.py"
 PASS = Pass(
-    moments=((0.0, 8e6, 0.0),),
-    kept_bytes=(0, 8e6),
-    largest_bytes=(0, 1e6),
-    flops=(0, 6e9),
-    moved_bytes=(1e7, 1e7),
-    n_ops=500,
-)
+    moments=((0.0, 8e6, 0.0),), kept_bytes=(0, 8e6), largest_bytes=(0, 1e6), flops=(0, 6e9), moved_bytes=(1e7, 1e7), n_ops=500,
+)  # fmt: skip
 PROFILE = Profile(
     n_parameters=P, n_trainable=P, flops_per_sample=6e9, activation_bytes_per_sample=8e6, checkpointed_bytes_per_sample=1e6, n_blocks=4,
     sequence=128, sizes=((1_000_000, 10),), passes={"fp32/0": PASS}, caveats=("something was assumed",),
@@ -51,9 +48,8 @@ def known(tmp_path, monkeypatch):
     profile_cache.save(WORKLOAD, profile_cache.workload_key(TARGET))
     profile_cache.save(PROFILE, profile_cache.workload_key(TARGET, None if own else OPTIMIZER))
     for ranks in (1, 2):
-        profile_cache.save(
-            replace(Machine.guess("cpu", ranks), measured=True, workspace_bytes=5e7), profile_cache.machine_key(ranks)
-        )
+        machine = replace(Machine.guess("cpu", ranks), measured=True, workspace_bytes=5e7)
+        profile_cache.save(machine, profile_cache.machine_key(ranks))
     return tmp_path
 
 
@@ -90,11 +86,8 @@ def test_the_library_gives_the_commands_answer_without_a_word(known, capfd):
         assert getattr(found, name) == tuple(data[name][key] for key in ("value", "low", "high"))
     assert sum(found.memory_terms_bytes.values()) == pytest.approx(found.peak_memory_bytes.value)
     assert sum(found.step_time_terms_s.values()) == pytest.approx(found.step_time_s.value)
-    assert (
-        found.binds == data["binds"]
-        and list(found.notes) == data["notes"]
-        and found.fits_probability == data["fits_probability"]
-    )
+    keys = ("binds", "fits_probability", "largest_micro_batch_size", "measured")
+    assert [getattr(found, key) for key in keys] == [data[key] for key in keys] and list(found.notes) == data["notes"]
     predict(TARGET, {"ranks": 2, "device_memory_bytes": "1GiB"}, ["micro_batch_size=16", "zero_stage=1"], as_json=False)
     assert str(found) == capfd.readouterr().out.rstrip("\n")
 
@@ -159,28 +152,25 @@ def test_values_read_as_people_write_them():
 def test_a_script_is_run_once_and_then_predicted_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    script = MODELS / "scripts" / "dict_config.py"
-    first = command(script, "--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", 2, "--json")
+    script = str(MODELS / "scripts" / "dict_config.py")
+    settings = ["--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", "2", "--json"]
+    first, again = (autotune_command("predict", script, *settings, cwd=tmp_path) for _ in range(2))
     assert first.returncode == 0 and "running dict_config.py, once" in first.stderr, first.stderr
-    again = command(script, "--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", 2, "--json")
     assert again.returncode == 0 and again.stderr == ""
     assert json.loads(first.stdout) == json.loads(again.stdout)
     data = json.loads(again.stdout)
     assert (data["ranks"], data["candidate"]["zero_stage"], data["candidate"]["micro_batch_size"]) == (2, 2, 4)
     assert data["peak_memory_bytes"]["value"] > 0 and any("one forward of the script" in note for note in data["notes"])
-    other = command(script, "--ranks", 64, "--json")
+    other = autotune_command("predict", script, "--ranks", "64", "--json", cwd=tmp_path)
     assert other.returncode == 0 and json.loads(other.stdout)["ranks"] == 64, other.stderr
 
 
 @pytest.mark.process
 def test_the_stages_of_a_pipeline_are_not_predicted(tmp_path, monkeypatch):
-    known = replace(
-        WORKLOAD,
-        profile=PROFILE,
-        script=Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2),
-    )
+    script = Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, pipeline_stages=2)
+    known = replace(WORKLOAD, profile=PROFILE, script=script)
     monkeypatch.setattr(forecasts, "_known", lambda *_: (known, []))
-    with pytest.raises(UserError, match="stages of a pipeline"):
+    with pytest.raises(UserError, match="pipelines cannot be predicted"):
         predict(MODELS / "scripts" / "pipeline.py", {}, [], as_json=False)
 
 
@@ -190,9 +180,8 @@ def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_
     settings.write_text("{}")
 
     def key(*arguments, ranks=None):
-        return profile_cache.script_key(
-            Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments), {}, ranks
-        )
+        how = Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments)
+        return profile_cache.script_key(how, {}, ranks)
 
     first = key("--steps", "3")
     assert key("--steps", "3") == first
@@ -204,17 +193,11 @@ def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_
 def write_trial(folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET):
     steps = {"median_s": 0.5, "ci95_s": 0.01, "n_steps": 5, "n_warmup": 2}
     path = folder / "trials" / f"{number:04d}"
-    write_record(
-        path / "request.json", TrialRequest(target=str(target), candidate=candidate.values(), world_size=ranks)
-    )
-    data = {
-        "outcome": "complete",
-        "candidate": candidate.values(),
-        "world_size": ranks,
-        "peak_memory_bytes": peak,
-        "steps": steps,
-    }
-    write_record(path / "result.json", data)
+    request = TrialRequest(target=str(target), candidate=candidate.values(), world_size=ranks)
+    write_record(path / "request.json", request)
+    data = {"outcome": "complete", "candidate": candidate.values(), "world_size": ranks, "peak_memory_bytes": peak}
+    assert TrialResult.__dataclass_fields__.keys() >= {*data, "steps"}
+    write_record(path / "result.json", {**data, "steps": steps})
 
 
 @pytest.mark.process
@@ -222,12 +205,9 @@ def test_the_trials_of_the_study_correct_the_forecast(known, capsys):
     """What they measured is a fifth more than the formulas say."""
     before = said(capsys, "micro_batch_size=64", "zero_stage=1", ranks=2)["peak_memory_bytes"]
     for number, (micro, stage) in enumerate([(2, 0), (8, 1), (16, 2), (32, 1), (32, 0)]):
-        one = said(capsys, f"micro_batch_size={micro}", f"zero_stage={stage}", ranks=2, name="other")[
-            "peak_memory_bytes"
-        ]["value"]
-        write_trial(
-            known / "studies" / "ok", number, Candidate(micro_batch_size=micro, zero_stage=stage), int(1.2 * one)
-        )
+        one = said(capsys, f"micro_batch_size={micro}", f"zero_stage={stage}", ranks=2, name="other")
+        peak = int(1.2 * one["peak_memory_bytes"]["value"])
+        write_trial(known / "studies" / "ok", number, Candidate(micro_batch_size=micro, zero_stage=stage), peak)
     data = said(capsys, "micro_batch_size=64", "zero_stage=1", ranks=2)
     after = data["peak_memory_bytes"]
     assert data["corrected_by"] == {"study": "ok", "memory": 5, "step_time": 5} and data["measured"] == {}
@@ -243,13 +223,6 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
     write_trial(tmp_path, 3, Candidate(micro_batch_size=4), 10**8)
     (tmp_path / "trials" / "0003" / "result.json").write_text('{"outcome": "comp')
     assert list(forecasts.measured_in(tmp_path, TARGET, 2)) == [Candidate(micro_batch_size=1)]
-    assert TrialResult.__dataclass_fields__.keys() >= {
-        "outcome",
-        "candidate",
-        "world_size",
-        "peak_memory_bytes",
-        "steps",
-    }
 
 
 @pytest.mark.process
@@ -264,30 +237,15 @@ def test_it_answers_without_torch_and_without_optuna(known):
     assert json.loads(done.stdout)["ranks"] == 1
 
 
-def command(*arguments):
-    run = [sys.executable, "-m", "autotune.cli", "predict", *map(str, arguments)]
-    return subprocess.run(run, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.process
-def test_the_command_answers_in_json_and_ends_a_mistake_with_status_2_and_one_line(known):
-    done = command(
-        TARGET,
-        "--set",
-        "zero_stage=3",
-        "--set",
-        "micro_batch_size=8",
-        "--ranks",
-        64,
-        "--device-memory",
-        "80GiB",
-        "--json",
-    )
+def test_the_command_answers_in_json_and_ends_a_mistake_with_one_line(known):
+    settings = "--set zero_stage=3 --set micro_batch_size=8 --ranks 64 --device-memory 80GiB --json".split()
+    done = autotune_command("predict", str(TARGET), *settings, cwd=known)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert (data["ranks"], data["device_memory_bytes"], data["candidate"]["zero_stage"]) == (64, 80 * 2**30, 3)
-    wrong = command(TARGET, "--set", "zero_stge=3")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("autotune: ") and wrong.stderr.count("\n") == 1
+    wrong = autotune_command("predict", str(TARGET), "--set", "zero_stge=3", cwd=known)
+    assert one_sentence(wrong).startswith("autotune: ") and wrong.stderr.count("\n") == 1
 
 
 @pytest.mark.process

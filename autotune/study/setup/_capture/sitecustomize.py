@@ -1,8 +1,8 @@
-"""Python imports this at its start, where a launch command is run to see what it starts: a rank is written down instead of run.
+"""Hook of `capture`: Python imports it at its start, and a rank is written down instead of run.
 
-A rank is a Python process that a launcher gave a rank number, or one that runs a user's script without a launcher;
-launchers, tools and `python -c` run as ever. It waits until it is ended, so that nothing comes after a training that
-never ran. Imports nothing heavy, and hands on to the sitecustomize that the user has.
+A rank is a Python process to which a launcher gave a rank number, or one that runs a user's script without a launcher;
+launchers, tools and `python -c` run as usual. A rank waits until it is killed, so that the command does not go
+on behind the training. The module imports nothing heavy, and runs the user's own sitecustomize afterwards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FOLDER = os.environ.get("AUTOTUNE_CAPTURE", "")
-# Who waits for the records: a process's number, and when it began in ticks since the boot.
+# The capturing process: PID, and start time in ticks since boot.
 BY = os.environ.get("AUTOTUNE_CAPTURE_BY", "")
-# Variables that hold the rank, the rank on this machine, the ranks, and the ranks on this machine: torchrun, deepspeed,
-# mpirun.
+# Variables with rank, local rank, world size and local world size, as torchrun, deepspeed and mpirun set them.
 RANK_VARIABLES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"),
@@ -30,10 +29,11 @@ LAUNCHERS = ("torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accel
 LAUNCHER_PACKAGES = ("torch", "deepspeed", "accelerate", "pip", "uv")
 NODES = ("--nnodes", "--num_nodes", "--num_machines")
 JOB_HOSTFILE = "/job/hostfile"
+HERE_ONLY = ", and trials run on this one"
 
 
 def started() -> tuple[str | None, str | None, list[str]]:
-    """The script or module that this process was started with, and its arguments."""
+    """Returns script, module (one of both is None) and arguments of this process."""
     first, arguments = sys.argv[0], sys.argv[1:]
     if first == "-m":
         words = getattr(sys, "orig_argv", [])
@@ -45,7 +45,7 @@ def started() -> tuple[str | None, str | None, list[str]]:
 
 
 def is_tool(script: str | None, module: str | None) -> bool:
-    """Whether this is no script of the user's: a launcher, an installed command, a part of Python."""
+    """Returns whether the process is not the user's script but a launcher, an installed command or a part of Python."""
     if module:
         package = module.partition(".")[0]
         return package in LAUNCHER_PACKAGES or package in getattr(sys, "stdlib_module_names", ())
@@ -58,12 +58,12 @@ def is_tool(script: str | None, module: str | None) -> bool:
 
 
 def is_launcher(script: str | None) -> bool:
-    """Whether this is a command that starts ranks."""
+    """Returns whether a script is a command that starts ranks."""
     return os.path.basename(script or "") in LAUNCHERS
 
 
 def rank() -> list[int] | None:
-    """This process's rank, local rank, ranks and ranks on this machine, as its launcher says; None without one."""
+    """Returns rank, local rank, world size and local world size as the launcher set them; None without a launcher."""
     for names in RANK_VARIABLES:
         values = [os.environ.get(name, "") for name in names]
         if all(value.isdigit() for value in values):
@@ -72,7 +72,7 @@ def rank() -> list[int] | None:
 
 
 def module_file(name: str) -> str | None:
-    """The file that `python -m NAME` runs, found without importing anything."""
+    """Returns the file that `python -m NAME` runs, without importing anything."""
     places = [os.getcwd(), *sys.path]
     found = None
     for part in name.split("."):
@@ -84,50 +84,41 @@ def module_file(name: str) -> str | None:
 
 
 def refusal(started_as: str, arguments: list[str]) -> str | None:
-    """Why a launcher must not go on: it would start ranks on other machines, or another tuner. None otherwise."""
+    """Returns why a launcher must not go on (it would start other machines' ranks, or another tuner), or None."""
     for n, word in enumerate(arguments):
         if word.endswith(".py"):
             break  # what follows is the script's own
         name, _, value = word.partition("=")
-        name, value = (
-            name.replace("-", "_").replace("__", "--", 1),
-            value or (arguments[n + 1] if n + 1 < len(arguments) else ""),
-        )
+        name = name.replace("-", "_").replace("__", "--", 1)
+        value = value or "".join(arguments[n + 1 : n + 2])
         nodes = re.match(r"\d+", value)
         if name in NODES and nodes and int(nodes[0]) > 1:
-            return (
-                f"it asks for {nodes[0]} machines ({word.partition('=')[0]}), and trials run on this one; say 1 there"
-            )
+            return f"it asks for {nodes[0]} machines ({word.partition('=')[0]}){HERE_ONLY}; say 1 there"
         if name == "--autotuning":
             return "--autotuning starts DeepSpeed's own tuner; leave it out"
         if name == "--hostfile" and hosts(value) > 1:
-            return f"{value} names {hosts(value)} machines, and trials run on this one; give it this one only"
+            return f"{value} names {hosts(value)} machines{HERE_ONLY}; give it this one only"
         if name == "--config_file" and machines(value) > 1:
-            return (
-                f"{value} asks for {machines(value)} machines (num_machines), and trials run on this one; say 1 there"
-            )
-    if (
-        os.path.basename(started_as).startswith(("deepspeed", "ds"))
-        and "--hostfile" not in " ".join(arguments)
-        and hosts(JOB_HOSTFILE) > 1
-    ):
-        return f"{JOB_HOSTFILE} names {hosts(JOB_HOSTFILE)} machines, and trials run on this one; give --hostfile with this one only"
+            return f"{value} asks for {machines(value)} machines (num_machines){HERE_ONLY}; say 1 there"
+    own = os.path.basename(started_as).startswith(("deepspeed", "ds")) and "--hostfile" not in " ".join(arguments)
+    if own and hosts(JOB_HOSTFILE) > 1:
+        return f"{JOB_HOSTFILE} names {hosts(JOB_HOSTFILE)} machines{HERE_ONLY}; give --hostfile with this one only"
     return None
 
 
 def hosts(path: str) -> int:
-    """How many machines a hostfile names."""
+    """Returns how many machines a hostfile names."""
     return len({line.split()[0] for line in lines(path) if line.strip() and not line.lstrip().startswith("#")})
 
 
 def machines(path: str) -> int:
-    """How many machines an Accelerate config asks for."""
+    """Returns how many machines an Accelerate config asks for."""
     found = [re.match(r"num_machines:\s*(\d+)", line) for line in lines(path)]
     return max([int(match[1]) for match in found if match], default=1)
 
 
 def lines(path: str) -> list[str]:
-    """The lines of a file; none if it cannot be read."""
+    """Returns the lines of a file; none if it cannot be read."""
     try:
         with open(path) as file:
             return file.read().splitlines()
@@ -145,10 +136,7 @@ def write(**what: object) -> str:
 
 
 def wait(path: str) -> bool:
-    """Waits until the command may go on without this process; where it may not, whoever ran it ends all of it.
-
-    False if nobody is left who could.
-    """
+    """Waits until the command may go on without this process; returns False if the capturing process is dead."""
     until = time.monotonic() + 1.0
     while os.path.exists(path) and not os.path.exists(path + ".go"):
         time.sleep(0.02)
@@ -160,7 +148,7 @@ def wait(path: str) -> bool:
 
 
 def lives(process: str) -> bool:
-    """Whether a process lives, as far as that can be told."""
+    """Returns whether a process is alive; see `system.processes.is_alive`."""
     pid, _, since = process.partition(":")
     if not since:
         return True
@@ -174,7 +162,7 @@ def lives(process: str) -> bool:
 
 
 def capture() -> None:
-    """Writes this process down and ends it, if it is a rank."""
+    """Records this process and ends it, if it is a rank."""
     script, module, arguments = started()
     if script is None and module is None:
         return
@@ -187,9 +175,12 @@ def capture() -> None:
         if own is None or module or is_launcher(script):
             return
     path = write(
-        rank=own,
-        script=script or module_file(module or ""),
-        module=module,
+        rank=own[0] if own else None,
+        local_rank=own[1] if own else 0,
+        world_size=own[2] if own else 1,
+        local_world_size=own[3] if own else 1,
+        script=script or module_file(module or "") or "",
+        module=module or "",
         arguments=arguments,
         working_dir=os.getcwd(),
         environment=dict(os.environ),
@@ -199,7 +190,7 @@ def capture() -> None:
 
 
 def hand_on() -> None:
-    """Runs the sitecustomize that this one stands before."""
+    """Runs the sitecustomize that this one hides."""
     sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:

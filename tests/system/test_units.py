@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from autotune.errors import UserError
 from autotune.system import units
 
 MIB, GIB = 2.0**20, 2.0**30
@@ -39,7 +42,7 @@ def test_a_count_is_short(number: float, shown: str) -> None:
 
 
 def test_rates_keep_their_unit_but_bytes_a_second_are_scaled() -> None:
-    assert units.format_bandwidth(25e9) == "25.0 GB/s"
+    assert units.format_quantity(25e9, "B/s") == "25.0 GB/s"
     assert units.format_quantity(1234.4, "samples/s") == "1,234 samples/s"
 
 
@@ -47,3 +50,24 @@ def test_values_that_are_compared_share_unit_and_decimals() -> None:
     scale = units.scale_for("s", [0.0482, 0.131])
     assert [scale.quantity(0.0482), scale.quantity(0.131)] == ["48.2 ms", "131.0 ms"]
     assert scale.interval(0.0482, 0.131) == "48.2–131.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("300GB/s", 3e11), ("400Gbit/s", 5e10), ("100Gbps", 1.25e10), ("50 GiB/s", 50 * 2**30), ("1.5e3MB/s", 1.5e9)],
+)
+def test_bandwidths_are_read_in_bytes_and_bits(text: str, value: float) -> None:
+    assert units.parse_bandwidth(text, "--x") == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["fast", "300", "0GB/s", "-3GB/s", "300GB"])
+def test_what_is_no_bandwidth_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"--x {text}: a bandwidth is needed")):
+        units.parse_bandwidth(text, "--x")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5us", 5e-6), ("0.5ms", 5e-4)])
+def test_latencies_are_times(text: str, seconds: float) -> None:
+    assert units.parse_latency(text, "--x") == pytest.approx(seconds)
+    with pytest.raises(UserError, match="--x soon: a time is needed"):
+        units.parse_latency("soon", "--x")

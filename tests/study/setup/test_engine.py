@@ -1,0 +1,24 @@
+"""The executor that a study asks for."""
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.study.setup.engine import executor_of
+from autotune.study.spec.spec import StudySpec
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"executor": "slurm", "executor_options": {"partitions": "gpu"}},
+            r"partitions: unknown to slurm\. Did you mean 'partition'",
+        ),
+        ({"executor_options": {"partition": "gpu"}}, "partition: unknown to local"),
+        ({"nodes": 2}, "several machines take --executor slurm or ray, or --hostfile"),
+        ({"executor": "slurm", "executor_options": {"idle": "soon"}}, "idle=soon: a number of seconds is needed"),
+    ],
+)
+def test_what_an_engine_does_not_know_is_refused_before_it_starts(models, tmp_path, settings, said):
+    with pytest.raises(UserError, match=said):
+        executor_of(StudySpec.of(models / "ok.py", settings), tmp_path)

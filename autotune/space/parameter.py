@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError, nearest
 from autotune.space.candidate import check_knob, check_value
-from autotune.space.deepspeed import SECTION_KEYS, Scalar, check_setting
+from autotune.space.deepspeed import Scalar, check_setting
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -141,11 +141,7 @@ def _parse_parameter(name: Any, data: Any, where: str) -> Parameter:
     try:
         check_knob(name)
     except UserError as error:
-        raise SpaceError(f"{where}: {error}") from None
-    if name in SECTION_KEYS:
-        raise SpaceError(
-            f"{where}: is a section of settings; name one of them, as in `{name}.{min(SECTION_KEYS[name])}`"
-        )
+        raise SpaceError(f"{where}: {str(error).removeprefix(f'{name}: ')}") from None
     if not isinstance(data, dict):
         data = {"choices": data if isinstance(data, list) else [data]}
     for key in data:

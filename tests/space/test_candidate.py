@@ -41,7 +41,6 @@ SETTINGS = st.builds(
     n_blocks=st.sampled_from([0, 2, 12]),
     n_samples=st.sampled_from([None, 10, 1000]),
     global_batch=st.sampled_from([None, (8, 64)]),
-    client_optimizer=st.booleans(),
     plain_backward=st.booleans(),
 )
 BASES = st.sampled_from(
@@ -284,14 +283,6 @@ ILLEGAL = [
     ({"offload_optimizer": "nvme", "zero_stage": 2}, GPUS, "nvme_path"),
     ({"zero_optimization.overlap_comm": True, "zero_stage": 1}, CPU, "no streams"),
     ({"precision": "bf16"}, Setting(base=(("data_types.grad_accum_dtype", "fp32"),)), "stage 0"),
-    ({"optimizer": "OneBitAdam"}, Setting(accelerator="cuda", deepspeed_version="0.19.8"), "0.19.7"),
-    ({"optimizer": "OneBitAdam"}, Setting(deepspeed_version="0.19.6"), "NCCL"),
-    ({"optimizer": "OneBitAdam", "zero_stage": 1}, GPUS, "stage 0"),
-    (
-        {"optimizer": "OneBitAdam"},
-        Setting(accelerator="cuda", deepspeed_version="0.16.9", client_optimizer=True),
-        "own optimizer",
-    ),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
     (
@@ -329,7 +320,7 @@ def test_what_cannot_run_is_refused_with_its_reason(values, setting, said):
         ),
         ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.2")),
         ({"communication_data_type": "fp16"}, CPU),
-        ({"optimizer": "OneBitAdam", "precision": "fp16"}, GPUS),
+        ({"precision": "fp16"}, GPUS),
         ({"precision": "fp32"}, Setting(base=(("data_types.grad_accum_dtype", "fp32"),))),
         (
             {

@@ -89,7 +89,7 @@ def test_a_rule_names_what_it_reads(rule, drawn):
     base = (("bf16.bf16_master_weights_and_grads", True), ("data_types.grad_accum_dtype", "fp32"))
     settings = [
         HERE, replace(HERE, accelerator="cuda", fp16=True, base=base, plain_backward=True, deepspeed_version="0.18.0"),
-        replace(HERE, world_size=1, pipeline_stages=2, n_blocks=0, bf16=False, unsafe_precisions=("bf16",), client_optimizer=True),
+        replace(HERE, world_size=1, pipeline_stages=2, n_blocks=0, bf16=False, unsafe_precisions=("bf16",)),
     ]  # fmt: skip
     named = {name for name in rule.reads if not name.endswith("*")}
     prefixes = tuple(name[:-1] for name in rule.reads if name.endswith("*"))

@@ -29,19 +29,10 @@ WORST_ERROR = 0.005
 WIDEST_NORM_RATIO = 2.0
 # What of a DeepSpeed configuration changes what is computed, rather than where and when.
 NUMERIC_KEYS = (
-    "bf16",
-    "fp16",
-    "torch_autocast",
-    "communication_data_type",
-    "gradient_predivide_factor",
-    "prescale_gradients",
-)
-QUANTISED = (
-    "zero_optimization",
-    ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
-)
-# These carry the error of one step over to the next: single gradients are off, their sum is not.
-CARRYING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+    "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
+)  # fmt: skip
+# Of `zero_optimization`. They carry the error of one step over to the next: single gradients are off, their sum is not.
+QUANTISED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +72,7 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
             value = dict(value) if value.get("enabled") else None
         if value not in (None, False):
             found[key] = value
-    section, names = QUANTISED
-    found |= {name: True for name in names if (config.get(section) or {}).get(name)}
-    kind = (config.get("optimizer") or {}).get("type")
-    if kind in CARRYING:
-        found["optimizer"] = kind
+    found |= {name: True for name in QUANTISED if (config.get("zero_optimization") or {}).get(name)}
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if "bf16" in found or "fp16" in found:
         steps = int(config.get("gradient_accumulation_steps") or 1)
@@ -177,8 +164,7 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
         return ""
     if not math.isfinite(found.error) or not math.isfinite(found.norm):
         return "its first gradient is not finite"
-    carries = bool(set(numerics(config)) & {"optimizer", *QUANTISED[1]})
-    if found.error > WORST_ERROR and not carries:
+    if found.error > WORST_ERROR and not numerics(config).keys() & {*QUANTISED}:
         what = f"the sum of {found.n_micro} micro-gradients" if found.n_micro > 1 else "its gradient"
         return f"loses gradient: {what} is off by {found.error:.2%} (rounding it to bfloat16 once costs 0.17 %); accumulate in fp32"
     if reference is not None and reference.norm > 0:

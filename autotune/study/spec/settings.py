@@ -197,7 +197,7 @@ SETTINGS: dict[str, Setting] = {
         "On disjoint devices or cores; the report says which trials did.",
     ),
     "learning_rate_rule": Setting(
-        "How the learning rate follows the batch: auto, none, linear, sqrt, adascale, surge.",
+        "How the learning rate follows the batch: auto, none, linear, sqrt.",
         "`auto` is linear for SGD and sqrt for others.",
         metavar="RULE",
     ),

@@ -101,18 +101,14 @@ def _interval(measured: Measured, metric: str) -> tuple[float, float]:
 def rank(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective]) -> list[Measured]:
     """The usable measurements, best compromise first; those that the user could not reproduce after all others.
 
-    The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over the median of all
-    where the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
+    The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over any trial where
+    the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
     """
     usable = [m for m in measured if m.usable and all(m.metrics.get(o.metric) is not None for o in objectives)]
-    reference = baseline or (_typical(usable) if usable else None)
-    if reference is None:
+    if not usable:
         return []
+    reference = baseline or usable[0]
     return sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial))
-
-
-def _typical(usable: Sequence[Measured]) -> Measured:
-    return sorted(usable, key=lambda m: m.value("samples_per_s") or 0.0)[len(usable) // 2]
 
 
 def finalists(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,6 +21,7 @@ from autotune.space.deepspeed import (
     ConfigError,
     DsConfig,
     Scalar,
+    at_path,
     check_path,
     check_plain,
     precision_of,
@@ -118,10 +118,8 @@ class Candidate:
                 `data_types.buffer_dtype`, which then follows 16-bit weights: DeepSpeed keeps buffers in fp32 otherwise,
                 and batch normalisation fails on the mixture.
         """
-        config = copy.deepcopy(dict(base or {}))
-        follows = self.precision in DTYPES and config.get("data_types", {}).get("buffer_dtype") == "auto"
-        config = without_auto(config)
-        if follows:
+        config = without_auto(dict(base or {}))
+        if self.precision in DTYPES and at_path(base or {}, "data_types.buffer_dtype") == "auto":
             set_path(config, "data_types.buffer_dtype", self.precision)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             config.pop(key, None)

@@ -226,5 +226,10 @@ WRONG += [(name, value) for name, least in AT_LEAST.items() for value in (least 
 def test_a_value_that_a_field_does_not_take_is_refused(name, value):
     with pytest.raises(ConfigError, match=name):
         Candidate.of({"micro_batch_size": 1, name: value})
+
+
+def test_the_largest_and_the_smallest_amounts_are_taken_and_a_candidate_has_a_micro_batch():
+    for amounts in (AT_LEAST, dict.fromkeys(AT_LEAST, LARGEST_BATCH)):
+        assert Candidate.of(amounts).values().items() >= amounts.items()
     with pytest.raises(ConfigError, match="micro_batch_size is missing"):
         Candidate.of({"zero_stage": 1})

@@ -30,7 +30,8 @@ NO_ROOM = ("oom", "predicted_oom")
 AT_A_PRICE = ("recomputation", "launch overhead")
 # FLOP/s (dense, 16 bits) and bytes/s by a part of the device's name, the first that fits; manufacturers' figures.
 PEAKS = {
-    "H200": (989e12, 4.8e12), "H100 PCIe": (756e12, 2.0e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12), "V100": (125e12, 0.9e12),
+    "H200": (989e12, 4.8e12), "H100 PCIe": (756e12, 2.0e12), "H100": (989e12, 3.35e12),
+    "A100": (312e12, 2.0e12), "V100": (125e12, 0.9e12),
 }  # fmt: skip
 # Bytes that Adam moves for each parameter: gradient, master weight and two moments read, the last three written.
 ADAM_BYTES = 28.0
@@ -39,10 +40,13 @@ KNOBS: dict[str, tuple[str, ...]] = {
     "input pipeline": (),
     "stragglers": (),
     "communication": (
-        "gradient_accumulation_steps", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm", "zero_stage",
-        "communication_data_type", "micro_batch_size",
+        "gradient_accumulation_steps", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
+        "zero_stage", "communication_data_type", "micro_batch_size",
     ),
-    "optimizer": ("zero_stage", "gradient_accumulation_steps", "offload_optimizer", "bf16.bf16_optimizer_states", "micro_batch_size"),
+    "optimizer": (
+        "zero_stage", "gradient_accumulation_steps", "offload_optimizer", "bf16.bf16_optimizer_states",
+        "micro_batch_size",
+    ),
     "recomputation": ("checkpoint_every",),
     "launch overhead": ("micro_batch_size", "zero_stage"),
     "memory bandwidth": ("precision", "micro_batch_size", "checkpoint_every"),
@@ -55,8 +59,8 @@ UNTRACED = {
     "memory bandwidth": "takes a trace (--profile), or a profile of the model and the machine's rates",
 }
 OUTSIDE = {
-    "input pipeline": "No DeepSpeed knob helps: load in the background (DataLoader num_workers), or prepare the samples beforehand.",
-    "stragglers": "No DeepSpeed knob helps: see what else runs on that rank's device or cores, whether it is throttled, and its data.",
+    "input pipeline": "No DeepSpeed knob helps: load in the background (DataLoader num_workers) or beforehand.",
+    "stragglers": "No DeepSpeed knob helps: look at that rank's data, throttling, and other processes beside it.",
 }
 
 
@@ -72,7 +76,9 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
     ranks = _typical(evidence.ranks)
     total = max((sum(phases.values()) for phases in ranks.values()), default=0.0)
     if total <= 0:
-        why = "the phases of its step were not kept (of a trial of an earlier version, say): --profile runs it again and takes them"
+        why = (
+            "the phases of its step were not kept (by an earlier version, say): --profile runs it again and takes them"
+        )
         unknown = [Part(name=name, seconds=None, share=None, known="not measured") for name in ("compute", *BOUND_FROM)]
         return Diagnosis(
             trial=evidence.seen.trial, bound_by="", parts=[*unknown, memory], advice=[], notes=[why, *notes]
@@ -108,7 +114,7 @@ def _typical(measured: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[int,
 
 
 def _usual(ranks: Mapping[int, Mapping[str, float]], *names: str) -> float:
-    """Seconds of some phases on a typical rank; of two ranks on the faster one, since a slow rank is a part by itself."""
+    """Seconds of some phases on a typical rank; of two ranks on the faster one, as stragglers are another part."""
     return statistics.median_low(sum(phases.get(name, 0.0) for name in names) for phases in ranks.values())
 
 
@@ -329,16 +335,16 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         if peak:
             of = f", {rate / peak[0]:.0%} of its peak in 16 bits (MFU)"
         elif evidence.peak_flops:
-            of = f", {rate / evidence.peak_flops:.0%} (MFU) of the {evidence.peak_flops / 1e9:,.1f} GFLOP/s that products alone reach here"
+            share, reach = rate / evidence.peak_flops, f"{evidence.peak_flops / 1e9:,.1f} GFLOP/s"
+            of = f", {share:.0%} (MFU) of the {reach} that products alone reach here"
         notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
     if update > 0 and evidence.n_parameters:
         moved = ADAM_BYTES * evidence.n_parameters / (evidence.world_size if stage >= 1 else 1)
         of = f", {moved / update / peak[1]:.0%} of its bandwidth" if peak else ""
-        notes.append(
-            f"the optimizer step moves about {moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter){of}"
-        )
+        rate_gb = f"{moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter)"
+        notes.append(f"the optimizer step moves about {rate_gb}{of}")
     return notes
 
 

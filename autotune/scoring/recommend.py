@@ -247,7 +247,7 @@ def _extremes(
 def _best(
     ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge
 ) -> tuple[Measured, str]:
-    """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
+    """The best of the re-measured trials, if any; of those within its noise the one that changes least."""
     confirmed = [m for m in ranked if m.repeats] or list(ranked)
     # A trial that left while others went on was clearly beaten in the rounds they shared, however the baseline did in
     # those.

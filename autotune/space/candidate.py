@@ -1,4 +1,4 @@
-"""One training configuration: what it is, whether it can run here, and the DeepSpeed JSON it means."""
+"""One training configuration, and the DeepSpeed JSON that it means."""
 
 from __future__ import annotations
 
@@ -192,7 +192,8 @@ def check_knob(name: str) -> None:
         raise ConfigError(f"{name}: is a section of settings; name one of them{example}")
     if "." not in name and name not in TOP_LEVEL_KEYS:
         raise ConfigError(
-            f"unknown knob {name!r}.{nearest(name, [*FIELDS, *TOP_LEVEL_KEYS])} Known: {', '.join(FIELDS)}, or a DeepSpeed path with dots"
+            f"unknown knob {name!r}.{nearest(name, [*FIELDS, *TOP_LEVEL_KEYS])} Known: {', '.join(FIELDS)},"
+            " or a DeepSpeed path with dots"
         )
     check_path(name)
 

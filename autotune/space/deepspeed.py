@@ -240,25 +240,26 @@ def version(text: str) -> tuple[int, ...]:
 # Settings that the tuner itself calculates with or compares, and what DeepSpeed takes for them ("auto" is dropped
 # before).
 _SWITCH, _NUMBER, _TEXT = (bool,), (int, float), (str,)
-KINDS: dict[tuple[type, ...], tuple[str, tuple[str, ...]]] = {
-    _SWITCH: ("true or false", (
-        "bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
-        "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients",
-    )),
-    _NUMBER: ("a number", (
-        "zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
-        "zero_optimization.stage3_max_reuse_distance", "zero_optimization.zero_hpz_partition_size", "gradient_clipping",
-    )),
-    _TEXT: ("a text", (
-        "optimizer.type", "scheduler.type", "torch_autocast.dtype", "data_types.grad_accum_dtype", "data_types.buffer_dtype",
-        "communication_data_type", "seq_parallel_communication_data_type", "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.nvme_path",
-        "zero_optimization.offload_param.nvme_path",
-    )),
+KINDS: dict[tuple[type, ...], tuple[str, str]] = {
+    _SWITCH: ("true or false", """
+        bf16.enabled fp16.enabled torch_autocast.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+        zero_optimization.overlap_comm zero_optimization.contiguous_gradients
+    """),
+    _NUMBER: ("a number", """
+        zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size gradient_clipping
+        zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+        zero_optimization.zero_hpz_partition_size
+    """),
+    _TEXT: ("a text", """
+        optimizer.type scheduler.type torch_autocast.dtype data_types.grad_accum_dtype data_types.buffer_dtype
+        communication_data_type seq_parallel_communication_data_type
+        zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
+        zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+    """),
 }  # fmt: skip
 _KIND_OF: dict[str, tuple[str, tuple[type, ...]]] = {
-    path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths
+    path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths.split()
 }
 # Texts that DeepSpeed looks up in a list of names, and whether it takes them in lower case, too.
 WIRE_TYPES = frozenset(("fp32", "fp16", "bf16"))

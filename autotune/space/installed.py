@@ -19,10 +19,11 @@ SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 # Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted.
 OTHER_BOUNDS: dict[str, dict[str, float]] = {"gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}}
 # The pydantic models of DeepSpeed's sections whose fields have bounds.
+OFFLOAD = "deepspeed.runtime.zero.offload_config"
 MODELS = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
-    "zero_optimization.offload_optimizer": ("deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
-    "zero_optimization.offload_param": ("deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    "zero_optimization.offload_optimizer": (OFFLOAD, "DeepSpeedZeroOffloadOptimizerConfig"),
+    "zero_optimization.offload_param": (OFFLOAD, "DeepSpeedZeroOffloadParamConfig"),
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def _fields(model: ast.ClassDef) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _texts(module: str, name: str) -> frozenset[str]:
-    """The texts in a list that a module assigns at its top level, where it may name constants of its own."""
+    """The texts in a list that a module assigns at its top level, which may refer to the module's constants."""
     constants: dict[str, str] = {}
     for node in _body(module):
         match node:

@@ -192,7 +192,8 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
         raise SpaceError(f"{where}: power_of_two: true or false, not {power!r}")
     if power and not 0 <= bounds[0] <= bounds[1] <= LARGEST_EXPONENT:
         raise SpaceError(
-            f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT}: [16, 29] means 2^16 to 2^29"
+            f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT};"
+            " [16, 29] means 2^16 to 2^29"
         )
     if (bounds[1] - bounds[0]) // step >= MOST_OF_A_RANGE:
         raise SpaceError(
@@ -211,7 +212,8 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
 def _parse_when(data: Any, where: str) -> dict[str, tuple[Scalar, ...]]:
     if not isinstance(data, dict):
         raise SpaceError(
-            f"{where}: when: a mapping of parents to values is needed, as in `when: {{zero_stage: [1, 2]}}`, not {data!r}"
+            f"{where}: when: a mapping of parents to values is needed, as in `when: {{zero_stage: [1, 2]}}`,"
+            f" not {data!r}"
         )
     when = {}
     for parent, said in data.items():

@@ -76,6 +76,8 @@ def test_one_that_was_not_measured_again_is_compared_with_the_baselines_own_tria
     found = recommend([base, best, other], base, [LATENCY, MEMORY], 1)
     assert chosen(found, "lowest_latency") == 1
     assert rank([base, best, other], base, [LATENCY])[1].trial == 2
+    lucky = measured(3, 0.05, rounds=[0.2, 0.2])
+    assert [m.trial for m in rank([lucky, other, base], base, [LATENCY])] == [2, 0, 3]
 
 
 def test_a_pick_that_was_measured_once_has_an_interval_as_wide_as_the_machine_is_unsteady():

@@ -22,7 +22,7 @@ from scipy.stats import kendalltau
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.scoring.convergence.learning_rate import learning_rate_factor
+from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.noise_scale import efficiency, noise_scale_of
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
@@ -95,9 +95,10 @@ class Task:
     def run(self, batch: int, max_steps: int, label: str, **what: object) -> TrialResult:
         steps = 8 if what.get("noise") else 1
         candidate = Candidate(micro_batch_size=batch // steps, gradient_accumulation_steps=steps)
+        rate = LearningRate(rule=RULES[self.name], baseline_batch=BASELINE)
         request = TrialRequest(
             target=str(self.target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), max_steps=max_steps,
-            min_samples=10**12, budget_s=250.0, learning_rate_factor=learning_rate_factor(RULES[self.name], batch, BASELINE), **what,
+            min_samples=10**12, budget_s=250.0, learning_rate_factor=rate.factor(batch), **what,
         )  # fmt: skip
         result = base.run(self.executor, self.folder / f"{label}-{batch}", request)
         if result.outcome != "complete":

@@ -113,11 +113,7 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
     factor, recommended = speedup_words(pick), "recommended" in names
     same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
     said = (
-        "the baseline itself"
-        if same
-        else f"{factor} the baseline's throughput"
-        if factor
-        else "no baseline to compare with"
+        "the baseline itself" if same else f"{factor} the baseline's throughput" if factor else "no speed-up to state"
     )
     head = f"{', '.join(title(name) for name in names)}: trial {pick['trial']}, {said}"
     yield from _wrapped(head, width, "  ", "bold green" if recommended else "", first="")

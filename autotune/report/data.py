@@ -92,7 +92,7 @@ class StudyReport:
             predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
             return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
         return (
-            f"{n_complete} configurations completed, but none keeps every constraint"
+            f"{n_complete} configurations completed, but none keeps every constraint and passed its checks"
             if n_complete
             else "no configuration completed"
         )

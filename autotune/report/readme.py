@@ -166,11 +166,11 @@ def _answer(report: StudyReport) -> list[str]:
     if report.baseline is not None and pick["trial"] == report.baseline["trial"]:
         return [f"{found}, the baseline itself: nothing that was tried is measurably better."]
     factor = speedup_words(pick)
-    return [
-        f"{found}: {factor} the baseline's throughput."
-        if factor
-        else f"{found}. The baseline did not run, so there is no speed-up to state."
-    ]
+    why = "did not run" if report.baseline is None else "cannot be compared with it"
+    said = (
+        f": {factor} the baseline's throughput" if factor else f". The baseline {why}, so there is no speed-up to state"
+    )
+    return [f"{found}{said}."]
 
 
 def speedup_words(pick: Data) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autotune.scoring.convergence.learning_rate import LEARNING_RATE_RULES, LearningRate
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import ONE_BIT_OPTIMIZERS
 from autotune.trial.workload import ACCELERATE, TRAINER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -28,11 +27,6 @@ def script_side_changes(
         found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
     if candidate.precision != baseline.precision and family != TRAINER:
         found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
-    if candidate.optimizer in ONE_BIT_OPTIMIZERS and candidate.optimizer != baseline.optimizer:
-        found.append(
-            f"Optimizer: the JSON makes {candidate.optimizer}, so pass `model_parameters=` and no `optimizer=` to"
-            " `deepspeed.initialize`."
-        )
     if (
         candidate.zero_stage == 0 < baseline.zero_stage and not is_script
     ):  # a script whose backward is refused there is not tried

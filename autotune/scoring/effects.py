@@ -1,4 +1,4 @@
-"""What mattered: how much of a metric's spread over the trials goes with each knob, and what each value of it is worth."""
+"""Effects of the knobs: their shares of a metric's variance over the trials, and a factor for each value."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What one knob does to a metric.
+    """Effect of one knob on a metric.
 
     Attributes:
         knob: Its name.
-        share: Share of the variance of the metric's logarithm that goes with it.
+        share: Its share of the variance of the metric's logarithm.
         levels: Its values, the reference's first.
     """
 
@@ -48,13 +48,12 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class Effects:
-    """What the knobs do to a metric.
+    """Effects of all knobs on a metric.
 
     Attributes:
         metric: The metric.
         n: Trials that it rests on.
-        explained: Share of the variance that the model foretells in trials that it has not seen; at or below 0 it knows
-            nothing.
+        explained: Share of the variance that the model predicts in left-out trials; at or below 0 it predicts nothing.
         knobs: The knobs, the one that matters most first.
     """
 
@@ -69,9 +68,8 @@ def effects(
 ) -> Effects | None:
     """Fits log(metric) as a sum of one term for each knob's value.
 
-    Ridge regression on indicator columns, its penalty chosen by leaving one out (closed form). A search samples knobs
-    together, so a knob's share is the covariance of its term with the metric: what it explains beside the others. What
-    two knobs do only together is not seen.
+    Ridge regression on indicator columns, its penalty chosen by leave-one-out (closed form). A search samples knobs
+    together, so a knob's share is the covariance of its term with the metric. Interactions of knobs are not modelled.
 
     Args:
         metric: A key of `METRICS`.
@@ -117,7 +115,7 @@ def effects(
 
 
 def _fit(X: Floats, y: Floats) -> tuple[Floats, float]:
-    """Coefficients at the penalty with the smallest error in trials left out, and the share of variance foretold there."""
+    """Coefficients at the penalty with the smallest error in left-out trials, and the share of variance predicted."""
     centred, target = X - X.mean(axis=0), y - y.mean()
     U, s, Vt = np.linalg.svd(centred, full_matrices=False)
     projected = U.T @ target

@@ -37,7 +37,7 @@ class Metric:
 
 
 def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None:
-    """Samples per second, each counted as what it is worth at the baseline's batch: throughput x efficiency (Pollux, OSDI 2021).
+    """Goodput: throughput x statistical efficiency relative to the baseline's batch (Pollux, OSDI 2021), in samples/s.
 
     The interval joins that of the throughput with that of the noise scale, as if they met at their worst. At the
     baseline's own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is
@@ -85,7 +85,9 @@ def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResu
 
 METRICS: dict[str, Metric] = {
     "step_time_s": Metric(unit="s", direction="minimize", label="step time", of=_step_time),
-    "samples_per_s": Metric(unit="samples/s", direction="maximize", label="throughput", of=_rate(lambda r: r.samples_per_step)),
+    "samples_per_s": Metric(
+        unit="samples/s", direction="maximize", label="throughput", of=_rate(lambda r: r.samples_per_step),
+    ),
     "tokens_per_s": Metric(
         unit="tokens/s", direction="maximize", label="tokens per second", of=_rate(lambda r: r.tokens_per_step),
         why_missing="the batches hold no token sequences; use samples_per_s",
@@ -99,9 +101,12 @@ METRICS: dict[str, Metric] = {
         why_missing="the trial's losses are missing or not finite",
     ),
     GOODPUT: Metric(
-        unit="samples/s", direction="maximize", label="goodput", of=goodput, why_missing="the noise scale is not resolved",
+        unit="samples/s", direction="maximize", label="goodput", of=goodput,
+        why_missing="the noise scale is not resolved",
     ),
-    "cpu_s_per_step": Metric(unit="s", direction="minimize", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step)),
+    "cpu_s_per_step": Metric(
+        unit="s", direction="minimize", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step),
+    ),
 }  # fmt: skip
 
 

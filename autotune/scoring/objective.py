@@ -1,4 +1,4 @@
-"""What a study optimises: the table of metrics, objectives and constraints on them, and the score of a trial."""
+"""Objectives and constraints on metrics, and the score of a trial."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Constraint(_Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a trial is worth.
+    """The score of a trial.
 
     Attributes:
         values: One number for each objective, in order, as measured (Optuna knows the directions); None if one of
@@ -131,7 +131,7 @@ class Score:
 def bounds(
     objectives: Sequence[Objective], constraints: Sequence[Constraint]
 ) -> dict[str, tuple[str, Literal["min", "max"], float]]:
-    """Every bound of a study by its key (`peak_memory_bytes <= max`): metric, which end, and the tightest amount given."""
+    """The bounds of a study by key (`peak_memory_bytes <= max`): metric, which end, and the tightest amount given."""
     found: dict[str, tuple[str, Literal["min", "max"], float]] = {}
     for said in (*objectives, *constraints):
         if said.min is not None:

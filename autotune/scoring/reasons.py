@@ -30,11 +30,11 @@ def _said(value: Any) -> str:
 
 
 def words(measured: Measured, baseline: Measured | None, objectives: Sequence[Objective]) -> list[str]:
-    """What a trial changes, and its gains over the baseline."""
+    """The changes of a trial, and its gains over the baseline."""
     if baseline is None:
         return ["the baseline did not run, so there is no speed-up to state"]
     if measured.trial == baseline.trial:
-        return ["this is the baseline: nothing that was tried is measurably better"]
+        return ["this is the baseline: no other trial is measurably better"]
     found = changes(measured.candidate, baseline)
     gains = []
     for objective in objectives:
@@ -53,11 +53,12 @@ def _time_to_target(measured: Measured, baseline: Measured) -> str:
     ratio = math.exp(-log_ratio(measured, baseline, GOODPUT))
     # The intervals in the order of one run; re-measurement moves the middle.
     spread = math.hypot(math.log(own[1] / own[0]), math.log(base[1] / base[0])) / 2
-    return f" (a target in {ratio:.2f}x the baseline's time, {ratio * math.exp(-spread):.2f} to {ratio * math.exp(spread):.2f})"
+    low, high = ratio * math.exp(-spread), ratio * math.exp(spread)
+    return f" (a target in {ratio:.2f}x the baseline's time, {low:.2f} to {high:.2f})"
 
 
 def checked(measured: Measured) -> list[str]:
-    """What is known of how it trains, where it computes other numbers than the baseline."""
+    """The outcome of its checks, if its numbers or its global batch differ from the baseline's."""
     verdict, branch = measured.verdict, measured.branch
     if measured.doubt:
         return [f"not to be recommended: {measured.doubt}"]
@@ -70,25 +71,25 @@ def checked(measured: Measured) -> list[str]:
     return [
         *said,
         f"trains as the baseline's numerics do at its global batch: over {verdict.n_steps} steps {whose} is"
-        f" {abs(verdict.excess):.2g} {'above' if verdict.excess > 0 else 'below'} theirs, and up to {verdict.limit:.2g} above is chance",
+        f" {abs(verdict.excess):.2g} {'above' if verdict.excess > 0 else 'below'} theirs, and up to {verdict.limit:.2g}"
+        " above is chance",
     ]
 
 
 def passed_by(first: Measured, best: Measured) -> list[str]:
-    """Says what reads better still, and why it is not the answer."""
+    """A better trial, and the reason that it is not picked."""
     return [f"trial {first.trial} reads better, but {first.doubt}"] if first.doubt and first.trial != best.trial else []
 
 
 def drift(baseline: Measured | None) -> list[str]:
-    """Says so where the machine was not as fast at the end as at the start: the ratios hold, the absolute times do not."""
-    now, then = (
-        (baseline.value("step_time_s"), baseline.metrics.get("step_time_s"))
-        if baseline and baseline.repeats
-        else (None, None)
-    )
+    """A caution if the machine's speed changed during the study: ratios hold, absolute times do not."""
+    if baseline is None or not baseline.repeats:
+        return []
+    now, then = baseline.value("step_time_s"), baseline.metrics.get("step_time_s")
     if not now or not then or abs(math.log(now / then)) < DRIFT:
         return []
     word = "slower" if now > then else "faster"
     return [
-        f"caution: this machine ran the baseline {max(now / then, then / now):.2f}x {word} at the end of the study than at its start"
+        f"caution: this machine ran the baseline {max(now / then, then / now):.2f}x {word} at the end of the study than"
+        " at its start"
     ]

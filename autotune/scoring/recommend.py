@@ -15,15 +15,18 @@ from autotune.scoring.reasons import changes, checked, drift, passed_by, words
 
 # Spread between two runs of one configuration where nothing was measured twice: 2 %, as on a quiet machine.
 ASSUMED_SPREAD = 0.02
-# A lead of so many times what can be told apart needs no further measurement.
+# A finalist that is behind by more than this multiple of the noise needs no further round.
 CLEARLY = 2.0
-# The best of what only a trial can run, where that beats what the user can.
+# An interval of the speed-up wider than this, high over low, says nothing.
+WIDEST = 4.0
+# Name of the pick for the best trial that only a trial can run, where it beats those that the user can.
 OUT_OF_REACH = "out_of_reach"
+MEMORY = "peak_memory_bytes"
 PICKS: dict[str, str] = {
     "lowest_latency": "step_time_s",
     "highest_throughput": "samples_per_s",
     "fastest_convergence": GOODPUT,
-    "lowest_memory": "peak_memory_bytes",
+    "lowest_memory": MEMORY,
 }
 
 
@@ -33,7 +36,7 @@ class Pick:
 
     Attributes:
         measured: The trial.
-        speedup: Throughput over the baseline's; None if the baseline did not run.
+        speedup: Throughput over the baseline's; None if the baseline did not run, or the interval says nothing.
         speedup_ci95: Its 95 % interval.
         reasons: Why, in words.
     """
@@ -60,12 +63,15 @@ class Recommendation:
     Attributes:
         baseline: The user's own configuration; None if it did not complete.
         front: The measurements that no other one beats on every objective.
-        picks: By name; `recommended` and `drop_in` (which keeps the baseline's global batch) first.
+        picks: By name; `recommended` and `drop_in` (which keeps the baseline's global batch) first. Empty if no trial
+            is usable and passed its checks.
+        unchecked: The trials that would be picked if they passed a check that was not made yet.
     """
 
     baseline: Pick | None
     front: list[Measured]
     picks: dict[str, Pick]
+    unchecked: Sequence[Measured] = ()
 
 
 def point(measured: Measured) -> dict[str, Any]:
@@ -95,31 +101,24 @@ def _interval(measured: Measured, metric: str) -> tuple[float, float]:
 def rank(measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective]) -> list[Measured]:
     """The usable measurements, best compromise first; those that the user could not reproduce after all others.
 
-    The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over the median of all
-    where the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
+    The score is the weighted geometric mean, over the objectives, of the gain over the baseline (over any trial where
+    the baseline did not run): free of units, and no objective can be bought with an arbitrary loss in another.
     """
     usable = [m for m in measured if m.usable and all(m.metrics.get(o.metric) is not None for o in objectives)]
-    reference = baseline or (_typical(usable) if usable else None)
-    return (
-        sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial))
-        if reference
-        else []
-    )
-
-
-def _typical(usable: Sequence[Measured]) -> Measured:
-    ordered = sorted(usable, key=lambda m: m.value("samples_per_s") or 0.0)
-    return ordered[len(ordered) // 2]
+    if not usable:
+        return []
+    reference = baseline or usable[0]
+    return sorted(usable, key=lambda m: (bool(m.unreproducible), -log_gain(m, reference, objectives), m.trial))
 
 
 def finalists(
     measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], n: int, world_size: int
 ) -> list[Measured]:
-    """What to measure again: the best compromise, the best with the baseline's batch and numerics, the fastest, then the next best.
+    """The `n` trials to measure again.
 
-    What did not stand a check makes room for the next; the best that may be recommended as things stand is among them.
-
-    Chosen by first measurements alone, so that a resumed study chooses the same.
+    The best compromise, the best with the baseline's batch and numerics, and the fastest, then the next best. A trial
+    that failed a check makes room for the next; the best that passed all its checks is among them. Chosen by first
+    measurements alone, so that a resumed study chooses the same.
     """
     measured = [replace(m, repeats={}) for m in measured]
     baseline = replace(baseline, repeats={}) if baseline else None
@@ -141,10 +140,10 @@ def in_race(
     objectives: Sequence[Objective],
     world_size: int,
 ) -> list[Measured]:
-    """The finalists that may still turn out the best of something; those clearly beaten in every way need no further round.
+    """The finalists that need a further round: those not clearly beaten in every contest.
 
     A finalist may win as the compromise, as the compromise with the baseline's batch and numerics, or by throughput. It
-    is out where the best re-measured finalist leads by more than twice what can be told apart.
+    is beaten where the best re-measured finalist leads by more than twice the noise.
 
     Args:
         found: The finalists.
@@ -178,7 +177,7 @@ def in_race(
 def recommend(
     measured: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], world_size: int
 ) -> Recommendation:
-    """Picks from everything that was measured.
+    """Picks from all measurements; with a baseline, only trials that passed every check they need.
 
     Args:
         measured: Every told trial, the baseline among them.
@@ -189,67 +188,79 @@ def recommend(
     everything = rank(measured, baseline, objectives)
     ranked = [m for m in everything if not m.unreproducible] or everything
     judge = _Judge(measured, baseline)
+    own = judge.pick(baseline, ["the configuration to beat"]) if baseline else None
     if not ranked:
-        return Recommendation(baseline=judge.pick(baseline, []) if baseline else None, front=[], picks={})
+        return Recommendation(baseline=own, front=[], picks={})
     reference = baseline or ranked[0]
     rows = [[improvement(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
     front = sorted((ranked[i] for i in pareto.front(rows, ["maximize"] * len(objectives))), key=lambda m: m.trial)
-    picks: dict[str, Pick] = {}
     sound = [m for m in ranked if baseline is None or not m.doubt]
+    if not sound:
+        return Recommendation(baseline=own, front=front, picks={}, unchecked=ranked[:1])
     best, why = _best(sound, baseline, objectives, judge)
-    picks["recommended"] = judge.pick(
-        best, [why, *words(best, baseline, objectives), *checked(best), *passed_by(ranked[0], best), *drift(baseline)]
-    )
+    reasons = [why, *words(best, baseline, objectives), *checked(best), *passed_by(ranked[0], best), *drift(baseline)]
+    picks = {"recommended": judge.pick(best, reasons)}
     same = [m for m in ranked if baseline is not None and _drops_in(m, baseline, world_size)]
     if baseline is not None and same:
         keeps, _ = _best(same, baseline, objectives, judge)
         batch = baseline.candidate.global_batch_size(world_size)
         why = f"the best compromise that keeps the baseline's global batch of {batch} and its numerics"
         picks["drop_in"] = judge.pick(keeps, [why, *words(keeps, baseline, objectives)])
-    for name, metric in PICKS.items():
-        having = [m for m in ranked if m.value(metric) is not None]
-        if having and (
-            metric in {o.metric for o in objectives} or metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")
-        ):
-            extreme = max(having, key=lambda m: improvement(log_ratio(m, reference, metric), metric))
-            why = f"the best {METRICS[metric].label} of all that ran"
-            picks[name] = judge.pick(extreme, [why, *words(extreme, baseline, objectives), *checked(extreme)])
+    extremes, unchecked = _extremes(ranked, sound, reference, objectives, judge)
+    picks |= extremes
     apart = max(
-        (m for m in everything if m.unreproducible), key=lambda m: log_gain(m, reference, objectives), default=None
+        (m for m in everything if m.unreproducible and (baseline is None or not m.doubt)),
+        key=lambda m: log_gain(m, reference, objectives),
+        default=None,
     )
-    if apart is not None and (
-        apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)
-    ):
+    if apart and (apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)):
         missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
         picks[OUT_OF_REACH] = judge.pick(apart, ["only a trial can run it, so it is ranked apart", *missing])
-    return Recommendation(
-        baseline=judge.pick(baseline, ["the configuration to beat"]) if baseline else None, front=front, picks=picks
-    )
+    return Recommendation(baseline=own, front=front, picks=picks, unchecked=unchecked)
+
+
+def _extremes(
+    ranked: Sequence[Measured],
+    sound: Sequence[Measured],
+    reference: Measured,
+    objectives: Sequence[Objective],
+    judge: _Judge,
+) -> tuple[dict[str, Pick], list[Measured]]:
+    """The best trials by one metric each, and those that would be if they passed their checks."""
+    picks: dict[str, Pick] = {}
+    unchecked = []
+    for name, metric in PICKS.items():
+        if metric == GOODPUT and metric not in {o.metric for o in objectives}:
+            continue
+        told = [m for m in ranked if m.value(metric) is not None and (metric == MEMORY or judge.tells(m))]
+        told.sort(key=lambda m: -improvement(log_ratio(m, reference, metric), metric))
+        best = next((m for m in told if m in sound), None)
+        better = told[: told.index(best)] if best is not None else told
+        unchecked += [m for m in better if not m.barred][:1]
+        if best is not None:
+            why = f"the best {METRICS[metric].label} of all that ran"
+            said = [*words(best, judge.baseline, objectives), *checked(best), *passed_by(told[0], best)]
+            picks[name] = judge.pick(best, [why, *said])
+    return picks, unchecked
 
 
 def _best(
     ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge
 ) -> tuple[Measured, str]:
-    """The first of those measured again, or of all; where others cannot be told from it, the one nearest to the baseline."""
+    """The best of the re-measured trials, if any; of those within its noise the one that changes least."""
     confirmed = [m for m in ranked if m.repeats] or list(ranked)
-    # Who left while others went on was clearly beaten in the rounds they shared, however the baseline did in just
+    # A trial that left while others went on was clearly beaten in the rounds they shared, however the baseline did in
     # those.
-    raced = {
-        m.trial: set(m.repeats) for m in confirmed if m.repeats and (baseline is None or m.trial != baseline.trial)
-    }
-    confirmed = [
-        m for m in confirmed if m.trial not in raced or not any(raced[m.trial] < rounds for rounds in raced.values())
-    ]
+    own = baseline.trial if baseline else None
+    rounds = [set(m.repeats) for m in confirmed if m.trial != own]
+    confirmed = [m for m in confirmed if m.trial == own or not any(set(m.repeats) < other for other in rounds)]
     top = confirmed[0]
-    gain: Callable[[Measured], float] = lambda m: log_gain(m, baseline or top, objectives)  # noqa: E731
-    tied = [m for m in confirmed if gain(top) - gain(m) <= judge.resolution(m)]
-    chosen = min(tied, key=lambda m: (len(changes(m.candidate, baseline)), -gain(m)))
-    names = (
-        " and ".join(METRICS[o.metric].label for o in objectives)
-        if len(objectives) < 3
-        else ", ".join(METRICS[o.metric].label for o in objectives)
-    )
-    why = f"the best compromise of {names} (geometric mean of the gains: {math.exp(gain(chosen)):.2f}x)"
+    reference = baseline or top
+    gain = {m.trial: log_gain(m, reference, objectives) for m in confirmed}
+    tied = [m for m in confirmed if gain[top.trial] - gain[m.trial] <= judge.resolution(m)]
+    chosen = min(tied, key=lambda m: (len(changes(m.candidate, baseline)), -gain[m.trial]))
+    names = (" and " if len(objectives) < 3 else ", ").join(METRICS[o.metric].label for o in objectives)
+    why = f"the best compromise of {names} (geometric mean of the gains: {math.exp(gain[chosen.trial]):.2f}x)"
     others = [f"trial {m.trial}" for m in tied if m is not chosen]
     if others:
         why += f"; a tie with {', '.join(others)} within the noise, and the one that changes least"
@@ -285,26 +296,37 @@ class _Judge:
         n = max(1, len(measured.repeats))
         return step_times.t95(self.degrees or 30) * self.spread / math.sqrt(n) if n > 1 else 1.96 * self.spread
 
+    def tells(self, measured: Measured) -> bool:
+        """Whether the throughput can be compared with the baseline's, if there is one."""
+        return self.baseline is None or self.speedup(measured)[0] is not None
+
     def pick(self, measured: Measured, reasons: list[str]) -> Pick:
         """A pick with its speed-up."""
         speedup, interval = self.speedup(measured)
+        if self.baseline is not None and speedup is None:
+            reasons = [
+                *reasons,
+                "its throughput cannot be compared with the baseline's: the machine's speed varies too much",
+            ]
         return Pick(measured=measured, speedup=speedup, speedup_ci95=interval, reasons=reasons)
 
     def speedup(self, measured: Measured) -> tuple[float | None, tuple[float, float] | None]:
-        """Throughput over the baseline's with its interval: from interleaved pairs where both were measured again."""
+        """Throughput over the baseline's with its interval, from paired rounds where there are any; None if unknown."""
         if self.baseline is None:
             return None, None
         if measured.trial == self.baseline.trial:
             return 1.0, (1.0, 1.0)
         pairs = paired_log_ratios(measured, self.baseline, "samples_per_s")
         if pairs:
-            return step_times.ratio_ci95(pairs, self.spread, self.degrees or 30)
-        if not measured.metrics.get("samples_per_s") or not self.baseline.metrics.get("samples_per_s"):
+            ratio, (low, high) = step_times.ratio_ci95(pairs, self.spread, self.degrees or 30)
+        elif measured.metrics.get("samples_per_s") and self.baseline.metrics.get("samples_per_s"):
+            ratio = math.exp(log_ratio(measured, self.baseline, "samples_per_s"))
+            within = [_relative_half_width(m, "samples_per_s") for m in (measured, self.baseline)]
+            reach = math.hypot(*within, self.reach_across)
+            low, high = ratio * math.exp(-reach), ratio * math.exp(reach)
+        else:
             return None, None
-        ratio = math.exp(log_ratio(measured, self.baseline, "samples_per_s"))
-        within = [_relative_half_width(m, "samples_per_s") for m in (measured, self.baseline)]
-        reach = math.hypot(*within, self.reach_across)
-        return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
+        return (ratio, (low, high)) if high <= WIDEST * low else (None, None)
 
 
 def _shift(measured: Measured, metric: str) -> float:
@@ -314,10 +336,9 @@ def _shift(measured: Measured, metric: str) -> float:
 
 
 def _drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:
-    """Whether it trains to the same end as the baseline: the same batch, the same numbers."""
-    return measured.numerics_kept and measured.candidate.global_batch_size(
-        world_size
-    ) == baseline.candidate.global_batch_size(world_size)
+    """Whether it trains to the same end as the baseline: the same global batch, the same numerics."""
+    batch, own = (m.candidate.global_batch_size(world_size) for m in (measured, baseline))
+    return measured.numerics_kept and batch == own
 
 
 def _relative_half_width(measured: Measured, metric: str) -> float:

@@ -16,7 +16,7 @@ from autotune.trial.result import StepStats
 # The first step pays for lazy initialisation, the second is taken apart phase by phase: neither is ever timed.
 SETUP_STEPS = 2
 MIN_TIMED_STEPS = 5
-# Where the budget is spent before: the fewest that give an interval.
+# Fewest timed steps that give an interval, if the budget ends early.
 LEAST_TIMED_STEPS = 3
 TARGET_RELATIVE_CI = 0.02
 
@@ -64,7 +64,7 @@ def summarise(times_s: Sequence[float], *, n_warmup: int | None = None) -> StepS
 
 
 def _readings(values: np.ndarray) -> np.ndarray:
-    """One value for each reading of the clock: steps timed together in one window came as equal ones in a row."""
+    """One value for each reading of the clock: steps timed together in one window are equal values in a row."""
     return values[np.append(True, np.diff(values) != 0)] if len(values) else values
 
 
@@ -151,17 +151,17 @@ def _half_width(steps: StepStats) -> float:
     return steps.ci95_s if math.isfinite(steps.ci95_s) else steps.median_s
 
 
-# After so many timed steps, and so many seconds of them, a trial may be stopped where its fastest step is slower by
-# this factor than its rival allows: the first steps read high (over 206 trials of two studies, 95 % of them below 1.43,
-# 1.15 and 1.04 of the median).
+# Factor by number of timed steps, and least seconds of them: a trial may be stopped where its fastest step, divided by
+# the factor, is slower than its rival allows. The first steps read high (over 206 trials of two studies, 95 % of them
+# below 1.43, 1.15 and 1.04 of the median).
 RIVAL_FACTOR, RIVAL_S = {1: 1.6, 2: 1.2, 3: 1.0}, 0.3
 
 
 def beaten_by(rivals: Sequence[TrialToBeat], times_s: Sequence[float], peak_memory_bytes: float) -> TrialToBeat | None:
-    """The rival that a trial cannot match any more; None while there is hope, or too little was timed.
+    """The rival that a trial cannot match any more; None if there is none, or too little was timed.
 
     Args:
-        rivals: Whom it is compared with.
+        rivals: Trials to compare with.
         times_s: Every optimizer step so far, set-up included; the fastest but the first bounds the step time from
             below.
         peak_memory_bytes: Its peak so far, which can only grow.

@@ -1,8 +1,7 @@
-"""One training configuration: what it is, whether it can run here, and the DeepSpeed JSON it means."""
+"""One training configuration, and the DeepSpeed JSON that it means."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,14 +12,16 @@ from autotune.space.deepspeed import (
     DEVICES,
     DTYPES,
     LARGEST_BATCH,
-    ONE_BIT_OPTIMIZERS,
     OWNED_PATHS,
     PRECISIONS,
+    SECTION_KEYS,
+    SECTIONS,
     STAGE_3_PREFIXES,
     TOP_LEVEL_KEYS,
     ConfigError,
     DsConfig,
     Scalar,
+    at_path,
     check_path,
     check_plain,
     precision_of,
@@ -46,7 +47,6 @@ class Candidate:
         checkpoint_every: 0 keeps all activations; k recomputes every k-th repeated block.
         offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
         offload_param: Where ZeRO-3 parameters live between uses.
-        optimizer: `keep` the user's, or one of `ONE_BIT_OPTIMIZERS`.
         config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
     """
 
@@ -57,7 +57,6 @@ class Candidate:
     checkpoint_every: int = 0
     offload_optimizer: str = "none"
     offload_param: str = "none"
-    optimizer: str = "keep"
     config: tuple[tuple[str, Scalar], ...] = ()
 
     @classmethod
@@ -67,6 +66,8 @@ class Candidate:
         Raises:
             ConfigError: A name is neither a field nor a known DeepSpeed path, or a value is not one the field takes.
         """
+        if values.get("optimizer") == "keep":  # a field of candidates that earlier versions stored
+            values = {name: value for name, value in values.items() if name != "optimizer"}
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
         for name in config:
@@ -117,10 +118,8 @@ class Candidate:
                 `data_types.buffer_dtype`, which then follows 16-bit weights: DeepSpeed keeps buffers in fp32 otherwise,
                 and batch normalisation fails on the mixture.
         """
-        config = copy.deepcopy(dict(base or {}))
-        follows = self.precision in DTYPES and config.get("data_types", {}).get("buffer_dtype") == "auto"
-        config = without_auto(config)
-        if follows:
+        config = without_auto(dict(base or {}))
+        if self.precision in DTYPES and at_path(base or {}, "data_types.buffer_dtype") == "auto":
             set_path(config, "data_types.buffer_dtype", self.precision)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             config.pop(key, None)
@@ -131,12 +130,6 @@ class Candidate:
         }
         self._set_precision(config)
         self._set_zero(config)
-        if self.optimizer != "keep":
-            params = config.get("optimizer", {}).get("params", {})
-            config["optimizer"] = {
-                "type": self.optimizer,
-                "params": {k: v for k, v in params.items() if k in ("lr", "betas")},
-            }
         for path, value in self.config:
             set_path(config, path, value)
         return config
@@ -180,7 +173,6 @@ CHOICES: dict[str, tuple[Scalar, ...]] = {
     "precision": PRECISIONS,
     "offload_optimizer": DEVICES,
     "offload_param": ("none", "cpu", "nvme"),
-    "optimizer": ("keep", *ONE_BIT_OPTIMIZERS),
 }
 AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 0}
 
@@ -193,11 +185,15 @@ def check_knob(name: str) -> None:
     """
     if name in FIELDS:
         return
-    if name in OWNED_PATHS and name not in FIELDS:
+    if name in OWNED_PATHS:
         raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
+    if name in SECTIONS:
+        example = f", as in `{name}.{min(SECTION_KEYS[name])}`" if name in SECTION_KEYS else ""
+        raise ConfigError(f"{name}: is a section of settings; name one of them{example}")
     if "." not in name and name not in TOP_LEVEL_KEYS:
         raise ConfigError(
-            f"unknown knob {name!r}.{nearest(name, [*FIELDS, *TOP_LEVEL_KEYS])} Known: {', '.join(FIELDS)}, or a DeepSpeed path with dots"
+            f"unknown knob {name!r}.{nearest(name, [*FIELDS, *TOP_LEVEL_KEYS])} Known: {', '.join(FIELDS)},"
+            " or a DeepSpeed path with dots"
         )
     check_path(name)
 
@@ -238,8 +234,6 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         "offload_optimizer": _device(zero, "offload_optimizer"),
         "offload_param": _device(zero, "offload_param"),
     }
-    if config.get("optimizer", {}).get("type") in ONE_BIT_OPTIMIZERS:
-        values["optimizer"] = config["optimizer"]["type"]
     try:
         return Candidate.of(values)
     except ConfigError as error:
@@ -248,25 +242,14 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
 
 def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int, int]:
     total, micro, steps = (
-        config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        _count(config, key, where)
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
-    for key, value in (
-        ("train_batch_size", total),
-        ("train_micro_batch_size_per_gpu", micro),
-        ("gradient_accumulation_steps", steps),
-    ):
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_BATCH
-        ):
-            raise ConfigError(
-                f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})"
-            )
-    if micro is None and total is None:
-        raise ConfigError(
-            f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them"
-        )
     if micro is None:
-        assert total is not None
+        if total is None:
+            raise ConfigError(
+                f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them"
+            )
         micro = total // world_size // (steps or 1)
     if steps is None:
         steps = total // (micro * world_size) if total is not None and micro else 1
@@ -275,11 +258,19 @@ def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int,
             f"{where}: train_batch_size {total} is not micro-batch {micro} x accumulation {steps} x {world_size} ranks;"
             " change it or pass --ranks"
         )
-    return int(micro), int(steps)
+    return micro, steps
+
+
+def _count(config: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = config.get(key)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_BATCH):
+        return value
+    raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})")
 
 
 def _device(zero: Mapping[str, Any], section: str) -> str:
-    return str((zero.get(section) or {}).get("device", "none")) if isinstance(zero.get(section), dict) else "none"
+    kept = zero.get(section)
+    return str(kept.get("device", "none")) if isinstance(kept, dict) else "none"
 
 
 def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

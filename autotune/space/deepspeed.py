@@ -1,13 +1,14 @@
-"""The DeepSpeed JSON that a person wrote: read, and held against what DeepSpeed reads, since it ignores much that it does not know."""
+"""The user's DeepSpeed JSON: reading it, and refusing keys and values that DeepSpeed ignores or refuses."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from autotune.errors import UserError, nearest
+from autotune.space import installed
 
 Scalar: TypeAlias = str | int | float | bool | None
 DsConfig: TypeAlias = dict[str, Any]
@@ -15,11 +16,18 @@ DsConfig: TypeAlias = dict[str, Any]
 PRECISIONS = ("fp32", "bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 DTYPES = ("bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
-ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
+# Top-level keys that DeepSpeed once read and refuses since `RETIRED_SINCE` (`_REMOVED_TOP_LEVEL_CONFIG_KEYS`).
+RETIRED_SINCE = (0, 19, 8)
+RETIRED_KEYS = frozenset(
+    """
+    elasticity sparse_gradients amp curriculum_learning compression_training eigenvalue progressive_layer_drop
+    sparse_attention graph_harvesting
+    """.split()
+)
 # Top-level keys that DeepSpeed reads (deepspeed/runtime/config.py and the config classes it builds, 0.15 to 0.19).
 # DeepSpeed ignores any other top-level key silently, so a typo there would be tuned and exported without effect.
-TOP_LEVEL_KEYS = frozenset(
+TOP_LEVEL_KEYS = RETIRED_KEYS | frozenset(
     """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer
     scheduler fp16 bf16 torch_autocast zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -29,18 +37,7 @@ TOP_LEVEL_KEYS = frozenset(
     csv_monitor monitor_config aio pipeline checkpoint data_efficiency hybrid_engine autotuning dataloader_drop_last
     log_level datastates_ckpt compile timers tensor_parallel expert_parallel sequence_parallel_size
     use_data_before_expert_parallelism weight_quantization vocabulary_size nebula train_seq_parallel inference
-    elasticity sparse_gradients amp curriculum_learning compression_training eigenvalue progressive_layer_drop
-    sparse_attention graph_harvesting
     """.split()
-)
-# Top-level keys that DeepSpeed once read and now refuses, with the version that dropped them
-# (`_REMOVED_TOP_LEVEL_CONFIG_KEYS`).
-RETIRED_KEYS = dict.fromkeys(
-    """
-    elasticity sparse_gradients amp curriculum_learning compression_training eigenvalue progressive_layer_drop sparse_attention
-    graph_harvesting
-    """.split(),
-    (0, 19, 8),
 )
 # Keys inside the sections that DeepSpeed validates strictly; sections that are not here are passed through unchecked.
 SECTION_KEYS: dict[str, frozenset[str]] = {
@@ -84,7 +81,7 @@ OWNED_PATHS = {
     "fp16.enabled": "precision",
     "torch_autocast.enabled": "precision",
     "torch_autocast.dtype": "precision",
-    "optimizer.type": "optimizer",
+    "optimizer.type": "base_config",
 }
 # Sections that write files, call services or add work to every step: kept in the export, left out of trials.
 SIDE_EFFECT_KEYS = frozenset(
@@ -97,15 +94,9 @@ SIDE_EFFECT_KEYS = frozenset(
 LARGEST = 2**63 - 1
 LARGEST_BATCH = 2**31 - 1
 DEEPEST = 50
-STAGE_3_PREFIXES = (
-    "stage3_",
-    "zero_hpz",
-    "zero_quantized",
-    "offload_param",
-    "cpu_offload_param",
-    "leaf_module",
-    "mics_",
-    "zeropp_",
+TOO_DEEP = f"it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is"
+STAGE_3_PREFIXES = tuple(
+    "stage3_ zero_hpz zero_quantized offload_param cpu_offload_param leaf_module mics_ zeropp_".split()
 )
 
 
@@ -115,16 +106,20 @@ class ConfigError(UserError):
 
 def check_path(path: str) -> None:
     """Refuses a DeepSpeed path whose section or key DeepSpeed does not read."""
-    section, _, rest = path.partition(".")
-    if "" in path.split("."):
+    names = path.split(".")
+    if "" in names:
         raise ConfigError(f"{path!r}: a path is names with one dot between them, as in zero_optimization.overlap_comm")
+    _check_keys(names[0], names[1:2], f" (in {path!r})")
+
+
+def _check_keys(section: str, keys: Iterable[str], place: str = "") -> None:
+    """Refuses a top-level key, or keys of its section, that DeepSpeed does not read."""
     if section not in TOP_LEVEL_KEYS:
-        raise ConfigError(f"DeepSpeed has no key {section!r} (in {path!r}).{nearest(section, TOP_LEVEL_KEYS)}")
-    key = rest.partition(".")[0]
-    if key and section in SECTION_KEYS and key not in SECTION_KEYS[section]:
-        raise ConfigError(
-            f"DeepSpeed's {section!r} has no key {key!r} (in {path!r}).{nearest(key, SECTION_KEYS[section])}"
-        )
+        raise ConfigError(f"DeepSpeed has no key {section!r}{place}.{nearest(section, TOP_LEVEL_KEYS)}")
+    known = SECTION_KEYS.get(section, frozenset())
+    for key in keys:
+        if known and key not in known:
+            raise ConfigError(f"DeepSpeed's {section!r} has no key {key!r}{place}.{nearest(key, known)}")
 
 
 def set_path(config: DsConfig, path: str, value: Any) -> None:
@@ -151,8 +146,8 @@ def check_retired(config: Mapping[str, Any], deepspeed_version: str, where: str)
     Raises:
         ConfigError: It names the key and the version.
     """
-    for key, since in RETIRED_KEYS.items():
-        if key in config and version(deepspeed_version) >= since:
+    for key in RETIRED_KEYS & config.keys():
+        if version(deepspeed_version) >= RETIRED_SINCE:
             raise ConfigError(f"{where}: {key!r} is no longer read by DeepSpeed {deepspeed_version}; remove it")
 
 
@@ -170,7 +165,7 @@ def without_auto(config: DsConfig) -> DsConfig:
 
 
 def check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Refuses what JSON or a database cannot hold: infinities, texts that are none, keys that are numbers, numbers and depths without end.
+    """Refuses what JSON or a database cannot hold: infinities, lone surrogates, keys that are no texts, deep nesting.
 
     Raises:
         ConfigError: It names the key.
@@ -178,31 +173,29 @@ def check_plain(value: Any, where: str, depth: int = 0) -> None:
     match value:
         case None | bool():
             return
-        case int():
-            if abs(value) > LARGEST:
-                raise ConfigError(
-                    f"{where}: a whole number of {value.bit_length()} bits is more than any setting takes"
-                )
-        case float():
-            if not math.isfinite(value):
-                raise ConfigError(f"{where}: {value} is no number that can be used; give one, or leave the key out")
-        case str():
-            if not _is_text(value):
-                raise ConfigError(f"{where}: {value[:60]!r} holds a character that is none; write plain text")
-        case dict() | list() | tuple():
-            if depth >= DEEPEST:
-                raise ConfigError(
-                    f"{where[:200]}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is"
-                )
-            parts: Iterable[tuple[Any, Any]] = (
-                value.items() if isinstance(value, dict) else [(None, inner) for inner in value]
-            )
-            for key, inner in parts:
-                if key is not None and not (isinstance(key, str) and _is_text(key)):
+        case int() if abs(value) > LARGEST:
+            problem = f"a whole number of {value.bit_length()} bits is more than any setting takes"
+        case float() if not math.isfinite(value):
+            problem = f"{value} is no number that can be used; give one, or leave the key out"
+        case str() if not _is_text(value):
+            problem = f"{value[:60]!r} holds a character that is none; write plain text"
+        case int() | float() | str():
+            return
+        case dict() | list() | tuple() if depth >= DEEPEST:
+            raise ConfigError(f"{where[:200]}: {TOO_DEEP}")
+        case dict():
+            for key, inner in value.items():
+                if not (isinstance(key, str) and _is_text(key)):
                     raise ConfigError(f"{where}: {key!r} is no name of a setting; put a name in quotation marks")
-                check_plain(inner, where if key is None else f"{where}: {key[:60]}", depth + 1)
+                check_plain(inner, f"{where}: {key[:60]}", depth + 1)
+            return
+        case list() | tuple():
+            for inner in value:
+                check_plain(inner, where, depth + 1)
+            return
         case _:
-            raise ConfigError(f"{where}: {value!r} is no plain value; give a text, a number, true or false")
+            problem = f"{value!r} is no plain value; give a text, a number, true or false"
+    raise ConfigError(f"{where}: {problem}")
 
 
 def _is_text(value: str) -> bool:
@@ -229,12 +222,8 @@ def precision_of(config: Mapping[str, Any]) -> str:
             return precision
     autocast = config.get("torch_autocast", {})
     if autocast.get("enabled"):
-        return (
-            "torch_autocast_fp16"
-            if str(autocast.get("dtype", "")).endswith(("float16", "fp16", "half"))
-            and "b" not in str(autocast.get("dtype"))
-            else "torch_autocast"
-        )
+        half = str(autocast.get("dtype", "")).removeprefix("torch.") in ("float16", "fp16", "half")
+        return "torch_autocast_fp16" if half else "torch_autocast"
     return "fp32"
 
 
@@ -251,24 +240,34 @@ def version(text: str) -> tuple[int, ...]:
 # Settings that the tuner itself calculates with or compares, and what DeepSpeed takes for them ("auto" is dropped
 # before).
 _SWITCH, _NUMBER, _TEXT = (bool,), (int, float), (str,)
-KINDS: dict[tuple[type, ...], tuple[str, tuple[str, ...]]] = {
-    _SWITCH: ("true or false", (
-        "bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
-        "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients",
-    )),
-    _NUMBER: ("a number", (
-        "zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
-        "zero_optimization.stage3_max_reuse_distance", "zero_optimization.zero_hpz_partition_size", "gradient_clipping",
-    )),
-    _TEXT: ("a text", (
-        "optimizer.type", "scheduler.type", "torch_autocast.dtype", "data_types.grad_accum_dtype", "data_types.buffer_dtype",
-        "communication_data_type", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device",
-        "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-    )),
+KINDS: dict[tuple[type, ...], tuple[str, str]] = {
+    _SWITCH: ("true or false", """
+        bf16.enabled fp16.enabled torch_autocast.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+        zero_optimization.overlap_comm zero_optimization.contiguous_gradients
+    """),
+    _NUMBER: ("a number", """
+        zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size gradient_clipping
+        zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+        zero_optimization.zero_hpz_partition_size
+    """),
+    _TEXT: ("a text", """
+        optimizer.type scheduler.type torch_autocast.dtype data_types.grad_accum_dtype data_types.buffer_dtype
+        communication_data_type seq_parallel_communication_data_type
+        zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
+        zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+    """),
 }  # fmt: skip
 _KIND_OF: dict[str, tuple[str, tuple[type, ...]]] = {
-    path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths
+    path: (words, kinds) for kinds, (words, paths) in KINDS.items() for path in paths.split()
+}
+# Texts that DeepSpeed looks up in a list of names, and whether it takes them in lower case, too.
+WIRE_TYPES = frozenset(("fp32", "fp16", "bf16"))
+NAMES: dict[str, tuple[Callable[[], frozenset[str]], bool]] = {
+    "optimizer.type": (installed.optimizers, True),
+    "scheduler.type": (installed.schedulers, False),
+    "communication_data_type": (lambda: WIRE_TYPES, True),
+    "seq_parallel_communication_data_type": (lambda: WIRE_TYPES, True),
 }
 SECTIONS = (
     *SECTION_KEYS, "optimizer", "scheduler", "optimizer.params", "scheduler.params", "pipeline", "autotuning",
@@ -296,7 +295,7 @@ def read_config(text: str, where: str) -> DsConfig:
         )
         raise ConfigError(f"{where}: not JSON: {said}") from None
     except RecursionError:
-        raise ConfigError(f"{where}: it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is") from None
+        raise ConfigError(f"{where}: {TOO_DEEP}") from None
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     check_config(config, where)
@@ -304,42 +303,57 @@ def read_config(text: str, where: str) -> DsConfig:
 
 
 def check_config(config: Any, where: str) -> None:
-    """Refuses a DeepSpeed configuration with a key that DeepSpeed does not read (it would be ignored silently).
+    """Refuses a DeepSpeed configuration with a key that DeepSpeed ignores, or a value that it refuses.
 
     Raises:
-        ConfigError: It names the key and the nearest one known.
+        ConfigError: It names the key, and the nearest one known.
     """
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: a DeepSpeed configuration is a JSON object, not {type(config).__name__}")
     check_plain(config, where)
-    for section, value in config.items():
-        if section not in TOP_LEVEL_KEYS:
-            raise ConfigError(f"{where}: DeepSpeed has no key {section!r}.{nearest(section, TOP_LEVEL_KEYS)}")
-        if section in SECTIONS and not isinstance(value, dict):
-            raise ConfigError(f"{where}: {section!r} is a section (a JSON object), not {value!r}")
-        if section in SECTION_KEYS:
-            for key in value:
-                if key not in SECTION_KEYS[section]:
-                    raise ConfigError(
-                        f"{where}: DeepSpeed's {section!r} has no key {key!r}.{nearest(key, SECTION_KEYS[section])}"
-                    )
     for path in SECTIONS:
-        if not isinstance(value := at_path(config, path), dict | None) and value != "auto":
+        value = at_path(config, path)
+        if not isinstance(value, dict) and (path in config or value not in (None, "auto")):
             raise ConfigError(f"{where}: {path!r} is a section (a JSON object), not {value!r}")
-    for path in _KIND_OF:
+    for section, value in config.items():
+        try:
+            _check_keys(section, value if isinstance(value, dict) else ())
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    for path in {**_KIND_OF, **installed.bounds()}:
         if (value := at_path(config, path)) != "auto":
             check_setting(path, value, f"{where}: {path}")
+    if all(at_path(config, f"{name}.enabled") is True for name in DTYPES):
+        raise ConfigError(
+            f"{where}: bf16.enabled and fp16.enabled are both true; a model trains in one type: leave out one"
+        )
 
 
 def check_setting(path: str, value: Any, where: str) -> None:
-    """Refuses a value of another kind than DeepSpeed takes for a setting that the tuner itself calculates with; None is its default.
+    """Refuses a value that DeepSpeed does not take for a setting; None is its default.
+
+    Kinds are those of the settings that the tuner calculates with; names and bounds are the installed DeepSpeed's.
 
     Raises:
-        ConfigError: It says what kind is needed.
+        ConfigError: It says what is needed.
     """
+    if value is None:
+        return
     words, kinds = _KIND_OF.get(path, ("", (object,)))
-    if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER)):
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):
         raise ConfigError(f"{where}: {words} is needed, not {value!r}")
+    if isinstance(value, int | float):
+        for sign, bound in installed.bounds().get(path, {}).items():
+            if not installed.COMPARE[sign](value, bound):
+                raise ConfigError(f"{where}: {value!r} is not {installed.SIGNS[sign]} {bound:g}")
+    if path in NAMES and isinstance(value, str):
+        names, any_case = NAMES[path]
+        known = names()
+        if known and value not in known and not (any_case and value.lower() in known):
+            hint = nearest(value, sorted(known))
+            raise ConfigError(
+                f"{where}: DeepSpeed knows no {value!r}.{hint} Known: {', '.join(sorted(known, key=str.lower))}"
+            )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

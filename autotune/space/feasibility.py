@@ -27,8 +27,8 @@ def count_legal(space: SearchSpace, default: Candidate, setting: Setting, limit:
     Values that no rule tells apart are counted together, and knobs that no rule connects apart from each other.
 
     Returns:
-        The number, and whether it is exact; it is estimated from `DRAWS` random candidates where the exact count takes more
-        than `limit` partial candidates.
+        The number, and whether it is exact; it is estimated from `DRAWS` random candidates where the exact count takes
+        more than `limit` partial candidates.
     """
     found = _Search(space, default, setting).count(limit)
     if found is not None:
@@ -42,8 +42,8 @@ def count_legal(space: SearchSpace, default: Candidate, setting: Setting, limit:
 def refusals(space: SearchSpace, default: Candidate, setting: Setting, limit: int = DRAWS) -> dict[str, float]:
     """Why candidates are not proposed: each reason's share of all candidates, largest first.
 
-    A candidate counts for the first rule that it breaks; the reason is worded for one of those candidates. Above `limit`
-    different kinds the shares are estimated from `DRAWS` random ones.
+    A candidate counts for the first rule that it breaks; the reason is worded for one of those candidates. Above
+    `limit` different kinds the shares are estimated from `DRAWS` random ones.
     """
     counted = _kinds(space, default, limit)
     every = counted if counted is not None else ((c, 1) for c in space.draw(random.Random(0), default, DRAWS))
@@ -103,7 +103,7 @@ class _Refusals:
         self.example.setdefault(number, candidate)
 
     def reason(self, about: str, depth: int, setting: Setting) -> str:
-        """The reason to show: of a rule that reads a knob, else of one broken once that was decided; the most frequent."""
+        """The most frequent reason, of rules that read the knob if any, else of rules broken after it was decided."""
         found = [
             (about not in RULES[number].reads, each < depth, each, -n, number)
             for each, counts in self.counts.items()
@@ -117,7 +117,7 @@ class _TooManyError(Exception):
 
 
 class _Search:
-    """A depth-first search for legal candidates: one knob after the other, each rule checked once its knobs are decided."""
+    """A depth-first search for legal candidates, knob by knob; each rule is checked once its knobs are decided."""
 
     def __init__(self, space: SearchSpace, default: Candidate, setting: Setting) -> None:
         self.space, self.default, self.setting = space, default, setting

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, ONE_BIT_OPTIMIZERS, STAGE_3_PREFIXES, Scalar, at_path, version
+from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,6 @@ class Setting:
         n_blocks: Repeated blocks of the model that can be checkpointed.
         n_samples: Samples in the data set; None where it has no end.
         global_batch: Allowed samples per optimizer step, lowest and highest.
-        client_optimizer: The workload makes its own optimizer instead of the DeepSpeed JSON.
         plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
         base: Settings of the user's own configuration that candidates inherit and rules look at; see
             `inherited_settings`.
@@ -42,28 +41,20 @@ class Setting:
     n_blocks: int = 0
     n_samples: int | None = None
     global_batch: tuple[int, int] | None = None
-    client_optimizer: bool = False
     plain_backward: bool = False
     base: tuple[tuple[str, Scalar], ...] = ()
     unsafe_precisions: tuple[str, ...] = ()
 
 
 INHERITED_PATHS = (
-    "data_types.grad_accum_dtype",
-    "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.nvme_path",
-    # What only forecasts look at.
-    "communication_data_type",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.overlap_comm",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_max_live_parameters",
+    "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
+    "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
+    # Only forecasts look at these.
+    "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance",
-)
+)  # fmt: skip
 
 
 def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...]:
@@ -78,8 +69,8 @@ class Rule:
     Attributes:
         broken: Whether it holds for a candidate, its DeepSpeed settings (inherited ones included) and a setting.
         why: The reason, with fields of candidate and setting as templates.
-        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one of
-            them is set at all, and must stay broken when more of them are.
+        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one
+            of them is set at all, and must stay broken when more of them are.
     """
 
     broken: Callable[[Candidate, dict[str, Scalar], Setting], bool]
@@ -87,229 +78,104 @@ class Rule:
     reads: tuple[str, ...]
 
 
+ZERO = "zero_optimization."
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
-NVME_PATHS = tuple(f"zero_optimization.{section}.nvme_path" for section in ("offload_optimizer", "offload_param"))
-STAGE_3_SETTINGS = tuple(f"zero_optimization.{prefix}*" for prefix in STAGE_3_PREFIXES)
-QUANTISED = tuple(
-    f"zero_optimization.zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights")
-)
+HPZ, GRANULARITY = f"{ZERO}zero_hpz_partition_size", f"{ZERO}stage3_module_granularity_threshold"
+NVME_PATHS = {name: f"{ZERO}{name}.nvme_path" for name in ("offload_optimizer", "offload_param")}
+STAGE_3_SETTINGS = tuple(f"{ZERO}{prefix}" for prefix in STAGE_3_PREFIXES)
+QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 
 
-def _quantised(config: Mapping[str, Scalar]) -> bool:
-    return any(config.get(path) for path in QUANTISED)
+def _older(setting: Setting, *release: int) -> bool:
+    return version(setting.deepspeed_version) < release
 
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
-    Rule(
-        lambda c, k, s: c.precision == "fp16" and not s.fp16,
-        "fp16: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast",
-        reads=("precision",),
-    ),
-    Rule(
-        lambda c, k, s: c.precision == "torch_autocast_fp16" and not s.fp16,
-        "torch_autocast_fp16: this device has no fp16 arithmetic; use torch_autocast",
-        reads=("precision",),
-    ),
-    Rule(
-        lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
-        "{precision}: this device does not compute in bfloat16",
-        reads=("precision",),
-    ),
-    Rule(
-        lambda c, k, s: c.precision in s.unsafe_precisions,
-        "{precision}: the model mixes types of numbers, which trials ended at; torch_autocast computes in 16 bits over fp32 weights",
-        reads=("precision",),
-    ),
-    Rule(
-        lambda c, k, s: c.checkpoint_every > 0 and s.n_blocks == 0,
-        "checkpoint_every: the model has no repeated block to checkpoint; name them in `blocks`",
-        reads=("checkpoint_every",),
-    ),
-    Rule(
-        lambda c, k, s: c.checkpoint_every > max(s.n_blocks, 1),
-        "checkpoint_every={checkpoint_every}: the model has only {n_blocks} blocks",
-        reads=("checkpoint_every",),
-    ),
-    Rule(
-        lambda c, k, s: s.n_samples is not None and c.global_batch_size(s.world_size) > s.n_samples,
-        "global batch {batch}: the data set has only {n_samples} samples",
-        reads=(*BATCH,),
-    ),
-    Rule(
-        lambda c, k, s: (
-            s.global_batch is not None
-            and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1]
-        ),
-        "global batch {batch} is outside {global_batch}",
-        reads=(*BATCH,),
-    ),
-    Rule(
-        lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
-        "ZeRO stage 0: DeepSpeed refuses loss.backward() there; call engine.backward(loss)",
-        reads=("zero_stage",),
-    ),
-    Rule(
-        lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
-        "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, whose stages share out the model already; use 0 or 1",
-        reads=("zero_stage",),
-    ),
-    Rule(
-        lambda c, k, s: s.pipeline_stages > 0 and c.checkpoint_every > 0 and c.precision.startswith("torch_autocast"),
-        "{precision}: a PipelineModule recomputes its layers outside of autocast, where they meet other types; use bf16",
-        reads=("checkpoint_every", "precision"),
-    ),
-    Rule(
-        lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0,
-        "offload_optimizer needs ZeRO stage 1 or more",
-        reads=("offload_optimizer", "zero_stage"),
-    ),
-    Rule(
-        lambda c, k, s: c.offload_param != "none" and c.zero_stage != 3,
-        "offload_param needs ZeRO stage 3",
-        reads=("offload_param", "zero_stage"),
-    ),
-    Rule(
-        lambda c, k, s: s.accelerator == "cpu" and {c.offload_optimizer, c.offload_param} != {"none"},
-        "offload: on a CPU the host memory is the device memory, so there is nothing to move",
-        reads=("offload_optimizer", "offload_param"),
-    ),
-    Rule(
-        lambda c, k, s: any(
-            device == "nvme" and not k.get(f"zero_optimization.{section}.nvme_path")
-            for section, device in (("offload_optimizer", c.offload_optimizer), ("offload_param", c.offload_param))
-        ),
-        "offload to nvme needs its nvme_path in the base config",
-        reads=("offload_optimizer", "offload_param", "zero_stage", *NVME_PATHS),
-    ),
-    Rule(
-        lambda c, k, s: k.get("zero_optimization.overlap_comm") is True and s.accelerator == "cpu",
-        "overlap_comm: a CPU has no streams, so nothing can overlap",
-        reads=("zero_optimization.overlap_comm",),
-    ),
-    Rule(
-        lambda c, k, s: c.zero_stage == 0 and any(name.startswith("zero_optimization.") for name in dict(c.config)),
-        "zero_optimization settings have no effect at ZeRO stage 0",
-        reads=("zero_stage", "zero_optimization.*"),
-    ),
-    Rule(
-        lambda c, k, s: (
-            c.zero_stage != 3
-            and any(name.removeprefix("zero_optimization.").startswith(STAGE_3_PREFIXES) for name in k)
-        ),
-        "stage-3 settings need ZeRO stage 3",
-        reads=("zero_stage", *STAGE_3_SETTINGS),
-    ),
-    Rule(
-        lambda c, k, s: bool(k.get("zero_optimization.stage3_module_granularity_threshold")),
-        "stage3_module_granularity_threshold fails with a shape error in DeepSpeed",
-        reads=("zero_optimization.stage3_module_granularity_threshold",),
-    ),
-    Rule(
-        lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
-        "bf16 settings need precision bf16",
-        reads=("precision", "bf16.*"),
-    ),
-    Rule(
-        lambda c, k, s: any(name.startswith("fp16.") for name in k) and c.precision != "fp16",
-        "fp16 settings need precision fp16",
-        reads=("precision", "fp16.*"),
-    ),
-    Rule(
-        lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and c.zero_stage == 0,
-        "bf16 master weights need ZeRO stage 1, 2 or 3",
-        reads=("zero_stage", "precision", MASTER_WEIGHTS),
-    ),
-    Rule(
-        lambda c, k, s: bool(k.get(OPTIMIZER_STATES)) and not k.get(MASTER_WEIGHTS),
-        "bf16_optimizer_states needs bf16_master_weights_and_grads",
-        reads=("precision", MASTER_WEIGHTS, OPTIMIZER_STATES),
-    ),
-    Rule(
-        lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and not k.get(OPTIMIZER_STATES) and c.offload_optimizer != "cpu",
-        "bf16 master weights without bf16 optimizer states need the optimizer offloaded to the CPU",
-        reads=("offload_optimizer", "precision", MASTER_WEIGHTS, OPTIMIZER_STATES),
-    ),
-    Rule(
-        lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and c.precision not in ("bf16", "fp16"),
-        "grad_accum_dtype has an effect only with precision bf16 or fp16",
-        reads=("precision", GRAD_ACCUM_DTYPE),
-    ),
-    Rule(
-        lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) == "fp32" and c.zero_stage == 0,
-        "grad_accum_dtype fp32 with 16-bit weights is not implemented at ZeRO stage 0",
-        reads=("zero_stage", "precision", GRAD_ACCUM_DTYPE),
-    ),
-    Rule(
-        lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and bool(k.get(MASTER_WEIGHTS)),
-        "grad_accum_dtype contradicts bf16 master weights and gradients",
-        reads=("precision", GRAD_ACCUM_DTYPE, MASTER_WEIGHTS),
-    ),
-    Rule(
-        lambda c, k, s: k.get("communication_data_type") is not None and s.world_size == 1,
-        "communication_data_type: one rank communicates nothing",
-        reads=("communication_data_type",),
-    ),
-    Rule(
-        lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
-        "communication_data_type fp16: no fp16 on this device",
-        reads=("communication_data_type",),
-    ),
-    Rule(
-        lambda c, k, s: _quantised(k) and s.accelerator != "cuda",
-        "ZeRO++ quantisation needs a CUDA op of DeepSpeed",
-        reads=(*QUANTISED,),
-    ),
-    Rule(
-        lambda c, k, s: bool(k.get("zero_optimization.zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
-        "zero_quantized_gradients has no effect on one node",
-        reads=("zero_optimization.zero_quantized_gradients",),
-    ),
-    Rule(
-        lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
-        "zero_hpz_partition_size must divide the {world_size} ranks and be smaller",
-        reads=("zero_optimization.zero_hpz_partition_size",),
-    ),
-    Rule(
-        lambda c, k, s: c.precision.startswith("torch_autocast") and version(s.deepspeed_version) < (0, 17, 2),
-        "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2",
-        reads=("precision",),
-    ),
-    Rule(
-        lambda c, k, s: (
-            bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and version(s.deepspeed_version) < (0, 18, 3)
-        ),
-        "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
-        reads=("precision", MASTER_WEIGHTS, OPTIMIZER_STATES),
-    ),
-    Rule(
-        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and version(s.deepspeed_version) >= (0, 19, 7),
-        "{optimizer} is not in DeepSpeed {deepspeed_version}: it was removed in 0.19.7",
-        reads=("optimizer",),
-    ),
-    Rule(
-        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.accelerator != "cuda",
-        "{optimizer} communicates over NCCL or MPI only",
-        reads=("optimizer",),
-    ),
-    Rule(
-        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and c.zero_stage != 0,
-        "{optimizer} needs ZeRO stage 0",
-        reads=("optimizer", "zero_stage"),
-    ),
-    Rule(
-        lambda c, k, s: c.optimizer in ONE_BIT_OPTIMIZERS and s.client_optimizer,
-        "{optimizer}: the workload makes its own optimizer",
-        reads=("optimizer",),
-    ),
-)
+    Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
+         "{precision}: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast", ("precision",)),
+    Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
+         "{precision}: this device does not compute in bfloat16", ("precision",)),
+    Rule(lambda c, k, s: c.precision in s.unsafe_precisions,
+         "{precision}: trials failed as the model mixes types; torch_autocast computes in 16 bits over fp32 weights",
+         ("precision",)),
+    Rule(lambda c, k, s: c.checkpoint_every > 0 and s.n_blocks == 0,
+         "checkpoint_every: the model has no repeated block to checkpoint; name them in `blocks`",
+         ("checkpoint_every",)),
+    Rule(lambda c, k, s: c.checkpoint_every > max(s.n_blocks, 1),
+         "checkpoint_every={checkpoint_every}: the model has only {n_blocks} blocks", ("checkpoint_every",)),
+    Rule(lambda c, k, s: s.n_samples is not None and c.global_batch_size(s.world_size) > s.n_samples,
+         "global batch {batch}: the data set has only {n_samples} samples", BATCH),
+    Rule(lambda c, k, s: s.global_batch is not None
+         and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1],
+         "global batch {batch} is outside {global_batch}", BATCH),
+    Rule(lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
+         "ZeRO stage 0: DeepSpeed refuses loss.backward() there; call engine.backward(loss)", ("zero_stage",)),
+    Rule(lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
+         "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, which splits the model; use 0 or 1",
+         ("zero_stage",)),
+    Rule(lambda c, k, s: s.pipeline_stages > 0 and c.checkpoint_every > 0 and c.precision.startswith("torch_autocast"),
+         "{precision}: a PipelineModule recomputes layers outside of autocast, where they meet other types; use bf16",
+         ("checkpoint_every", "precision")),
+    Rule(lambda c, k, s: c.offload_optimizer != "none" and c.zero_stage == 0,
+         "offload_optimizer needs ZeRO stage 1 or more", ("offload_optimizer", "zero_stage")),
+    Rule(lambda c, k, s: c.offload_param != "none" and c.zero_stage != 3,
+         "offload_param needs ZeRO stage 3", ("offload_param", "zero_stage")),
+    Rule(lambda c, k, s: s.accelerator == "cpu" and {c.offload_optimizer, c.offload_param} != {"none"},
+         "offload: on a CPU the host memory is the device memory, so there is nothing to move",
+         ("offload_optimizer", "offload_param")),
+    Rule(lambda c, k, s: any(getattr(c, name) == "nvme" and not k.get(path) for name, path in NVME_PATHS.items()),
+         "offload to nvme needs its nvme_path in the base config", (*NVME_PATHS, "zero_stage", *NVME_PATHS.values())),
+    Rule(lambda c, k, s: k.get("zero_optimization.overlap_comm") is True and s.accelerator == "cpu",
+         "overlap_comm: a CPU has no streams, so nothing can overlap", ("zero_optimization.overlap_comm",)),
+    Rule(lambda c, k, s: c.zero_stage == 0 and any(name.startswith(ZERO) for name in dict(c.config)),
+         "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
+    Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
+         "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
+    Rule(lambda c, k, s: bool(k.get(GRANULARITY)),
+         "stage3_module_granularity_threshold fails with a shape error in DeepSpeed", (GRANULARITY,)),
+    Rule(lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
+         "bf16 settings need precision bf16", ("precision", "bf16.*")),
+    Rule(lambda c, k, s: any(name.startswith("fp16.") for name in k) and c.precision != "fp16",
+         "fp16 settings need precision fp16", ("precision", "fp16.*")),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and c.zero_stage == 0,
+         "bf16 master weights need ZeRO stage 1, 2 or 3", ("zero_stage", "precision", MASTER_WEIGHTS)),
+    Rule(lambda c, k, s: bool(k.get(OPTIMIZER_STATES)) and not k.get(MASTER_WEIGHTS),
+         "bf16_optimizer_states needs bf16_master_weights_and_grads", ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and not k.get(OPTIMIZER_STATES) and c.offload_optimizer != "cpu",
+         "bf16 master weights without bf16 optimizer states need the optimizer offloaded to the CPU",
+         ("offload_optimizer", "precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and c.precision not in DTYPES,
+         "grad_accum_dtype has an effect only with precision bf16 or fp16", ("precision", GRAD_ACCUM_DTYPE)),
+    Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) == "fp32" and c.zero_stage == 0,
+         "grad_accum_dtype fp32 with 16-bit weights is not implemented at ZeRO stage 0",
+         ("zero_stage", "precision", GRAD_ACCUM_DTYPE)),
+    Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and bool(k.get(MASTER_WEIGHTS)),
+         "grad_accum_dtype contradicts bf16 master weights and gradients",
+         ("precision", GRAD_ACCUM_DTYPE, MASTER_WEIGHTS)),
+    Rule(lambda c, k, s: k.get("communication_data_type") is not None and s.world_size == 1,
+         "communication_data_type: one rank communicates nothing", ("communication_data_type",)),
+    Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
+         "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
+    Rule(lambda c, k, s: any(k.get(path) for path in QUANTISED) and s.accelerator != "cuda",
+         "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
+    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
+         "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
+    Rule(lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
+         "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
+    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and _older(s, 0, 17, 2),
+         "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2", ("precision",)),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
+         "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
+         ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+)  # fmt: skip
 
 
 def _hpz(config: Mapping[str, Scalar]) -> int:
-    value = config.get("zero_optimization.zero_hpz_partition_size")
+    value = config.get(HPZ)
     return value if isinstance(value, int) else 1
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError, nearest
 from autotune.space.candidate import check_knob, check_value
-from autotune.space.deepspeed import SECTION_KEYS, Scalar, check_setting
+from autotune.space.deepspeed import Scalar, check_setting
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -141,11 +141,7 @@ def _parse_parameter(name: Any, data: Any, where: str) -> Parameter:
     try:
         check_knob(name)
     except UserError as error:
-        raise SpaceError(f"{where}: {error}") from None
-    if name in SECTION_KEYS:
-        raise SpaceError(
-            f"{where}: is a section of settings; name one of them, as in `{name}.{min(SECTION_KEYS[name])}`"
-        )
+        raise SpaceError(f"{where}: {str(error).removeprefix(f'{name}: ')}") from None
     if not isinstance(data, dict):
         data = {"choices": data if isinstance(data, list) else [data]}
     for key in data:
@@ -196,7 +192,8 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
         raise SpaceError(f"{where}: power_of_two: true or false, not {power!r}")
     if power and not 0 <= bounds[0] <= bounds[1] <= LARGEST_EXPONENT:
         raise SpaceError(
-            f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT}: [16, 29] means 2^16 to 2^29"
+            f"{where}: range: with power_of_two these are exponents, 0 to {LARGEST_EXPONENT};"
+            " [16, 29] means 2^16 to 2^29"
         )
     if (bounds[1] - bounds[0]) // step >= MOST_OF_A_RANGE:
         raise SpaceError(
@@ -215,7 +212,8 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
 def _parse_when(data: Any, where: str) -> dict[str, tuple[Scalar, ...]]:
     if not isinstance(data, dict):
         raise SpaceError(
-            f"{where}: when: a mapping of parents to values is needed, as in `when: {{zero_stage: [1, 2]}}`, not {data!r}"
+            f"{where}: when: a mapping of parents to values is needed, as in `when: {{zero_stage: [1, 2]}}`,"
+            f" not {data!r}"
         )
     when = {}
     for parent, said in data.items():

@@ -1,4 +1,4 @@
-"""What may be varied: tunable knobs, their conditions, and every candidate that they span."""
+"""Search spaces: the knobs to tune, their conditions, and the candidates that they span."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ class SearchSpace:
         for where, part in parts:
             for parameter in part:
                 if parameter.name in origin:
-                    raise SpaceError(
-                        f"{where}: {parameter.name}: already defined by {origin[parameter.name]}; leave out one of the two"
-                    )
+                    place = f"{where}: {parameter.name}"
+                    raise SpaceError(f"{place}: already defined by {origin[parameter.name]}; leave out one of the two")
                 origin[parameter.name] = where
                 parameters.append(parameter)
         by_name = {parameter.name: parameter for parameter in parameters}
@@ -323,14 +322,15 @@ def _check_size(parameters: Sequence[Parameter], where: str) -> None:
     """Refuses more knobs, or conditions of more combinations, than can be walked through."""
     if len(parameters) > MOST_KNOBS or _product(parameters) > MOST_CANDIDATES:
         raise SpaceError(
-            f"{where}: {len(parameters)} knobs are more than can be tuned at once (at most {MOST_KNOBS}); leave some out"
+            f"{where}: {len(parameters)} knobs are more than can be tuned at once (at most {MOST_KNOBS});"
+            " leave some out"
         )
     parents = [parameter for parameter in parameters if any(parameter.name in other.when for other in parameters)]
     if _product(parents) > MOST_STRUCTURES:
         names = ", ".join(parameter.name for parameter in parents)
         raise SpaceError(
-            f"{where}: when: conditions on {names} have more than {MOST_STRUCTURES:,} combinations; give these knobs fewer values,"
-            " or fewer conditions"
+            f"{where}: when: conditions on {names} have more than {MOST_STRUCTURES:,} combinations;"
+            " give these knobs fewer values, or fewer conditions"
         )
 
 

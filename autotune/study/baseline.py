@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from autotune.errors import UserError
 from autotune.scoring import objective
-from autotune.scoring.convergence.learning_rate import NOISE_RULES
 from autotune.scoring.convergence.noise_scale import noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT
@@ -78,22 +77,17 @@ class BaselineTrial:
             self._keep_batch(reference.noise_problem)
 
     def _measure_noise(self) -> None:
-        """Measures the gradient noise scale once, if an objective or the rule for the learning rate needs it."""
+        """Measures the gradient noise scale once, if an objective needs it."""
         state = self._state
-        reference, rate = state.reference, state.learning_rate
+        reference = state.reference
         assert reference is not None
-        needs_rate = rate.rule in NOISE_RULES
-        wanted = needs_rate or any(o.metric == GOODPUT for o in state.objectives)
+        wanted = any(o.metric == GOODPUT for o in state.objectives)
         if state.spec.global_batch == "keep" or not wanted:
             return
         problem = self._probe(reference)
         if not problem:
             return
         state.settle(replace(reference, noise_problem=problem), state.objectives)
-        if needs_rate:
-            raise UserError(
-                f"--learning-rate-rule {rate.rule} needs the gradient noise scale: {problem}. Choose `sqrt`"
-            )
         self._keep_batch(problem)
 
     def _probe(self, reference: Reference) -> str:
@@ -123,7 +117,7 @@ class BaselineTrial:
         if not noise.resolved:
             return str(noise)
         self._events.say(str(noise))
-        state.settle(replace(reference, noise=noise), state.objectives, plan.learning_rate(noise.samples))
+        state.settle(replace(reference, noise=noise), state.objectives)
         return ""
 
     def _keep_batch(self, problem: str) -> None:

@@ -76,12 +76,13 @@ class Finalists:
         return found
 
     def _shown(self) -> list[Measured]:
-        """The trials that the answer shows: the picks, then the front."""
+        """The trials that the answer shows, or would if they passed their checks: the picks, then the front."""
         measured = self._state.measured()
         found = recommend.recommend(
             measured, baseline_of(measured), self._state.objectives, self._state.plan.data_parallel
         )
-        return list({m.trial: m for m in [*(pick.measured for pick in found.picks.values()), *found.front]}.values())
+        picked = [pick.measured for pick in found.picks.values()]
+        return list({m.trial: m for m in [*picked, *found.unchecked, *found.front]}.values())
 
     def _measure_again(self, found: list[Measured]) -> None:
         """Measures the finalists and the baseline in turns, so that drift affects all of them alike."""

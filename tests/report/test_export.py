@@ -300,10 +300,6 @@ def test_a_script_that_ran_at_stage_0_goes_backward_as_it_should():
     assert script_side_changes(stage_0, stage_1, "Block", is_script=True) == []
 
 
-def test_a_one_bit_optimizer_is_made_by_the_json():
-    assert "no `optimizer=`" in changes({"micro_batch_size": 8, "optimizer": "OneBitAdam"})
-
-
 def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice():
     before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
     assert any("data loader" in text for text in script_side_changes(after, before, "Block"))

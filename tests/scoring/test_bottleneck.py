@@ -1,47 +1,26 @@
 """What a trial is bound by: six planted causes, what follows from each, and what cannot be known."""
 
-import gzip
-import json
-import shutil
-from dataclasses import replace
-
 import pytest
-from support.instant import WORKLOAD, Instant, runner_of
-from support.instant import report as instant_report
-from support.zoo import MIB
 
-from autotune.cli import answer
-from autotune.errors import UserError
-from autotune.report import diagnosis, load
 from autotune.scoring.bottleneck import BOUND_FROM, diagnose
 from autotune.scoring.effects import effects
 from autotune.scoring.step_parts import Evidence, StepObservation
-from autotune.study.storage import records
-from autotune.trial.folder import TrialDir, read_record, write_record
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome, Traced
+from autotune.trial.result import Traced
 
-pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 BALANCED = {
-    "data": 0.001,
-    "forward": 0.100,
-    "backward": 0.205,
-    "step": 0.020,
-    "reduce": 0.010,
-    "gather": 0.002,
-    "wait": 0.001,
+    "data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020, "reduce": 0.010, "gather": 0.002, "wait": 0.001,
+}  # fmt: skip
+PLAIN = {
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "zero_stage": 0,
+    "precision": "bf16",
+    "checkpoint_every": 0,
 }
 
 
 def candidate(**knobs):
-    base = {
-        "micro_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "zero_stage": 0,
-        "precision": "bf16",
-        "checkpoint_every": 0,
-    }
-    return base | knobs
+    return PLAIN | knobs
 
 
 def seen(number, samples_per_s, *, outcome="complete", forward=None, **knobs):
@@ -54,25 +33,23 @@ def seen(number, samples_per_s, *, outcome="complete", forward=None, **knobs):
 def evidence(*ranks, knobs=(), **more):
     """A trial with one table of phases for each rank, in seconds."""
     tables = [BALANCED | rank for rank in ranks or ({}, {})]
-    own = StepObservation(
-        trial=1,
-        candidate=candidate(**dict(knobs)),
-        samples_per_s=100.0,
-        outcome="complete",
-        phases_s={"forward": max(t["forward"] for t in tables)},
-    )
+    own = seen(1, 100.0, forward=max(t["forward"] for t in tables), **dict(knobs))
     given = {
         "seen": own,
         "world_size": len(tables),
         "ranks": [dict(enumerate(tables))],
         "n_blocks": 4,
         "n_parameters": 10**6,
-    } | more
-    return Evidence(**given)
+    }
+    return Evidence(**given | more)
+
+
+def part(found, name):
+    return next(each for each in found.parts if each.name == name)
 
 
 def share(found, name):
-    return next(part.share for part in found.parts if part.name == name)
+    return part(found, name).share
 
 
 SMALL_BATCH = [
@@ -94,20 +71,16 @@ PLANTED.append(("memory bandwidth", evidence(expected_s=TRAFFIC), []))
 
 
 @pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
-def test_a_planted_cause_is_named(cause, what, others):
-    assert diagnose(what, others).bound_by == cause
-
-
-@pytest.mark.parametrize(("cause", "what", "others"), PLANTED, ids=[cause for cause, *_ in PLANTED])
-def test_the_parts_make_up_the_step_and_no_more(cause, what, others):
+def test_a_planted_cause_is_named_and_the_parts_make_up_the_step(cause, what, others):
     found = diagnose(what, others)
+    assert found.bound_by == cause
     assert 0.9 < sum(part.share for part in found.parts if part.seconds is not None) < 1.01
 
 
 def test_a_rank_that_is_slow_in_its_backward_too_is_a_straggler_and_not_a_slow_network():
     found = diagnose(evidence({"wait": 0.310}, {"forward": 0.200, "backward": 0.415}), [])
     assert found.bound_by == "stragglers" and share(found, "communication") < 0.05
-    assert "rank 1 is the slowest" in next(part.known for part in found.parts if part.name == "stragglers")
+    assert "rank 1 is the slowest" in part(found, "stragglers").known
     assert any("rank 1 takes" in note and "most of it in backward" in note for note in found.notes)
 
 
@@ -121,8 +94,7 @@ def test_recomputation_that_was_timed_goes_before_what_a_forward_leads_to_expect
     timed = {"backward": 0.200, "recompute": 0.150}
     found = diagnose(evidence(timed, timed, knobs={"checkpoint_every": 1}.items()), [])
     assert found.bound_by == "recomputation"
-    assert next(part.seconds for part in found.parts if part.name == "recomputation") == 0.150
-    assert next(part.seconds for part in found.parts if part.name == "compute") == pytest.approx(0.300)
+    assert part(found, "recomputation").seconds == 0.150 and part(found, "compute").seconds == pytest.approx(0.300)
 
 
 def test_ranks_that_wait_alike_lose_nothing_to_a_straggler():
@@ -147,12 +119,9 @@ def test_a_trace_tells_products_memory_and_the_host_apart():
     found = diagnose(evidence({}, traced={0: traced()}, world_size=1, ranks=[{0: BALANCED}]), SMALL_BATCH)
     # The trace goes before what other trials say.
     computing = BALANCED["forward"] + BALANCED["backward"]
-    seconds = {part.name: part.seconds for part in found.parts}
-    assert seconds["launch overhead"] == pytest.approx(computing * 0.1 / 0.3) and "traced" in next(
-        part.known for part in found.parts if part.name == "launch overhead"
-    )
-    assert seconds["memory bandwidth"] == pytest.approx(computing * 0.1 / 0.3)
-    assert seconds["compute"] == pytest.approx(computing * 0.1 / 0.3)
+    assert part(found, "launch overhead").known.startswith("traced")
+    for name in ("launch overhead", "memory bandwidth", "compute"):
+        assert part(found, name).seconds == pytest.approx(computing * 0.1 / 0.3)
 
 
 def test_messages_that_overlap_with_computing_are_said_to():
@@ -168,9 +137,7 @@ def test_memory_traffic_that_takes_less_than_the_arithmetic_is_no_bottleneck():
 def test_a_trial_of_an_earlier_version_is_told_what_it_lacks():
     old = {name: BALANCED[name] for name in ("data", "forward", "backward", "step")}
     found = diagnose(evidence(ranks=[{0: old, 1: old}]), [])
-    assert share(found, "communication") is None and "--profile" in next(
-        p.known for p in found.parts if p.name == "communication"
-    )
+    assert share(found, "communication") is None and "--profile" in part(found, "communication").known
 
 
 def test_one_disturbed_step_among_three_decides_nothing():
@@ -272,128 +239,11 @@ def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():
 
 
 def test_a_known_devices_peak_gives_the_mfu():
-    note = next(
-        n
-        for n in diagnose(evidence(device_name="NVIDIA H100 80GB HBM3", tokens_per_step=10**9, step_s=10.0), []).notes
-        if "MFU" in n
-    )
-    assert "% of its peak" in note and "no peak is known" in next(
-        n for n in diagnose(evidence(device_name="AMD EPYC", tokens_per_step=10**6, step_s=0.3), []).notes if "MFU" in n
-    )
+    for device, said in (("NVIDIA H100 80GB HBM3", "% of its peak"), ("AMD EPYC", "no peak is known")):
+        found = diagnose(evidence(device_name=device, tokens_per_step=10**9, step_s=10.0), [])
+        assert said in next(note for note in found.notes if "MFU" in note)
 
 
 def test_without_a_known_peak_the_mfu_is_that_of_the_probed_one_and_of_the_counted_operations():
     found = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e9, step_s=0.1, peak_flops=4e10), [])
     assert any("10.0 GFLOP/s" in note and "25% (MFU) of the 40.0" in note for note in found.notes)
-
-
-def phased(candidate):
-    return instant_report(candidate, phase_times_s={"data": 0.05, "forward": 0.01, "backward": 0.02, "step": 0.005})
-
-
-def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
-    runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
-    monkeypatch.chdir(tmp_path)
-    answer.diagnose("s", None, None, profile=False, as_json=False)
-    said = capsys.readouterr().out
-    assert "bound by input pipeline" in said and "num_workers" in said
-    answer.diagnose("s", 0, None, profile=False, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
-
-
-def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkeypatch):
-    def behaviour(candidate):
-        return phased(candidate) if candidate.micro_batch_size == 8 else None
-
-    runner_of(tmp_path / "studies", Instant(behaviour), trials=6).run()
-    monkeypatch.chdir(tmp_path)
-    report = load.load("s", records.default_url(tmp_path / "studies"), tmp_path / "studies" / "s")
-    number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
-    with pytest.raises(UserError, match="did not complete"):
-        answer.diagnose("s", number, None, profile=False, as_json=False)
-    with pytest.raises(UserError, match="no told trial 99"):
-        answer.diagnose("s", 99, None, profile=False, as_json=False)
-
-
-def test_a_study_whose_trial_folders_are_gone_is_still_answered(tmp_path, monkeypatch, capsys):
-    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
-    (tmp_path / "studies" / "s" / "trials").rename(tmp_path / "elsewhere")
-    monkeypatch.chdir(tmp_path)
-    answer.diagnose("s", 0, None, profile=False, as_json=False)
-    assert "bound by input pipeline" in capsys.readouterr().out
-
-
-def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, capsys):
-    runner_of(tmp_path / "studies", Instant(), trials=3).run()
-    monkeypatch.chdir(tmp_path)
-    answer.diagnose("s", 0, None, profile=False, as_json=False)
-    said = capsys.readouterr().out
-    assert "what bounds it is not known" in said and "phases of its step were not kept" in said
-
-
-def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(tmp_path, monkeypatch):
-    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
-    shutil.rmtree(tmp_path / "studies" / "s" / "trials" / "0000")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="without --profile"):
-        answer.diagnose("s", 0, None, profile=True, as_json=False)
-
-
-def test_a_trial_that_ran_elsewhere_is_not_traced_here(tmp_path, monkeypatch):
-    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
-    (tmp_path / "studies" / "s" / "study.yaml").write_text("target: model.py\nexecutor: slurm\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="ran on slurm"):
-        answer.diagnose("s", 0, None, profile=True, as_json=False)
-
-
-@pytest.mark.process
-def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, tmp_path, monkeypatch, capsys):
-    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
-    folder = TrialDir(tmp_path / "studies" / "s" / "trials" / "0000")
-    request = read_record(folder.request, TrialRequest)
-    again = zoo.request("gpt_tiny", micro=8, world_size=1)
-    write_record(folder.request, replace(again, candidate=request.candidate))
-    monkeypatch.chdir(tmp_path)
-    answer.diagnose("s", 0, None, profile=True, as_json=False)
-    said = capsys.readouterr().out
-    assert "traced: between operations" in said and "perfetto" in said and "aten::" in said
-    with gzip.open(folder.path / "profile" / "trace-rank-0.json.gz") as file:
-        names = {event.get("name") for event in json.load(file)["traceEvents"]}
-    assert {"autotune: data", "autotune: forward", "autotune: backward", "autotune: step", "aten::addmm"} <= names
-
-
-REAL = [
-    ("slow_loader", 2, {}, "input pipeline"),
-    ("slow_rank", 2, {}, "stragglers"),
-    ("wide_table", 1, {}, "optimizer"),
-    ("many_layers", 2, {"zero_stage": 2, "zero_optimization.reduce_bucket_size": 1024}, "communication"),
-    ("heavy_blocks", 1, {"micro": 8, "checkpoint_every": 1, "traced_steps": 1}, "recomputation"),
-    ("many_layers", 1, {"micro": 1, "gradient_accumulation_steps": 8, "traced_steps": 1}, "launch overhead"),
-    ("long_streams", 1, {"micro": 4, "traced_steps": 1}, "memory bandwidth"),
-]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("model", "world_size", "what", "cause"), REAL, ids=[cause for *_, cause in REAL])
-@pytest.mark.alone
-def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, cause):
-    result = zoo.run(model, world_size=world_size, **what)
-    assert result.outcome is Outcome.COMPLETE, result.reason
-    found = diagnosis.of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4))
-    assert found.bound_by == cause, [(part.name, part.share) for part in found.parts]
-
-
-@pytest.mark.process
-@pytest.mark.alone
-def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo):
-    limit = {"world_size": 1, "device_memory_bytes": 300 * MIB}
-    refused = zoo.run("many_layers", micro=32768, **limit)
-    assert refused.outcome is Outcome.OOM, refused.reason
-    small = zoo.run("many_layers", micro=1, gradient_accumulation_steps=8, traced_steps=1, **limit)
-    assert small.outcome is Outcome.COMPLETE, small.reason
-    other = StepObservation(trial=1, candidate=refused.candidate, samples_per_s=None, outcome=str(refused.outcome))
-    alone, beside = (diagnosis.of_result(small, zoo.folder.path, WORKLOAD, others) for others in ([], [other]))
-    assert (alone.bound_by, beside.bound_by) == ("launch overhead", "memory capacity")
-    assert 0 < share(alone, "memory capacity") < 1

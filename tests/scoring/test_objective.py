@@ -54,19 +54,16 @@ def true_time(batch, target, step_s=0.1):
     return samples / batch * step_s
 
 
-def test_step_time_is_the_median_with_its_interval():
-    estimate = measure(trial(), None)["step_time_s"]
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.5, 0.45, 0.55))
-
-
-def test_throughput_is_samples_over_step_time_and_so_is_its_interval():
-    estimate = measure(trial(), None)["samples_per_s"]
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((32, 16 / 0.55, 16 / 0.45))
-
-
-def test_tokens_per_second_exist_only_for_tokens():
+def test_the_metrics_of_a_trial_are_those_of_its_steps_with_their_intervals():
+    found = measure(trial(tokens_per_step=1600), None)
+    for name, wanted in {
+        "step_time_s": (0.5, 0.45, 0.55), "samples_per_s": (32, 16 / 0.55, 16 / 0.45),
+        "tokens_per_s": (3200, 1600 / 0.55, 1600 / 0.45), "peak_memory_bytes": (1000, 1000, 1000), "cpu_s_per_step": (0.8, 0.8, 0.8),
+    }.items():  # fmt: skip
+        assert (found[name].value, found[name].low, found[name].high) == pytest.approx(wanted)
     assert "tokens_per_s" not in measure(trial(), None)
-    assert measure(trial(tokens_per_step=1600), None)["tokens_per_s"].value == 3200
+    assert set(measure(TrialResult(outcome=Outcome.OOM, peak_memory_bytes=5), None)) == {"peak_memory_bytes"}
+    assert all(metric.unit and metric.label and metric.why_missing for metric in METRICS.values())
 
 
 def test_too_few_steps_for_an_interval_give_a_wide_finite_one():
@@ -74,14 +71,6 @@ def test_too_few_steps_for_an_interval_give_a_wide_finite_one():
     estimates = measure(trial(steps=steps), None)
     assert (estimates["step_time_s"].low, estimates["step_time_s"].high) == (0.0, 1.0)
     assert all(math.isfinite(end) for estimate in estimates.values() for end in (estimate.low, estimate.high))
-
-
-def test_a_trial_without_steps_yields_no_metric_of_time():
-    assert set(measure(TrialResult(outcome=Outcome.OOM, peak_memory_bytes=5), None)) == {"peak_memory_bytes"}
-
-
-def test_every_metric_has_a_unit_and_a_label():
-    assert all(metric.unit and metric.label and metric.why_missing for metric in METRICS.values())
 
 
 def test_the_baseline_reaches_its_own_loss_at_its_end():
@@ -117,15 +106,11 @@ def test_a_trial_that_ends_above_the_target_is_extrapolated_and_says_so():
     assert estimate.high == pytest.approx(10 * 60 * 0.1)
 
 
-def test_a_trial_that_does_not_learn_is_capped_at_ten_times_its_samples():
-    flat = trial(losses=[6.0] * 50, samples_per_step=16)
+@pytest.mark.parametrize("n_steps", [1, 50])
+def test_a_trial_that_does_not_learn_is_capped_at_ten_times_its_samples(n_steps):
+    flat = trial(losses=[6.0] * n_steps, samples_per_step=16)
     estimate = time_to_loss(flat, Reference.of(training(16, 100)))
-    assert estimate.censored and estimate.value == pytest.approx(10 * 50 * 0.5) and estimate.high >= estimate.value
-
-
-def test_a_trial_of_one_step_is_capped():
-    estimate = time_to_loss(trial(losses=[6.0], samples_per_step=16), Reference.of(training(16, 100)))
-    assert estimate.censored and estimate.value == pytest.approx(10 * 0.5)
+    assert estimate.censored and estimate.value == pytest.approx(10 * n_steps * 0.5) and estimate.high >= estimate.value
 
 
 def test_the_time_to_loss_is_the_same_each_time():
@@ -170,67 +155,54 @@ def test_a_baseline_that_does_not_learn_sets_no_target_and_says_why(baseline, sa
     assert time_to_loss(training(16, 100), reference) is None
 
 
-def test_values_come_in_the_order_of_the_objectives():
-    assert score(trial(), [THROUGHPUT, LATENCY]).values == (32.0, 0.5)
-
-
-def test_a_score_has_every_metric_of_the_trial_not_only_the_objectives():
-    found = score(trial(), [LATENCY])
-    assert found.metrics["peak_memory_bytes"] == 1000 and found.ci95["step_time_s"] == pytest.approx((0.45, 0.55))
+def test_a_score_has_the_objectives_in_order_and_every_metric_of_the_trial():
+    found = score(trial(), [THROUGHPUT, LATENCY])
+    assert found.values == (32.0, 0.5) and found.metrics["peak_memory_bytes"] == 1000 and found.censored == ()
+    assert found.ci95["step_time_s"] == pytest.approx((0.45, 0.55))
+    ended = score(training(16, 60), [CONVERGENCE], (), Reference.of(training(16, 100)))
+    assert ended.censored == ("time_to_loss_s",)
 
 
 def test_a_failed_trial_has_no_values_but_all_its_bounds():
     limits = [Constraint(metric="step_time_s", max=1), Constraint(metric="samples_per_s", min=1)]
     failed, fine = (score(result, [LATENCY], limits) for result in (TrialResult(outcome=Outcome.CRASHED), trial()))
-    assert failed.values is None and not failed.feasible
+    assert failed.values is None and not failed.feasible and fine.feasible
     assert failed.violations.keys() == fine.violations.keys() == {"step_time_s <= max", "samples_per_s >= min"}
 
 
-def test_a_violation_is_a_share_of_the_bound():
+def test_a_violation_is_a_share_of_the_bound_the_tightest_one_counts_and_a_bound_of_an_objective_too():
     limits = [Constraint(metric="peak_memory_bytes", max=800), Constraint(metric="samples_per_s", min=64)]
     found = score(trial(), [LATENCY], limits)
     assert found.violations == {"peak_memory_bytes <= max": 0.25, "samples_per_s >= min": 0.5} and not found.feasible
-
-
-def test_a_bound_that_is_held_has_no_positive_violation():
     found = score(trial(), [LATENCY], [Constraint(metric="peak_memory_bytes", max="1000B")])
     assert found.violations == {"peak_memory_bytes <= max": 0.0} and found.feasible
-
-
-def test_a_bound_of_an_objective_is_a_constraint_and_the_tightest_counts():
     bounded = Objective(name="latency", metric="step_time_s", max="400ms")
     found = score(trial(), [bounded], [Constraint(metric="step_time_s", max=1)])
     assert found.violations == {"step_time_s <= max": pytest.approx(0.25)}
 
 
-def test_an_objective_that_the_baseline_does_not_yield_stops_the_study_with_a_reason():
-    tokens = Objective(name="tokens", metric="tokens_per_s")
-    with pytest.raises(
-        ObjectiveError, match=r"objective 'tokens': tokens_per_s cannot be measured .* use samples_per_s"
-    ):
-        check_measurable(trial(), [tokens], (), None)
+FLAT = trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)])
 
 
-def test_a_bound_that_the_baseline_does_not_yield_stops_the_study_with_a_reason():
-    with pytest.raises(ObjectiveError, match="constraint: peak_memory_bytes cannot be measured"):
-        check_measurable(
-            trial(peak_memory_bytes=None), [LATENCY], [Constraint(metric="peak_memory_bytes", max=1)], None
-        )
-
-
-def test_a_loss_that_does_not_fall_is_given_as_the_reason():
-    flat = trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)])
-    with pytest.raises(ObjectiveError, match="loss did not fall during its trial; raise trial_budget_s"):
-        check_measurable(flat, [CONVERGENCE], (), Reference.of(flat))
-
-
-def test_a_baseline_that_yields_everything_passes():
-    baseline = training(16, 100)
-    check_measurable(baseline, [LATENCY, THROUGHPUT, CONVERGENCE], (), Reference.of(baseline))
-
-
-def test_a_censored_metric_is_marked_in_the_score():
-    assert score(training(16, 60), [CONVERGENCE], (), Reference.of(training(16, 100))).censored == ("time_to_loss_s",)
+@pytest.mark.parametrize(
+    ("baseline", "objective", "limits", "said"),
+    [
+        (
+            trial(), Objective(name="tokens", metric="tokens_per_s"), (),
+            r"objective 'tokens': tokens_per_s cannot be measured .* use samples_per_s",
+        ),
+        (
+            trial(peak_memory_bytes=None), LATENCY, [Constraint(metric="peak_memory_bytes", max=1)],
+            "constraint: peak_memory_bytes cannot be measured",
+        ),
+        (FLAT, CONVERGENCE, (), "loss did not fall during its trial; raise trial_budget_s"),
+    ],
+)  # fmt: skip
+def test_what_the_baseline_does_not_yield_stops_the_study_with_a_reason(baseline, objective, limits, said):
+    with pytest.raises(ObjectiveError, match=said):
+        check_measurable(baseline, [objective], limits, Reference.of(baseline))
+    good = training(16, 100)
+    check_measurable(good, [LATENCY, THROUGHPUT, CONVERGENCE], (), Reference.of(good))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,82 @@ BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True
 HERE = Setting(world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, global_batch=(1, 64))
 
 
+CPU = Setting(world_size=2, ranks_per_node=2, n_blocks=4, n_samples=10_000)
+GPUS = Setting(accelerator="cuda", deepspeed_version="0.18.9", world_size=16, ranks_per_node=8, fp16=True, n_blocks=24)
+NODE = replace(GPUS, world_size=8)
+BF16 = {"precision": "bf16", "zero_stage": 1}
+MASTER, STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
+ZERO = "zero_optimization."
+ILLEGAL = [
+    ({"precision": "fp16"}, CPU, "fp16"),
+    ({"precision": "torch_autocast_fp16"}, CPU, "fp16"),
+    ({"precision": "bf16"}, Setting(bf16=False), "bfloat16"),
+    ({"precision": "bf16"}, Setting(unsafe_precisions=("bf16",)), "mixes types"),
+    ({"zero_stage": 2}, Setting(pipeline_stages=2), "PipelineModule"),
+    ({"precision": "torch_autocast", "checkpoint_every": 1}, Setting(pipeline_stages=2, n_blocks=4), "recomputes"),
+    ({"checkpoint_every": 1}, Setting(n_blocks=0), "blocks"),
+    ({"checkpoint_every": 5}, CPU, "only 4 blocks"),
+    ({"micro_batch_size": 64}, Setting(world_size=2, n_samples=100), "only 100 samples"),
+    ({"micro_batch_size": 64}, Setting(global_batch=(1, 32)), "outside 1..32"),
+    ({"offload_optimizer": "cpu"}, GPUS, "stage 1"),
+    ({"offload_param": "cpu", "zero_stage": 2}, GPUS, "stage 3"),
+    ({"offload_optimizer": "cpu", "zero_stage": 2}, CPU, "nothing to move"),
+    ({"offload_optimizer": "nvme", "zero_stage": 2}, GPUS, "nvme_path"),
+    ({f"{ZERO}overlap_comm": True}, GPUS, "stage 0"),
+    ({f"{ZERO}overlap_comm": True, "zero_stage": 1}, CPU, "no streams"),
+    ({f"{ZERO}stage3_max_live_parameters": 1, "zero_stage": 2}, GPUS, "stage 3"),
+    ({f"{ZERO}stage3_module_granularity_threshold": 9, "zero_stage": 3}, GPUS, "granularity"),
+    ({"bf16.immediate_grad_update": True}, GPUS, "precision bf16"),
+    ({"fp16.loss_scale": 1}, GPUS, "precision fp16"),
+    ({"precision": "bf16", MASTER: True}, GPUS, "stage 1, 2 or 3"),
+    ({**BF16, STATES: True}, GPUS, "needs bf16_master"),
+    ({**BF16, MASTER: True}, GPUS, "offloaded"),
+    ({**BF16, MASTER: True, STATES: True}, replace(CPU, deepspeed_version="0.18.2"), "0.18.3"),
+    ({**BF16, MASTER: True, STATES: True, **ACCUMULATED}, CPU, "contradicts"),
+    (ACCUMULATED, GPUS, "bf16 or fp16"),
+    ({"precision": "bf16", **ACCUMULATED}, GPUS, "stage 0"),
+    ({"precision": "bf16"}, Setting(base=tuple(ACCUMULATED.items())), "stage 0"),
+    ({WIRE: "bf16"}, Setting(world_size=1), "one rank"),
+    ({WIRE: "fp16"}, replace(GPUS, fp16=False), "no fp16 on this device"),
+    ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
+    ({f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3}, NODE, "one node"),
+    ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
+    ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
+    ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
+]
+LEGAL = [
+    ({}, CPU),
+    ({"precision": "bf16", "zero_stage": 3, "checkpoint_every": 4}, CPU),
+    ({**BF16, MASTER: True, STATES: True}, CPU),
+    ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.2")),
+    ({WIRE: "fp16"}, CPU),
+    ({"precision": "fp16"}, GPUS),
+    ({"precision": "fp32"}, Setting(base=tuple(ACCUMULATED.items()))),
+    ({"micro_batch_size": 32}, Setting(global_batch=(32, 32), n_samples=32)),
+    (
+        {"zero_stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu", f"{ZERO}zero_quantized_gradients": True},
+        GPUS,
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "setting", "said"), ILLEGAL)
+def test_what_cannot_run_is_refused_with_its_reason(values, setting, said):
+    reason = why_illegal(Candidate.of({"micro_batch_size": 1} | values), setting)
+    assert reason is not None and said in reason
+
+
+@pytest.mark.parametrize(("values", "setting"), LEGAL)
+def test_what_ran_is_not_refused(values, setting):
+    assert why_illegal(Candidate.of({"micro_batch_size": 1} | values), setting) is None
+
+
+def test_every_rule_is_met_by_a_case_above():
+    cases = [(Candidate.of({"micro_batch_size": 1} | values), setting) for values, setting, _ in ILLEGAL]
+    assert all(any(rule.broken(c, dict(c.config), setting) for c, setting in cases) for rule in RULES)
+
+
 def every_preset() -> SearchSpace:
     parts = []
     for name in presets.presets("search_spaces"):
@@ -89,7 +165,7 @@ def test_a_rule_names_what_it_reads(rule, drawn):
     base = (("bf16.bf16_master_weights_and_grads", True), ("data_types.grad_accum_dtype", "fp32"))
     settings = [
         HERE, replace(HERE, accelerator="cuda", fp16=True, base=base, plain_backward=True, deepspeed_version="0.18.0"),
-        replace(HERE, world_size=1, pipeline_stages=2, n_blocks=0, bf16=False, unsafe_precisions=("bf16",), client_optimizer=True),
+        replace(HERE, world_size=1, pipeline_stages=2, n_blocks=0, bf16=False, unsafe_precisions=("bf16",)),
     ]  # fmt: skip
     named = {name for name in rule.reads if not name.endswith("*")}
     prefixes = tuple(name[:-1] for name in rule.reads if name.endswith("*"))

@@ -1,6 +1,7 @@
 """What may be varied: reading, conditions, enumeration, legality counts."""
 
 import random
+import re
 from collections import Counter
 
 import optuna
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.legality import Setting, why_illegal
-from autotune.space.parameter import Parameter, SpaceError, parse_parameters
+from autotune.space.parameter import SpaceError, parse_parameters
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import presets
 from autotune.study.spec.spec import read_yaml
@@ -47,47 +48,41 @@ def test_every_preset_loads_alone(name):
     assert SearchSpace.parse(PRESETS[name], name).parameters
 
 
-def test_all_presets_compose():
-    assert len(compose(*PRESETS).parameters) == sum(len(data) for data in PRESETS.values())
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_value_of_a_preset_can_run_somewhere(name):
-    settings = [
-        Setting(accelerator="cuda", deepspeed_version=version, world_size=16, ranks_per_node=8, fp16=True, n_blocks=24)
-        for version in ("0.19.6", "0.19.8")
-    ]
+def test_all_presets_compose_and_every_value_of_them_can_run_somewhere():
     whole = compose(*PRESETS)
-    dead = [set(feasibility.dead_values(whole, BASELINE, setting)) for setting in settings]
-    assert not {(knob, value) for knob, value in dead[0] & dead[1] if knob in PRESETS[name]}
+    assert len(whole.parameters) == sum(len(data) for data in PRESETS.values())
+    setting = Setting(accelerator="cuda", world_size=16, ranks_per_node=8, fp16=True, n_blocks=24)
+    assert not feasibility.dead_values(whole, BASELINE, setting)
 
 
 def test_a_list_and_a_single_value_are_short_for_choices():
-    assert space(zero_stage=[0, 1], precision="bf16") == space(
-        zero_stage={"choices": [0, 1]}, precision={"choices": ["bf16"]}
+    short, long = {"zero_stage": [0, 1], "precision": "bf16"}, {"choices": [0, 1]}
+    assert space(**short) == space(zero_stage=long, precision={"choices": ["bf16"]})
+
+
+@pytest.mark.parametrize(
+    ("data", "values"),
+    [
+        ({"range": [3, 6]}, [3, 4, 5, 6]),
+        ({"range": [1, 8], "step": 3}, [1, 4, 7]),
+        ({"range": [0, 3], "power_of_two": True}, [1, 2, 4, 8]),
+        ([4, 1], [4, 1]),
+    ],
+)
+def test_a_parameter_has_these_values_and_no_others(data, values):
+    parameter = space(micro_batch_size=data).parameters[0]
+    assert list(parameter.all_values()) == values and all(map(parameter.contains, values))
+    assert not any(parameter.contains(value) for value in (2.5, True, None, 9, "4") if value not in values)
+    with pytest.raises(SpaceError, match=f"micro_batch_size: 9 is not among {re.escape(parameter.describe())}"):
+        parameter.encode(9)
+
+
+def test_a_power_of_two_range_is_searched_by_exponent():
+    parameter = space(zero_optimization__reduce_bucket_size={"range": [16, 18], "power_of_two": True}).parameters[0]
+    assert (
+        parameter.optuna_name == "zero_optimization.reduce_bucket_size (log2)" and parameter.describe() == "2^16..2^18"
     )
-
-
-def test_a_range_contains_both_ends():
-    assert list(space(micro_batch_size={"range": [3, 6]})["micro_batch_size"].all_values()) == [3, 4, 5, 6]
-
-
-def test_a_range_ends_at_its_last_step():
-    parameter = space(micro_batch_size={"range": [1, 8], "step": 3})["micro_batch_size"]
-    assert list(parameter.all_values()) == [1, 4, 7] and parameter.distribution().high == 7
-
-
-def test_a_power_of_two_range_is_one_of_exponents():
-    parameter = space(zero_optimization__reduce_bucket_size={"range": [16, 18], "power_of_two": True}).parameters[0]
-    assert parameter.all_values() == (65_536, 131_072, 262_144)
-    assert parameter.optuna_name == "zero_optimization.reduce_bucket_size (log2)"
     assert (parameter.decode(17), parameter.encode(131_072)) == (131_072, 17)
-
-
-def test_a_value_that_is_not_in_a_parameter_cannot_be_encoded():
-    parameter = space(zero_optimization__reduce_bucket_size={"range": [16, 18], "power_of_two": True}).parameters[0]
-    with pytest.raises(SpaceError, match=r"2\^16..2\^18"):
-        parameter.encode(100_000)
 
 
 @pytest.mark.parametrize("data", [[1, 2, 5], {"range": [1, 9], "step": 2}, {"range": [0, 9], "power_of_two": True}])
@@ -111,60 +106,50 @@ def test_a_space_is_written_as_it_is_read():
     assert SearchSpace.parse(conditional().to_data(), "again") == conditional()
 
 
-def bad(**knobs):
-    return {name.replace("__", "."): data for name, data in knobs.items()}
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         ([1], "a mapping of knobs"),
-        (bad(zero_stag=[1]), "'zero_stage'"),
+        ({"zero_stag": [1]}, "'zero_stage'"),
         ({True: [1]}, "not the name of a knob"),
-        (bad(zero_optimization__overlap_com=[True]), "'overlap_comm'"),
-        (bad(zero_optimization=[True]), "is a section"),
-        (bad(zero_stage=[1, 5]), "zero_stage: choices: 5 is not one of 0, 1, 2, 3"),
-        (bad(zero_stage=[1, 1]), "there twice"),
-        (bad(zero_stage=[]), "at least one value"),
-        (bad(zero_stage={"choices": 1}), "a list"),
-        (bad(zero_stage={"choices": [1], "wen": {}}), "'when'"),
-        (bad(zero_stage={}), "either"),
-        (bad(zero_stage={"choices": [1], "range": [0, 1]}), "either"),
-        (bad(zero_stage={"range": [0, 4]}), "4 is not one of"),
-        (bad(micro_batch_size={"range": [0, 4]}), "at least 1"),
-        (bad(micro_batch_size={"range": [4, 1]}), "low, high"),
-        (bad(micro_batch_size={"range": [1, 2.5]}), "low, high"),
-        (bad(micro_batch_size={"range": [1, 4], "step": 0}), "step"),
-        (bad(micro_batch_size={"range": [1, 64], "power_of_two": True}), "exponents"),
-        (bad(micro_batch_size={"range": [1, 6], "power_of_two": "yes"}), "true or false"),
-        (bad(micro_batch_size={"choices": [1], "power_of_two": True}), "belongs to a `range`"),
-        (bad(micro_batch_size=[None]), "not a whole number"),
-        (bad(communication_data_type=[["bf16"]]), "not a single value"),
-        (bad(zero_stage={"choices": [1], "when": [3]}), "a mapping of parents"),
-        (bad(zero_stage={"choices": [1], "when": {"precision": []}}), "no value"),
-        (bad(zero_stage={"choices": [1], "when": {"precision": ["bf61"]}}), "'bf61' is not one of"),
-        (bad(zero_stage={"choices": [1], "when": {"precison": ["bf16"]}}), "'precision'"),
-        (
-            bad(zero_stage={"choices": [1], "when": {"communication_data_type": ["bf16"]}}),
-            "not a knob of this search space",
-        ),
-        (
-            bad(
-                communication_data_type=["bf16"],
-                zero_stage={"choices": [1], "when": {"communication_data_type": ["fp16"]}},
-            ),
-            "one of its values",
-        ),
-        (
-            bad(
-                zero_stage={"choices": [1], "when": {"precision": "bf16"}},
-                precision={"choices": ["bf16"], "when": {"zero_stage": 1}},
-            ),
-            "circle",
-        ),
-        (bad(zero_stage={"choices": [1], "when": {"zero_stage": 1}}), "circle"),
+        ({"zero_optimization.overlap_com": [True]}, "'overlap_comm'"),
+        ({"zero_optimization": [True]}, "is a section"),
+        ({"optimizer": ["Adam"]}, "is a section"),
+        ({"communication_data_type": ["fp64"]}, "knows no 'fp64'"),
+        ({"zero_optimization.reduce_bucket_size": [-5]}, "-5 is not above 0"),
+        ({"communication_data_type": [["bf16"]]}, "not a single value"),
+        *(({"zero_stage": data}, said) for data, said in (
+            ([1, 5], "zero_stage: choices: 5 is not one of 0, 1, 2, 3"),
+            ([1, 1], "there twice"),
+            ([], "at least one value"),
+            ({"choices": 1}, "a list"),
+            ({"choices": [1], "wen": {}}, "'when'"),
+            ({}, "either"),
+            ({"choices": [1], "range": [0, 1]}, "either"),
+            ({"range": [0, 4]}, "4 is not one of"),
+        )),
+        *(({"micro_batch_size": data}, said) for data, said in (
+            ({"range": [0, 4]}, "at least 1"),
+            ({"range": [4, 1]}, "low, high"),
+            ({"range": [1, 2.5]}, "low, high"),
+            ({"range": [1, 4], "step": 0}, "step"),
+            ({"range": [1, 64], "power_of_two": True}, "exponents"),
+            ({"range": [1, 6], "power_of_two": "yes"}, "true or false"),
+            ({"choices": [1], "power_of_two": True}, "belongs to a `range`"),
+            ([None], "not a whole number"),
+        )),
+        *(({"zero_stage": {"choices": [1], "when": when}, **more}, said) for when, more, said in (
+            ([3], {}, "a mapping of parents"),
+            ({"precision": []}, {}, "no value"),
+            ({"precision": ["bf61"]}, {}, "'bf61' is not one of"),
+            ({"precison": ["bf16"]}, {}, "'precision'"),
+            ({"communication_data_type": ["bf16"]}, {}, "not a knob of this search space"),
+            ({"communication_data_type": ["fp16"]}, {"communication_data_type": ["bf16"]}, "one of its values"),
+            ({"precision": "bf16"}, {"precision": {"choices": ["bf16"], "when": {"zero_stage": 1}}}, "circle"),
+            ({"zero_stage": 1}, {}, "circle"),
+        )),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_named_with_its_place(data, said):
     with pytest.raises(SpaceError, match=said) as error:
         SearchSpace.parse(data, "test.yaml")
@@ -172,40 +157,28 @@ def test_a_mistake_is_named_with_its_place(data, said):
 
 
 def test_two_presets_with_one_knob_are_refused_by_name():
+    mine = ("mine.yaml", parse_parameters({"zero_stage": [1]}, "mine.yaml"))
     with pytest.raises(SpaceError, match=r"mine\.yaml: zero_stage: already defined by zero"):
-        SearchSpace.compose(
-            [
-                ("zero", parse_parameters(PRESETS["zero"], "zero")),
-                ("mine.yaml", parse_parameters({"zero_stage": [1]}, "mine.yaml")),
-            ]
-        )
+        SearchSpace.compose([("zero", parse_parameters(PRESETS["zero"], "zero")), mine])
 
 
-def test_children_are_active_only_under_their_parents_values():
-    names = [parameter.name for parameter in conditional().active({"micro_batch_size": 1, "zero_stage": 3}, BASELINE)]
-    assert names == ["micro_batch_size", "zero_stage", "zero_optimization.reduce_bucket_size", "offload_param"]
+def active(found, values, baseline=BASELINE):
+    return [parameter.name for parameter in found.active(values, baseline)]
 
 
-def test_a_child_of_an_undecided_parent_is_not_active():
-    assert [parameter.name for parameter in conditional().active({}, BASELINE)] == ["micro_batch_size", "zero_stage"]
-
-
-def test_a_parent_outside_the_space_has_the_baselines_value():
+def test_parameters_are_active_under_their_parents_values():
+    assert active(conditional(), {"micro_batch_size": 1, "zero_stage": 3}) == [
+        "micro_batch_size", "zero_stage", "zero_optimization.reduce_bucket_size", "offload_param",
+    ]  # fmt: skip
+    assert active(conditional(), {}) == ["micro_batch_size", "zero_stage"]  # the parent is not decided yet
+    # A parent outside the space has the baseline's value.
     child = space(bf16__bf16_master_weights_and_grads={"choices": [None, True], "when": {"precision": ["bf16"]}})
-    assert not child.active({}, BASELINE)
-    assert child.active({}, Candidate(micro_batch_size=1, precision="bf16"))
-
-
-def test_a_grandchild_of_an_inactive_parent_is_inactive():
-    family = compose("zero", "precision")
-    active = {parameter.name for parameter in family.active({"zero_stage": 1, "precision": "fp32"}, BASELINE)}
-    assert not active & {"bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"}
-
-
-def test_a_condition_on_null_holds_where_the_parent_is_switched_off():
-    family = compose("zero", "precision")
-    active = family.active({"zero_stage": 1, "precision": "fp16"}, BASELINE)
-    assert "data_types.grad_accum_dtype" in {parameter.name for parameter in active}
+    assert not active(child, {}) and active(child, {}, Candidate(micro_batch_size=1, precision="bf16"))
+    family = compose("zero", "precision")  # the grandchild of an inactive parent is inactive
+    found = active(family, {"zero_stage": 1, "precision": "fp32"})
+    assert not {"bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"} & {*found}
+    # A condition on null holds where the parent is switched off.
+    assert "data_types.grad_accum_dtype" in active(family, {"zero_stage": 1, "precision": "fp16"})
 
 
 def test_parameters_are_chosen_one_after_the_other():
@@ -233,58 +206,28 @@ def test_optuna_fills_a_space_define_by_run():
     assert conditional().encode(candidate) == trial.params
 
 
-def test_what_is_not_tuned_is_the_baselines():
-    baseline = Candidate.of(
-        {
-            "micro_batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "precision": "bf16",
-            "communication_data_type": "fp32",
-        }
-    )
-    candidate = conditional().candidate({"micro_batch_size": 1, "zero_stage": 0}, baseline)
-    assert candidate == Candidate(
-        micro_batch_size=1,
-        gradient_accumulation_steps=2,
-        precision="bf16",
-        config=(("communication_data_type", "fp32"),),
-    )
-
-
-def test_what_is_tuned_but_inactive_is_switched_off_even_if_the_baseline_has_it():
-    baseline = Candidate.of(
-        {"micro_batch_size": 8, "zero_stage": 3, "offload_param": "cpu", "zero_optimization.overlap_comm": True}
-    )
-    candidate = conditional().candidate({"micro_batch_size": 8, "zero_stage": 0}, baseline)
-    assert candidate == Candidate(micro_batch_size=8)
-
-
-def test_a_value_given_for_an_inactive_parameter_is_ignored():
-    assert (
-        conditional()
-        .candidate({"micro_batch_size": 1, "zero_stage": 0, "offload_param": "cpu"}, BASELINE)
-        .offload_param
-        == "none"
-    )
-
-
-def test_null_leaves_the_key_out():
-    values = {
-        "micro_batch_size": 1,
-        "zero_stage": 1,
-        "zero_optimization.overlap_comm": None,
-        "zero_optimization.reduce_bucket_size": 65_536,
+def test_a_candidate_has_the_values_of_active_parameters_and_else_the_baselines():
+    given = {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "precision": "bf16",
+        "communication_data_type": "fp32",
     }
+    candidate = conditional().candidate({"micro_batch_size": 1, "zero_stage": 0}, Candidate.of(given))
+    assert candidate == Candidate.of({**given, "micro_batch_size": 1})
+    # What is tuned but inactive is switched off, even if the baseline has it or a value is given.
+    given = {"micro_batch_size": 8, "zero_stage": 3, "offload_param": "cpu", "zero_optimization.overlap_comm": True}
+    assert conditional().candidate({**given, "zero_stage": 0}, Candidate.of(given)) == Candidate(micro_batch_size=8)
+    # Null leaves the key out.
+    values = {"micro_batch_size": 1, "zero_stage": 1, "zero_optimization.overlap_comm": None}
+    values["zero_optimization.reduce_bucket_size"] = 65_536
     assert conditional().candidate(values, BASELINE).config == (("zero_optimization.reduce_bucket_size", 65_536),)
 
 
-def test_a_space_contains_what_it_spans_and_nothing_else():
-    inside = Candidate.of({"micro_batch_size": 1, "zero_stage": 1, "zero_optimization.reduce_bucket_size": 65_536})
-    outside = Candidate.of({"micro_batch_size": 1, "zero_stage": 1, "zero_optimization.reduce_bucket_size": 65_537})
-    switched_off = Candidate.of(
-        {"micro_batch_size": 1, "zero_stage": 0, "zero_optimization.reduce_bucket_size": 65_536}
-    )
-    assert [conditional().contains(candidate) for candidate in (inside, outside, switched_off)] == [True, False, False]
+@pytest.mark.parametrize(("stage", "bucket", "inside"), [(1, 65_536, True), (1, 65_537, False), (0, 65_536, False)])
+def test_a_space_contains_what_it_spans_and_nothing_else(stage, bucket, inside):
+    values = {"micro_batch_size": 1, "zero_stage": stage, "zero_optimization.reduce_bucket_size": bucket}
+    assert conditional().contains(Candidate.of(values)) is inside
 
 
 def test_candidates_are_all_there_and_there_once():
@@ -322,36 +265,30 @@ def test_draws_are_uniform_over_candidates():
 def test_a_kept_batch_derives_the_accumulation():
     kept = compose("batch").keeping(32, 2)
     assert [parameter.name for parameter in kept.parameters] == ["micro_batch_size"]
-    assert [(c.micro_batch_size, c.gradient_accumulation_steps) for c in kept.candidates(BASELINE)] == [
-        (1, 16),
-        (2, 8),
-        (4, 4),
-        (8, 2),
-        (16, 1),
-    ]
-
-
-def test_a_kept_batch_turns_a_range_into_its_divisors():
-    kept = space(micro_batch_size={"range": [2, 100]}).keeping(24, 2)
-    assert kept["micro_batch_size"].choices == (2, 3, 4, 6, 12)
-
-
-def test_a_kept_batch_always_allows_the_baselines_micro_batch():
-    assert space(micro_batch_size=[1, 2]).keeping(24, 2, micro_batch_size=3)["micro_batch_size"].choices == (1, 2, 3)
-
-
-def test_a_kept_batch_without_a_tuned_micro_batch_is_the_baselines():
+    found = [(c.micro_batch_size, c.gradient_accumulation_steps) for c in kept.candidates(BASELINE)]
+    assert found == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+    # Without a tuned micro-batch it is the baseline's.
     assert [c.gradient_accumulation_steps for c in space(zero_stage=[0]).keeping(32, 2, 8).candidates(BASELINE)] == [2]
 
 
-def test_a_kept_batch_that_the_ranks_do_not_divide_is_refused():
-    with pytest.raises(SpaceError, match="global batch of 30 does not divide by 4 ranks"):
-        compose("batch").keeping(30, 4)
+@pytest.mark.parametrize(
+    ("data", "always", "left"), [({"range": [2, 100]}, None, (2, 3, 4, 6, 12)), ([1, 2, 5], 3, (1, 2, 3))]
+)
+def test_a_kept_batch_leaves_its_divisors_and_always_the_baselines_micro_batch(data, always, left):
+    assert space(micro_batch_size=data).keeping(24, 2, micro_batch_size=always)["micro_batch_size"].choices == left
 
 
-def test_a_kept_batch_that_no_micro_batch_divides_is_refused():
-    with pytest.raises(SpaceError, match="none of 2, 4 divides the 15 samples"):
-        space(micro_batch_size=[2, 4]).keeping(30, 2)
+@pytest.mark.parametrize(
+    ("batch", "ranks", "micro", "said"),
+    [
+        (30, 4, None, "global batch of 30 does not divide by 4 ranks"),
+        (30, 2, None, "none of 2, 4 divides the 15 samples"),
+        (24, 2, 5, "micro-batch of 5 does not divide the 12 samples"),
+    ],
+)
+def test_a_kept_batch_that_cannot_be_divided_is_refused(batch, ranks, micro, said):
+    with pytest.raises(SpaceError, match=said):
+        space(micro_batch_size=[2, 4]).keeping(batch, ranks, micro)
 
 
 def test_a_condition_on_the_accumulation_holds_under_a_kept_batch_too():
@@ -367,12 +304,9 @@ def legal(whole, setting):
     return {candidate for candidate in whole.candidates(BASELINE) if why_illegal(candidate, setting) is None}
 
 
-def test_the_count_of_legal_candidates_is_exact_in_a_small_space():
+def test_the_count_of_legal_candidates_is_exact_in_a_small_space_and_estimated_in_a_large_one():
     whole = compose("zero", "precision", "checkpointing")
     assert feasibility.count_legal(whole, BASELINE, CPU) == (len(legal(whole, CPU)), True)
-
-
-def test_the_count_of_legal_candidates_is_estimated_in_a_large_space():
     whole = compose("batch", "zero", "precision")
     exact, _ = feasibility.count_legal(whole, BASELINE, CPU)
     estimate, is_exact = feasibility.count_legal(whole, BASELINE, CPU, limit=100)
@@ -389,16 +323,11 @@ def test_refusals_are_shares_with_reasons():
 def test_a_value_that_can_never_run_is_dead_and_says_why():
     dead = feasibility.dead_values(compose("precision", "checkpointing"), BASELINE, CPU)
     assert dead["precision", "fp16"].startswith("fp16: this device has no fp16")
-
-
-def test_a_value_that_runs_only_with_another_knob_is_alive():
-    setting = Setting(accelerator="cuda", world_size=2)
-    assert ("offload_param", "cpu") not in feasibility.dead_values(compose("zero", "offload"), BASELINE, setting)
-
-
-def test_a_value_whose_parent_is_not_tuned_is_dead():
     dead = feasibility.dead_values(compose("offload"), BASELINE, CPU)
     assert dead["offload_param", "none"] == "needs zero_stage 3; it is 0 and not tuned"
+    # One that runs with another knob is alive.
+    setting = Setting(accelerator="cuda", world_size=2)
+    assert ("offload_param", "cpu") not in feasibility.dead_values(compose("zero", "offload"), BASELINE, setting)
 
 
 # Found by this test: fp32 accumulation runs here with bf16, and was called dead as only fp16 had been tried for it.
@@ -435,9 +364,3 @@ def test_pruning_loses_no_legal_candidate():
     whole = compose("zero", "precision", "offload")
     pruned = feasibility.pruned(whole, BASELINE, CPU)
     assert legal(pruned, CPU) == legal(whole, CPU) and pruned.size(BASELINE) < whole.size(BASELINE)
-
-
-def test_a_parameter_does_not_know_optuna_until_it_is_asked():
-    assert Parameter(name="zero_stage", choices=(0, 1)).distribution() == optuna.distributions.CategoricalDistribution(
-        (0, 1)
-    )

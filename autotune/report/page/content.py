@@ -97,7 +97,8 @@ def _verdict(report: StudyReport, pick: Data) -> Context:
             "text": "Keep your configuration: nothing that was tried is measurably better.",
         }
     if pick.get("speedup") is None:
-        return {"factor": "", "span": "", "text": "The baseline did not run, so there is no speed-up to state."}
+        why = "did not run" if report.baseline is None else "cannot be compared with it"
+        return {"factor": "", "span": "", "text": f"The baseline {why}, so there is no speed-up to state."}
     factor, ends = f"{pick['speedup']:.2f}×", pick.get("speedup_ci95")
     span, gained = f"{ends[0]:.2f}× to {ends[1]:.2f}×" if ends else "", _best_gain(report, pick)
     if pick["speedup"] < 1 and gained:

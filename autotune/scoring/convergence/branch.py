@@ -1,4 +1,4 @@
-"""The branch check: from one state and on equal data, is a batch with its learning rate really as good as was predicted?"""
+"""The branch check: a candidate's global batch against the baseline's, from equal weights and on equal data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 DRAWS = 2000
-# Pieces of equal data that curves are compared over; fewer say nothing of their own noise.
+# Windows of equal data that curves are compared over; fewer do not show their noise.
 MOST_WINDOWS, FEWEST_WINDOWS = 24, 6
-# Between two readings of one step time.
+# Relative standard deviation between two measurements of one throughput.
 SPEED_SD = 0.02
-# Samples before the branch, in its own, where that is not known: a log is a line there.
+# Samples before the branch where they are not known, as a multiple of the branch's: the logarithm is a line there.
 FAR = 1000.0
-# So much later than predicted (or than the baseline) is no refutation, and an interval so wide is no answer.
+# Lower end of the time ratio, relative to the predicted one (or to 1), up to which nothing is refuted; and the widest
+# interval, high over low, that decides.
 TOLERANCE, WIDEST = 1.05, 3.0
-# What to do where a branch decides nothing.
+# The remedy where a branch decides nothing.
 MORE = "raise --branch-tokens, or do without by --no-branch"
 
 
@@ -31,7 +32,7 @@ class Branch:
     Attributes:
         confirmed: Whether the candidate is as good as predicted, or at least as the baseline; None if it cannot be
             told.
-        reason: What was seen, in words.
+        reason: The finding, in words.
         time_ratio: Its time to the baseline's loss over the baseline's time; below 1 is sooner; None if it
             is not known.
         low: Lower end of the 95 % interval.
@@ -96,7 +97,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     fall, fall_sd = _fall((curves[0] + curves[1]) / 2, at)
     difference = (curves[0] - curves[1])[later]
     if fall <= 2 * fall_sd:
-        why = f"the loss hardly fell in the branch, so nothing can be told; {MORE}"
+        why = f"its global batch is unconfirmed: the loss fell too little over {n_samples} samples to compare; {MORE}"
         return Branch(confirmed=None, reason=why, n_samples=n_samples)
     rng = np.random.default_rng(0)
     falls = np.maximum(fall / 10, fall + fall_sd * rng.standard_normal(DRAWS))
@@ -109,33 +110,25 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     ratios = middle / np.maximum(there, middle / 100) / speed
     value = float(np.median(ratios))
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
-    return _told(
-        Branch(
-            confirmed=None, reason="", time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
-        )
-    )
-
-
-def _told(found: Branch) -> Branch:
-    """The branch with its verdict and the words for it."""
-    promised = f"; {found.predicted:.2f}x was predicted" if found.predicted is not None else ""
+    promised = f"; {predicted:.2f}x was predicted" if predicted is not None else ""
     said = (
-        f"a branch over {found.n_samples} samples from one state reaches the baseline's loss in {found.time_ratio:.2f}x"
-        f" ({found.low:.2f} to {found.high:.2f}) of its time{promised}"
+        f"a branch over {n_samples} samples from one state reaches the baseline's loss in {value:.2f}x"
+        f" ({low:.2f} to {high:.2f}) of its time{promised}"
     )
-    if found.low > TOLERANCE * max(1.0, found.predicted or 1.0):
-        return _with(found, confirmed=False, reason=f"{said}, which it refutes")
-    if found.high > WIDEST * found.low:
-        return _with(found, confirmed=None, reason=f"{said}, which decides nothing; {MORE}")
-    return _with(found, confirmed=True, reason=f"{said}{', which it confirms' if promised else ''}")
-
-
-def _with(found: Branch, *, confirmed: bool | None, reason: str) -> Branch:
-    return Branch(**{**vars(found), "confirmed": confirmed, "reason": reason})
+    confirmed: bool | None = True
+    if low > TOLERANCE * max(1.0, predicted or 1.0):
+        confirmed, said = False, f"{said}, which it refutes"
+    elif high > WIDEST * low:
+        confirmed, said = None, f"{said}, which decides nothing; {MORE}"
+    elif promised:
+        said += ", which it confirms"
+    return Branch(
+        confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
+    )
 
 
 def _pieces(run: Run, n_samples: int, n_windows: int) -> Floats:
-    """Mean loss over each of so many pieces of equal data; a step that lies in two counts in both by its share."""
+    """Mean loss over each of `n_windows` equal windows of data; a step in two of them counts by its share in each."""
     losses = np.array([math.nan if loss is None else loss for loss in run.losses], dtype=float)
     total = np.concatenate([[0.0], np.cumsum(losses) * run.batch])
     ends = np.linspace(0, n_samples, n_windows + 1)

@@ -1,6 +1,6 @@
-"""What a batch costs in samples: gradient noise scale, statistical efficiency, and how the learning rate follows.
+"""The gradient noise scale, and the statistical efficiency of a batch that follows from it.
 
-Both sides use it, the ranks to know when they have seen enough and the driver to score.
+The ranks use it to end a measurement, the driver to score.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from autotune.trial.result import NoiseTerms
 Floats = NDArray[np.float64]
 
 REPLICATES = 1000
-# Fewer steps than these give no spread worth a bootstrap.
+# Fewest steps for a bootstrap.
 LEAST_STEPS = 8
-# Stands for a noise scale, or an interval, without end: no batch comes near it.
+# Stands for an infinite noise scale, or end of an interval; no batch comes near it.
 ENDLESS = 1e15
-# From one half of a measurement to the other it grows by so much, or it stands.
+# The noise scale counts as growing if the second half of a measurement shows more than this multiple of the first's.
 GROWTH = 1.25
-# A loss that falls by less than this share from one half of the steps to the other is taken to stand.
+# A loss that falls by less than this share from one half of the steps to the other counts as constant.
 STANDS = 0.005
-# Over fewer steps a loss that stands cannot be told from one that has not begun to fall.
+# Over fewer steps, a constant loss cannot be distinguished from one that has not begun to fall.
 LEAST_LOSSES = 50
-# An interval wider than this, high over low, does not tell batches apart that differ by a factor of two.
+# An interval wider than this, high over low, does not separate batches that differ by a factor of two.
 WIDEST = 4.0
 
 
@@ -40,8 +40,8 @@ class NoiseScale:
         low: Lower end of its 95 % interval.
         high: Upper end; `ENDLESS` if the interval has none.
         resolved: The interval is narrow enough to compare batches by it; else only `low` may be believed.
-        n_samples: Samples that it was measured on.
-        growing: It still grew while it was measured, as it does near the initial weights: what follows is larger.
+        n_samples: Samples of the measurement.
+        growing: It grew during the measurement, as it does near the initial weights; later it will be larger.
     """
 
     samples: float
@@ -53,7 +53,7 @@ class NoiseScale:
 
     @property
     def precise(self) -> bool:
-        """Whether more samples would change no decision: it stands, and the interval's ends are within a factor of 1.5."""
+        """Whether more samples would change no decision: it is constant, and known to a factor of 1.5."""
         return self.resolved and not self.growing and self.high <= 1.5 * self.low
 
     def __str__(self) -> str:
@@ -106,10 +106,9 @@ def noise_scale(
 
 
 def falling(losses: Sequence[float]) -> bool:
-    """Whether the loss still falls, beyond its own noise, from one half of the steps after the first third to the other.
+    """Whether the loss still falls, beyond its noise, over the last two thirds of the steps.
 
-    While it does the gradient still shrinks, so that a noise scale measured now, however narrow its interval, is below
-    what follows.
+    While it falls the gradient shrinks, so a noise scale measured now, however narrow its interval, is too small.
     """
     if len(losses) < LEAST_LOSSES:
         return True
@@ -132,7 +131,7 @@ def _blocks(n: int, rng: np.random.Generator) -> NDArray[np.intp]:
 
 
 def efficiency(noise_samples: float, batch: float, baseline_batch: float) -> float:
-    """Progress per sample at a global batch, relative to the baseline's: (phi + B0) / (phi + B) (Pollux, OSDI 2021, section 3).
+    """Progress per sample at a global batch, relative to the baseline's: (phi + B0) / (phi + B) (Pollux, OSDI 2021).
 
     Above 1 where the batch is smaller than the baseline's. Goodput is throughput times this, and the time to a target
     that the baseline reaches in T is T x (goodput of the baseline) / goodput: S_min (1 + phi / B) steps of B samples
@@ -149,7 +148,7 @@ def efficiency(noise_samples: float, batch: float, baseline_batch: float) -> flo
 
 
 def noise_scale_of(terms: NoiseTerms) -> NoiseScale:
-    """The noise scale of a trial after the first third of the steps: near the initial weights it is far below what follows."""
+    """The noise scale of a trial without the first third of its steps: near the initial weights it is far too small."""
     first = len(terms.micro_sq) // 3
     found = noise_scale(
         terms.micro_sq[first:], terms.mean_sq[first:], micro_batch_size=terms.micro_batch_size, n_micro=terms.n_micro
@@ -160,12 +159,9 @@ def noise_scale_of(terms: NoiseTerms) -> NoiseScale:
 def _grows(terms: NoiseTerms, first: int) -> bool:
     """Whether the later half of the steps shows a clearly larger noise scale than the earlier half."""
     middle = (first + len(terms.micro_sq)) // 2
-    parts = [
-        np.array([terms.micro_sq[part], terms.mean_sq[part]]).sum(axis=1)
-        for part in (slice(first, middle), slice(middle, None))
-    ]
-    (q1, t1), (q2, t2) = parts
-    # Cross-multiplied, since a gradient lost in the noise may come out at or below zero: then the noise scale has no
-    # end.
+    (q1, t1), (q2, t2) = (
+        (sum(terms.micro_sq[part]), sum(terms.mean_sq[part])) for part in (slice(first, middle), slice(middle, None))
+    )
+    # Cross-multiplied: a gradient lost in the noise may come out at or below zero, and the noise scale as infinite.
     gradients = [max(terms.n_micro * t - q, 0.0) for q, t in ((q1, t1), (q2, t2))]
-    return bool((q2 - t2) * gradients[0] > GROWTH * (q1 - t1) * gradients[1])
+    return (q2 - t2) * gradients[0] > GROWTH * (q1 - t1) * gradients[1]

@@ -1,4 +1,4 @@
-"""The quality gate: does a configuration with other numerics train as well as the one it is compared with? A matter of two loss curves."""
+"""The quality gate: whether a configuration with other numerics trains as well as a reference, by loss and gradient."""
 
 from __future__ import annotations
 
@@ -18,38 +18,29 @@ Floats = NDArray[np.float64]
 # A mean loss may lag by one step (DeepSpeed's bf16 stage 0 loses a quarter of Adam's first one), or by this share of
 # all steps.
 LAG_STEPS, LAG_SHARE = 1.0, 0.02
-# Shorter curves than this say nothing.
+# Shorter curves are not compared.
 LEAST_STEPS = 8
-# One-sided: so often is a mean beyond the band of the replicates by chance.
+# One-sided probability that a mean lies beyond the band of the replicates by chance.
 CHANCE = 0.01
 # A gradient that is off by more than three roundings to bfloat16 together would make: one costs 0.17 %, a sum of 64
 # micro-steps 0.6 to 1 %.
 WORST_ERROR = 0.005
 # Weights, data and step are the same, so the gradients of the first step are of one size, whatever dropout does.
 WIDEST_NORM_RATIO = 2.0
-# What of a DeepSpeed configuration changes what is computed, rather than where and when.
+# Keys of a DeepSpeed configuration that change which numbers are computed, not only where and when.
 NUMERIC_KEYS = (
-    "bf16",
-    "fp16",
-    "torch_autocast",
-    "communication_data_type",
-    "gradient_predivide_factor",
-    "prescale_gradients",
-)
-QUANTISED = (
-    "zero_optimization",
-    ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
-)
-# These carry the error of one step over to the next: single gradients are off, their sum is not.
-CARRYING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+    "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
+)  # fmt: skip
+# Of `zero_optimization`. They carry the error of one step over to the next: single gradients are off, their sum is not.
+QUANTISED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateVerdict:
-    """What the gate says of a candidate.
+    """The gate's verdict on a candidate.
 
     Attributes:
-        passed: Whether it trains as well as the reference; None where that could not be found out.
+        passed: Whether it trains as well as the reference; None if that could not be measured.
         reason: Why not, in words.
         excess: Mean loss over the later half of the steps, over the reference's; over the earlier half where that was
             outside.
@@ -73,7 +64,7 @@ class GateVerdict:
 
 
 def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a complete DeepSpeed configuration changes the numbers that are computed; equal for configurations that train alike."""
+    """The settings of a complete DeepSpeed configuration that change the computed numbers."""
     found: dict[str, Any] = {}
     for key in NUMERIC_KEYS:
         value = config.get(key)
@@ -81,11 +72,7 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
             value = dict(value) if value.get("enabled") else None
         if value not in (None, False):
             found[key] = value
-    section, names = QUANTISED
-    found |= {name: True for name in names if (config.get(section) or {}).get(name)}
-    kind = (config.get("optimizer") or {}).get("type")
-    if kind in CARRYING:
-        found["optimizer"] = kind
+    found |= {name: True for name in QUANTISED if (config.get("zero_optimization") or {}).get(name)}
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if "bf16" in found or "fp16" in found:
         steps = int(config.get("gradient_accumulation_steps") or 1)
@@ -107,7 +94,7 @@ def judge(
     if, either way, it is beyond each of
 
     * the band: what two replicates of the reference (other roundings, other dropout) differ by, with Student's factor
-      for so few of them;
+      for their number;
     * three standard errors of the difference itself, over blocks of steps, where the curves cannot be paired step by
       step;
     * a lag of one step, or of 2 % of the steps, in the reference's own slope: a shortened first step is no worse
@@ -151,19 +138,20 @@ def judge(
 
 
 def _outside(excess: float, limit: float, slope: float, part: slice) -> str:
-    """What is wrong with a curve, in words."""
+    """The fault of a curve, in words."""
     where = f"over steps {part.start + 1} to {part.stop}"
     if excess < 0:
         return (
-            f"trains otherwise: {where} its loss is {-excess:.3g} below the reference's, and numerics alone do not do that; is its learning"
-            f" rate what it should be? within {limit:.3g} it could be chance"
+            f"trains otherwise: {where} its loss is {-excess:.3g} below the reference's, unlike numerics;"
+            f" is its learning rate what it should be? within {limit:.3g} it could be chance"
         )
     behind = f", {excess / slope:.1f} steps behind" if slope > 0 else ""
-    return f"trains worse: {where} its loss is {excess:.3g} above the reference's{behind}; within {limit:.3g} it could be chance"
+    above = f"{where} its loss is {excess:.3g} above the reference's{behind}"
+    return f"trains worse: {above}; within {limit:.3g} it could be chance"
 
 
 def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None, config: Mapping[str, Any]) -> str:
-    """What is wrong with a gradient, in words; empty if nothing is.
+    """The fault of a gradient, in words; empty without one.
 
     Losses cannot show all of it: Adam divides any wrong scale out again until it overflows, and bf16 sums over many
     micro-steps lose what only a long training misses.
@@ -177,10 +165,10 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
         return ""
     if not math.isfinite(found.error) or not math.isfinite(found.norm):
         return "its first gradient is not finite"
-    carries = bool(set(numerics(config)) & {"optimizer", *QUANTISED[1]})
-    if found.error > WORST_ERROR and not carries:
+    if found.error > WORST_ERROR and not numerics(config).keys() & {*QUANTISED}:
         what = f"the sum of {found.n_micro} micro-gradients" if found.n_micro > 1 else "its gradient"
-        return f"loses gradient: {what} is off by {found.error:.2%} (rounding it to bfloat16 once costs 0.17 %); accumulate in fp32"
+        why = f"{what} is off by {found.error:.2%} (rounding it to bfloat16 once costs 0.17 %)"
+        return f"loses gradient: {why}; accumulate in fp32"
     if reference is not None and reference.norm > 0:
         ratio = found.norm / reference.norm
         if not 1 / WIDEST_NORM_RATIO <= ratio <= WIDEST_NORM_RATIO:
@@ -214,7 +202,7 @@ def _slope(base: Floats, part: slice) -> float:
 
 
 def _band(curves: Sequence[Floats], part: slice) -> float:
-    """What the mean differences between curves of one configuration stay within."""
+    """Bound on the mean difference between two curves of one configuration."""
     n = len(curves)
     if n < 2:
         return 0.0

@@ -19,7 +19,7 @@ REPLICATES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What candidates are compared with: the loss that the baseline's trial ends at.
+    """The baseline's final loss and noise scale, to which candidates are compared.
 
     Attributes:
         loss_target: Mean loss over the last `window_samples` of the baseline's trial; None if the loss did not fall.
@@ -64,7 +64,9 @@ class Reference:
 
 
 def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate | None:
-    """Seconds of training until the loss first is the baseline's final one; near the initial weights small batches win that too easily.
+    """Seconds of training until the loss reaches the baseline's final loss.
+
+    Near the initial weights this metric favours small batches.
 
     For a trial with B samples per step and losses l_1 .. l_n (equal seed and data order in all trials of a study):
 

@@ -73,14 +73,12 @@ class Plan:
         config = candidate.to_deepspeed(self.base_config)
         return self.workload.script.completed(config, candidate) if self.workload.script else config
 
-    def learning_rate(self, noise_samples: float | None = None) -> LearningRate:
-        """Returns how the learning rate follows the batch in the trials."""
+    def learning_rate(self) -> LearningRate:
+        """How the learning rate follows the batch in this study's trials."""
         rule: str = self.spec.learning_rate_rule
         if rule == "auto":
             rule = default_rule(self.workload.optimizer or str(self.base_config.get("optimizer", {}).get("type", "")))
-        return LearningRate(
-            rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel), noise_samples=noise_samples
-        )
+        return LearningRate(rule=rule, baseline_batch=self.baseline.global_batch_size(self.data_parallel))
 
     @property
     def replicated(self) -> bool:
@@ -217,8 +215,6 @@ def grounds(
         n_blocks=workload.n_blocks,
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
-        client_optimizer=workload.client_optimizer
-        and (target.kind == "script" or "optimizer" not in (spec.base_config or {})),
         plain_backward=workload.script is not None and workload.script.plain_backward,
         base=inherited_settings(base_config),
     )

@@ -130,7 +130,7 @@ SETTINGS: dict[str, Setting] = {
         "Let trials share a host, where they disturb one another.",
         more="On disjoint devices or cores; the report says which trials did."),
     "learning_rate_rule": Setting(
-        "How the learning rate follows the batch: auto, none, linear, sqrt, adascale, surge.",
+        "How the learning rate follows the batch: auto, none, linear, sqrt.",
         more="`auto` is linear for SGD and sqrt for others.", metavar="RULE"),
     "seed": Setting("Seed of weights, data order and search.", metavar="N"),
     "trial_budget_s": Setting(

@@ -99,7 +99,7 @@ class StudySpec(BaseModel):
     storage: str | None = None
     parallel: Ranks = 1
     overlap: bool = False
-    learning_rate_rule: Literal["auto", "none", "linear", "sqrt", "adascale", "surge"] = "auto"
+    learning_rate_rule: Literal["auto", "none", "linear", "sqrt"] = "auto"
     seed: Seed = 0
     trial_budget_s: Seconds = 10.0
     trial_deadline_s: Seconds = 300.0

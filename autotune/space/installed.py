@@ -1,0 +1,94 @@
+"""Names and bounds that the installed DeepSpeed and torch accept, read from their sources.
+
+Importing either takes seconds, and the driver imports neither.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import operator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+COMPARE = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
+SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+# Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted.
+OTHER_BOUNDS: dict[str, dict[str, float]] = {"gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}}
+# The pydantic models of DeepSpeed's sections whose fields have bounds.
+OFFLOAD = "deepspeed.runtime.zero.offload_config"
+MODELS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "zero_optimization.offload_optimizer": (OFFLOAD, "DeepSpeedZeroOffloadOptimizerConfig"),
+    "zero_optimization.offload_param": (OFFLOAD, "DeepSpeedZeroOffloadParamConfig"),
+}  # fmt: skip
+
+
+@functools.cache
+def optimizers() -> frozenset[str]:
+    """Types of optimizers: DeepSpeed's own in lower case, and torch's; empty if they cannot be read."""
+    own, torch = _texts("deepspeed.runtime.config", "DEEPSPEED_OPTIMIZERS"), _texts("torch.optim", "__all__")
+    return own | {name for name in torch if name[0].isupper() and name != "Optimizer"} if own and torch else frozenset()
+
+
+@functools.cache
+def schedulers() -> frozenset[str]:
+    """Types of learning-rate schedules, DeepSpeed's and torch's; empty if they cannot be read."""
+    own, torch = (
+        _texts("deepspeed.runtime.lr_schedules", "VALID_LR_SCHEDULES"),
+        _texts("torch.optim.lr_scheduler", "__all__"),
+    )
+    return own | torch if own and torch else frozenset()
+
+
+@functools.cache
+def bounds() -> Mapping[str, Mapping[str, float]]:
+    """Bounds of DeepSpeed's numbers by path; the keys of each are those of `COMPARE`."""
+    found = dict(OTHER_BOUNDS)
+    for section, (module, model) in MODELS.items():
+        for node in _body(module):
+            if isinstance(node, ast.ClassDef) and node.name == model:
+                found |= {f"{section}.{name}": limits for name, limits in _fields(node)}
+    return found
+
+
+def _fields(model: ast.ClassDef) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields the bounded fields of a pydantic model, by alias where they have one."""
+    for node in model.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(keywords=keywords)):
+                said: dict[str | None, Any] = {
+                    k.arg: k.value.value for k in keywords if isinstance(k.value, ast.Constant)
+                }
+                limits = {sign: said[sign] for sign in SIGNS if sign in said}
+                if limits:
+                    yield said.get("alias", name), limits
+
+
+def _texts(module: str, name: str) -> frozenset[str]:
+    """The texts in a list that a module assigns at its top level, which may refer to the module's constants."""
+    constants: dict[str, str] = {}
+    for node in _body(module):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant(value=str(text))):
+                constants[target] = text
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.List(elts=elements)) if target == name:
+                texts = (
+                    constants.get(e.id) if isinstance(e, ast.Name) else getattr(e, "value", None) for e in elements
+                )
+                return frozenset(text for text in texts if isinstance(text, str))
+    return frozenset()
+
+
+def _body(module: str) -> list[ast.stmt]:
+    package, *parts = module.split(".")
+    spec = importlib.util.find_spec(package)  # of a top-level package: nothing is imported
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder, *parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                return ast.parse(file.read_bytes()).body
+    return []

@@ -1,0 +1,134 @@
+"""What `autotune diagnose` says of a study's trial, and planted causes in real trials."""
+
+import gzip
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from support.instant import WORKLOAD, Instant, runner_of
+from support.instant import report as instant_report
+from support.zoo import MIB
+
+from autotune.cli import answer
+from autotune.errors import UserError
+from autotune.report import diagnosis, load
+from autotune.scoring.step_parts import StepObservation
+from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
+
+
+def phased(candidate):
+    return instant_report(candidate, phase_times_s={"data": 0.05, "forward": 0.01, "backward": 0.02, "step": 0.005})
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """The folder of a study of three trials whose phases were kept."""
+    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "studies" / "s"
+
+
+def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
+    monkeypatch.chdir(tmp_path)
+    answer.diagnose("s", None, None, profile=False, as_json=False)
+    said = capsys.readouterr().out
+    assert "bound by input pipeline" in said and "num_workers" in said
+    answer.diagnose("s", 0, None, profile=False, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
+
+
+def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def behaviour(candidate):
+        return phased(candidate) if candidate.micro_batch_size == 8 else None
+
+    runner_of(tmp_path / "studies", Instant(behaviour), trials=6).run()
+    monkeypatch.chdir(tmp_path)
+    report = load.load("s", records.default_url(tmp_path / "studies"), tmp_path / "studies" / "s")
+    number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
+    with pytest.raises(UserError, match="did not complete"):
+        answer.diagnose("s", number, None, profile=False, as_json=False)
+    with pytest.raises(UserError, match="no told trial 99"):
+        answer.diagnose("s", 99, None, profile=False, as_json=False)
+
+
+def test_a_study_whose_trial_folders_are_gone_is_still_answered(study, tmp_path, capsys):
+    (study / "trials").rename(tmp_path / "elsewhere")
+    answer.diagnose("s", 0, None, profile=False, as_json=False)
+    assert "bound by input pipeline" in capsys.readouterr().out
+
+
+def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, capsys):
+    runner_of(tmp_path / "studies", Instant(), trials=3).run()
+    monkeypatch.chdir(tmp_path)
+    answer.diagnose("s", 0, None, profile=False, as_json=False)
+    said = capsys.readouterr().out
+    assert "what bounds it is not known" in said and "phases of its step were not kept" in said
+
+
+def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(study):
+    shutil.rmtree(study / "trials" / "0000")
+    with pytest.raises(UserError, match="without --profile"):
+        answer.diagnose("s", 0, None, profile=True, as_json=False)
+
+
+def test_a_trial_that_ran_elsewhere_is_not_traced_here(study):
+    (study / "study.yaml").write_text("target: model.py\nexecutor: slurm\n")
+    with pytest.raises(UserError, match="ran on slurm"):
+        answer.diagnose("s", 0, None, profile=True, as_json=False)
+
+
+@pytest.mark.process
+def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, study, capsys):
+    folder = TrialDir(study / "trials" / "0000")
+    request = read_record(folder.request, TrialRequest)
+    again = zoo.request("gpt_tiny", micro=8, world_size=1)
+    write_record(folder.request, replace(again, candidate=request.candidate))
+    answer.diagnose("s", 0, None, profile=True, as_json=False)
+    said = capsys.readouterr().out
+    assert "traced: between operations" in said and "perfetto" in said and "aten::" in said
+    with gzip.open(folder.path / "profile" / "trace-rank-0.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"autotune: data", "autotune: forward", "autotune: backward", "autotune: step", "aten::addmm"} <= names
+
+
+REAL = [
+    ("slow_loader", 2, {}, "input pipeline"),
+    ("slow_rank", 2, {}, "stragglers"),
+    ("wide_table", 1, {}, "optimizer"),
+    ("many_layers", 2, {"zero_stage": 2, "zero_optimization.reduce_bucket_size": 1024}, "communication"),
+    ("heavy_blocks", 1, {"micro": 8, "checkpoint_every": 1, "traced_steps": 1}, "recomputation"),
+    ("many_layers", 1, {"micro": 1, "gradient_accumulation_steps": 8, "traced_steps": 1}, "launch overhead"),
+    ("long_streams", 1, {"micro": 4, "traced_steps": 1}, "memory bandwidth"),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("model", "world_size", "what", "cause"), REAL, ids=[cause for *_, cause in REAL])
+@pytest.mark.alone
+def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, cause):
+    result = zoo.run(model, world_size=world_size, **what)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    found = diagnosis.of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4))
+    assert found.bound_by == cause, [(part.name, part.share) for part in found.parts]
+
+
+@pytest.mark.process
+@pytest.mark.alone
+def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo):
+    limit = {"world_size": 1, "device_memory_bytes": 300 * MIB}
+    refused = zoo.run("many_layers", micro=32768, **limit)
+    assert refused.outcome is Outcome.OOM, refused.reason
+    small = zoo.run("many_layers", micro=1, gradient_accumulation_steps=8, traced_steps=1, **limit)
+    assert small.outcome is Outcome.COMPLETE, small.reason
+    other = StepObservation(trial=1, candidate=refused.candidate, samples_per_s=None, outcome=str(refused.outcome))
+    alone, beside = (diagnosis.of_result(small, zoo.folder.path, WORKLOAD, others) for others in ([], [other]))
+    assert (alone.bound_by, beside.bound_by) == ("launch overhead", "memory capacity")
+    assert 0 < next(part.share for part in alone.parts if part.name == "memory capacity") < 1

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from autotune._version import __version__
 from autotune.report import figures, fronts, series
-from autotune.report.data import StudyReport, words
+from autotune.report.data import StudyReport
 from autotune.report.page import content
 from autotune.scoring.metrics import METRICS
 from autotune.system import files
@@ -78,14 +78,14 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
 
 def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
     """The figures of the page by plot, each plot with one figure for every choice of its reader."""
-    objectives = report.metric_names(all_metrics=False)
+    objectives = report.objectives
     measures = [*(["gain"] if report.baseline is not None else []), *objectives]
     curves = series.losses(report)
     across = [name for name in ("samples", "seconds", "steps") if any(curve.across[name] for curve in curves)]
     points = series.progress(report)
     return {
         "front-plot": fronts.fronts(report),
-        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.points()) > 1 else {},
+        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.points) > 1 else {},
         "progress-plot": {
             f"{metric}|{axis}": figures.progress(report, metric, axis, points)
             for metric in measures
@@ -100,7 +100,6 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
 
 def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
     """What the page's script reads."""
-    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
     knobs = series.knobs(report)
     return {
         "figures": drawn,
@@ -109,16 +108,16 @@ def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
             "colors": figures.CYCLE,
             "curves": [
                 {
-                    "trial": curve.trial,
-                    "named": bool(curve.marks),
-                    "traces": figures.step_traces(curve, text[curve.trial], figures.BLUE),
+                    "trial": each.trial,
+                    "named": bool(each.marks),
+                    "traces": figures.step_traces(report, each, figures.BLUE),
                 }
-                for curve in series.steps(report)
+                for each in series.steps(report)
             ],
         },
         "levels": {
             number: [levels.index(point["candidate"].get(name)) for name, levels in knobs.items()]
-            for number, point in report.points().items()
+            for number, point in report.points.items()
         },
         "labels": {name: METRICS[name].label for name in report.metric_names()},
     }

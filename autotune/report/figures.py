@@ -35,7 +35,8 @@ def scatter(name: str, x: Sequence[Any], y: Sequence[Any], mode: str = "lines", 
     return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, **said, **more}
 
 
-def _figure(traces: Sequence[Trace], xaxis: Data, yaxis: Data) -> Figure:
+def figure(traces: Sequence[Trace], xaxis: Data, yaxis: Data) -> Figure:
+    """A figure of the traces that hold something."""
     return {"data": [trace for trace in traces if trace["x"]], "layout": {**layout(), "xaxis": xaxis, "yaxis": yaxis}}
 
 
@@ -52,7 +53,7 @@ def effects(report: StudyReport) -> Figure:
         bar |= {"marker": {"color": CYCLE[i % len(CYCLE)]}, "x": [rounded(100 * effect.share) for effect in shown]}
         bar["y"] = [effect.knob.rsplit(".", 1)[-1] for effect in shown]
         traces += [bar] if found.explained >= LEAST_EXPLAINED else []
-    return _figure(traces, axis("share of the spread (%)"), {"autorange": "reversed", "automargin": True})
+    return figure(traces, axis("share of the spread (%)"), {"autorange": "reversed", "automargin": True})
 
 
 def progress(
@@ -98,7 +99,7 @@ def progress(
         markers("no measurement", failed, [min(values, default=0.0)] * len(failed), cross),
     ]
     title = "gain over the baseline (×)" if unit is None else metric_label(metric, unit)
-    return _figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))
+    return figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))
 
 
 def losses(report: StudyReport, across: str = "samples") -> Figure:
@@ -120,7 +121,7 @@ def losses(report: StudyReport, across: str = "samples") -> Figure:
     for i, trace in enumerate(traces):
         trace["showlegend"] = trace["name"] not in {other["name"] for other in traces[:i]}
     title = {"samples": "samples trained on", "seconds": "seconds of training", "steps": "optimizer steps"}[across]
-    return _figure(traces, axis(title), axis("training loss"))
+    return figure(traces, axis(title), axis("training loss"))
 
 
 def steps(report: StudyReport, trials: Iterable[int]) -> Figure:
@@ -170,7 +171,7 @@ def forecasts(report: StudyReport, metric: str) -> Figure:
         scatter("trial", x, y, "markers", hover, error_x=bars, **style),
     ]
     label = f"{METRICS[metric].label} ({unit.unit})"
-    return _figure(traces, axis(f"forecast {label}", ends, log=log), axis(f"measured {label}", ends, log=log))
+    return figure(traces, axis(f"forecast {label}", ends, log=log), axis(f"measured {label}", ends, log=log))
 
 
 def metric_label(metric: str, unit: Scale) -> str:

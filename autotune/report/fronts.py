@@ -20,6 +20,7 @@ from autotune.report.figures import (
     Trace,
     axis,
     error_bars,
+    figure,
     layout,
     metric_label,
     scatter,
@@ -36,6 +37,13 @@ AXIS_WIDTH_PX = 92
 NAME_PLACES = {"top right": (0.6, 1), "bottom right": (0.6, -1), "top left": (-0.6, 1), "bottom left": (-0.6, -1)}
 # A figure as it is mostly seen, for the names' sizes.
 PLOT_WIDTH_PX, PLOT_HEIGHT_PX, LETTER_PX, LINE_PX = 1000, 380, 7, 16
+
+MARKERS = {
+    "tried": {"size": 7, "color": GREY},
+    "front": {"size": 9, "color": BLUE},
+    "pick": {"size": 13, "color": ORANGE},
+    "baseline": {"size": 13, "color": RED, "symbol": "diamond"},
+}
 
 
 def fronts(report: StudyReport, metrics: Sequence[str] | None = None) -> dict[str, Figure]:
@@ -80,55 +88,44 @@ class _Columns:
 
     def bars(self, points: Sequence[Data], name: str) -> dict[str, Any]:
         """The 95 % intervals of a metric in the unit of its axis."""
-        factor, found = self.scales[name].factor, []
-        for point in points:
-            value = self.values[point["trial"]][name]
-            low, high = interval(point, name, value)
-            found.append((rounded((value - low) / factor), rounded((high - value) / factor)))
-        return error_bars([above for _, above in found], [below for below, _ in found])
+        factor = self.scales[name].factor
+        values = [self.values[point["trial"]][name] for point in points]
+        ends = [interval(point, name, value) for point, value in zip(points, values, strict=True)]
+        above = [rounded((high - value) / factor) for (_, high), value in zip(ends, values, strict=True)]
+        return error_bars(
+            above, [rounded((value - low) / factor) for (low, _), value in zip(ends, values, strict=True)]
+        )
 
 
 def _front(report: StudyReport, columns: _Columns, x: str, y: str) -> Figure:
     points = [p for p in columns.points if x in columns.values[p["trial"]] and y in columns.values[p["trial"]]]
     on_front = {point["trial"] for point in report.front}
-    groups: dict[str, tuple[list[Data], Data]] = {
-        "tried": ([], {"size": 7, "color": GREY}),
-        "front": ([], {"size": 9, "color": BLUE}),
-        "pick": ([], {"size": 13, "color": ORANGE}),
-        "baseline": ([], {"size": 13, "color": RED, "symbol": "diamond"}),
-    }
+    groups: dict[str, list[Data]] = {"tried": [], "front": [], "pick": [], "baseline": []}
     for point in points:
         number = point["trial"]
         is_pick = "pick" if number in columns.picked else "front" if number in on_front else "tried"
-        groups["baseline" if number in columns.base else is_pick][0].append(point)
+        groups["baseline" if number in columns.base else is_pick].append(point)
     logs = tuple(spans_decade(columns.axis(points, name)) for name in (x, y))
-    named = groups["pick"][0] + groups["baseline"][0]
-    places = _name_places(
-        [(columns.names[point["trial"]], *_at(columns, point, x, y, logs)) for point in named],
-        [_at(columns, point, x, y, logs) for point in points],
-    )
+    named = {point["trial"]: _at(columns, point, x, y, logs) for point in groups["pick"] + groups["baseline"]}
+    around = [_at(columns, point, x, y, logs) for point in points]
+    places = _name_places([(columns.names[trial], *at) for trial, at in named.items()], around)
+    sides = dict(zip(named, places, strict=True))
     traces = [_stairs(report, columns, points, x, y)]
-    for name, (members, marker) in groups.items():
-        if not members:
-            continue
-        texts = [columns.texts[point["trial"]] for point in members]
-        trace = scatter(
-            name, columns.axis(members, x), columns.axis(members, y), "markers", "%{hovertext}", hovertext=texts
-        )
-        trace["marker"] = marker
+    for name, members in groups.items():
+        trials = [point["trial"] for point in members]
+        more: Trace = {"marker": MARKERS[name], "hovertext": [columns.texts[trial] for trial in trials]}
         if name != "tried":  # thousands of bars would hide the points
-            trace |= {"error_x": columns.bars(members, x), "error_y": columns.bars(members, y)}
+            more |= {"error_x": columns.bars(members, x), "error_y": columns.bars(members, y)}
         if name in ("pick", "baseline"):
-            names = [columns.names[point["trial"]] for point in members]
-            own = [places.pop(0) for _ in members]
-            trace |= {"mode": "markers+text", "text": names, "textposition": own, "cliponaxis": False}
-        traces.append(trace)
-    axes = [
+            more |= {"text": [columns.names[trial] for trial in trials], "cliponaxis": False}
+            more["textposition"] = [sides[trial] for trial in trials]
+        mode = "markers+text" if "text" in more else "markers"
+        traces.append(scatter(name, columns.axis(members, x), columns.axis(members, y), mode, "%{hovertext}", **more))
+    axes = (
         axis(metric_label(name, columns.scales[name]), columns.axis(points, name), log=log)
         for name, log in zip((x, y), logs, strict=True)
-    ]
-    shown = [trace for trace in traces if trace["x"]]
-    return {"data": shown, "layout": {**layout(), "xaxis": axes[0], "yaxis": axes[1]}}
+    )
+    return figure(traces, *axes)
 
 
 def _at(columns: _Columns, point: Data, x: str, y: str, logs: tuple[bool, ...]) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from autotune.report.script_changes import learning_rate_changes, script_side_ch
 from autotune.scoring import recommend
 from autotune.scoring.convergence.learning_rate import RATE_KEYS
 from autotune.scoring.measured import Measured
-from autotune.scoring.metrics import METRICS
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.study.storage import records
@@ -205,8 +204,3 @@ def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
         "recommended": picks.get("recommended"),
         "drop_in": picks.get("drop_in"),
     }
-
-
-def metric_rows() -> list[tuple[str, str, str, str]]:
-    """Name, unit, direction and label of every metric."""
-    return [(name, metric.unit, metric.direction, metric.label) for name, metric in METRICS.items()]

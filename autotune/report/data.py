@@ -125,7 +125,7 @@ class StudyReport:
     @cached_property
     def configurations(self) -> dict[int, str]:
         """Each trial's configuration in words, by trial."""
-        return {trial["trial"]: words(trial["candidate"]) for trial in self.trials}
+        return {point["trial"]: words(point["candidate"]) for point in (*self.points.values(), *self.trials)}
 
     def is_baseline(self, point: Data) -> bool:
         """Returns whether a point is the user's own configuration."""

@@ -65,7 +65,7 @@ class Pick:
 
 
 class StudyResult:
-    """The findings of a study, as `autotune.run` and `autotune.load_study` return them: a snapshot that stays as it is."""
+    """The findings of a study, as `autotune.run` and `autotune.load_study` return them: a snapshot that stays so."""
 
     def __init__(self, report: StudyReport) -> None:
         self._report = report

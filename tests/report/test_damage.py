@@ -1,4 +1,4 @@
-"""Commands that read a study whose database is damaged: one sentence; a row that cannot be read is left out and named."""
+"""Commands on a damaged database: one sentence; a row that cannot be read is left out and named."""
 
 import json
 import sqlite3

@@ -1,4 +1,4 @@
-"""What the Optuna dashboard shows of a study: notes, figures, marks and files; and how copies of a study are renewed."""
+"""The dashboard of a study: notes, figures, marks and files; and how copies of a study are renewed."""
 
 import json
 import re

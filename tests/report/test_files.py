@@ -70,7 +70,8 @@ def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_f
     monkeypatch.setattr(run, "tune", lambda *_, **__: Tuned(report=report, written=written, refused=refused))
     with pytest.raises(UserError, match="Free some space"):
         run.run("model.py", {}, fresh=False, as_json=False)
-    assert "recommended" in (said := capsys.readouterr().out) and "ds_config.json" in said
+    said = capsys.readouterr().out.replace("\n", "")  # long paths are folded
+    assert "recommended" in said and "ds_config.json" in said
 
 
 def test_the_json_says_what_the_page_shows(report, tmp_path):

@@ -113,6 +113,8 @@ def run(  # noqa: D417 - the settings follow from their table
         tuned = session.tune(_target(target), overrides, fresh=fresh, learn=history, view=view)
     if tuned.stopped is not None:
         raise type(tuned.stopped)(_stopped(tuned)) from None
+    if tuned.refused is not None:
+        raise tuned.refused
     assert tuned.report is not None
     return StudyResult(tuned.report)
 

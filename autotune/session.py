@@ -49,11 +49,13 @@ class Tuned:
         report: The study's findings so far; None if the user stopped it before a trial ended.
         written: The files that state them.
         stopped: How the user stopped it, if so.
+        refused: Why not all files could be written, as on a full disk.
     """
 
     report: StudyReport | None
     written: Sequence[Path] = ()
     stopped: KeyboardInterrupt | None = None
+    refused: UserError | None = None
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,17 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
         if interrupted is not None and wanted.name not in records.study_names(storage):
             return Tuned(report=None, stopped=interrupted)
         report = load.from_storage(storage, wanted.name, folder)
-        written = write_answer(report, folder)
-        if report.study["stored_as"] == wanted.name:
-            warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
-            store_notes(records.load_study(storage, wanted.name), report)
-    return Tuned(report=report, written=written, stopped=interrupted)
+    written, refused = list[Path](), None
+    try:
+        with records.failing_in_words(url):
+            for path in write_answer(report, folder):
+                written.append(path)
+            if report.study["stored_as"] == wanted.name:
+                warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
+                store_notes(records.load_study(storage, wanted.name), report)
+    except records.StoreError as error:
+        refused = error
+    return Tuned(report=report, written=written, stopped=interrupted, refused=refused)
 
 
 @contextlib.contextmanager

@@ -249,7 +249,7 @@ def moved(n: int) -> dict[str, Any]:
             recorded(folder, Noisy(seed), sampler="grid", seed=seed, **STUDY).run()
             url = records.default_url(folder)
             first = load.load("s", url, folder / "s")
-            files.write_answer(first, folder / "s")
+            list(files.write_answer(first, folder / "s"))
             plan = plan_of(spec_of(**STUDY))
 
             def again(executor: Noisy, folder: Path = folder, url: str = url, plan: Any = plan) -> Any:

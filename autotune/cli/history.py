@@ -32,6 +32,8 @@ def history(study: str | None, storage: str | None, what: str, limit: int, *, as
             rows = known.decisions(study)[:limit]
         case _:
             raise UserError(f"history: unknown {what!r}. Known: measurements, recommendations, decisions")
+    for name, number in known.unreadable:
+        print(f"note: row {number} of study {name} is left out: it cannot be read", file=sys.stderr)
     if as_json:
         print(json.dumps(list(rows), indent=1))
         return

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from autotune.errors import UserError, nearest
-from autotune.report import load
+from autotune.scoring.metrics import METRICS
 from autotune.search import SAMPLERS
 from autotune.session import STUDIES
 from autotune.study.spec import presets
@@ -46,7 +46,7 @@ def ls(what: str, storage: str | None, *, as_json: bool) -> None:
         case "samplers":
             rows = list(SAMPLERS.items())
         case "metrics":
-            rows = [(name, f"{label}, {unit}, {direction}") for name, unit, direction, label in load.metric_rows()]
+            rows = [(name, f"{each.label}, {each.unit}, {each.direction}") for name, each in METRICS.items()]
         case "studies":
             url = storage or records.default_url(STUDIES)
             rows = [(name,) for name in records.study_names(records.open_storage(url, create=False))]

@@ -28,6 +28,8 @@ def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool
         assert tuned.stopped is not None
         return status_of(tuned.stopped)
     _print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)
+    if tuned.refused is not None:
+        raise tuned.refused
     if tuned.stopped is not None:
         arguments = [argument for argument in sys.argv[1:] if argument != "--fresh"]
         again = shlex.join(["autotune", *redaction.redact(arguments)])

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from autotune.report.data import Data, StudyReport, measured, metric_scale, speedup, title, words
-from autotune.report.readme import machine, speedup_words, subject
+from autotune.report import tables
+from autotune.report.data import Data, StudyReport, speedup_words, title
+from autotune.report.readme import machine, subject
 from autotune.scoring.metrics import METRICS
 
-# Narrower than this a configuration stands on a line of its own.
-LEAST_WORDS = 24
+LEAST_WORDS = 24  # letters; with less room a configuration stands on the next line
 GAP = "  "
 
 
@@ -50,10 +50,9 @@ def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[
         yield Text(f"Nothing to recommend: {report.why_nothing}.")
     for names, pick in report.picks_by_trial():
         yield from _pick(report, names, pick, width)
-    notes = report.caveats()
-    if notes:
-        yield Text()
-    for note in notes:
+    for i, note in enumerate(report.caveats()):
+        if i == 0:
+            yield Text()
         yield from _wrapped(f"note: {note}", width, "      ", "dim", first="")
     if written:
         yield Text()
@@ -62,78 +61,57 @@ def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[
 
 
 def _table(report: StudyReport, width: int) -> Iterator[Text]:
-    points = report.table()
-    if not points:
+    scales, rows = tables.overview(report)
+    if not rows:
         return
-    columns = _columns(report, points)
-    taken = sum(max(map(len, column)) + len(GAP) for column in columns)
-    marks = report.marks()
+    heads = ["trial", *(f"{METRICS[name].label}\n{scale.unit}" for name, scale in scales.items()), "speed-up"]
+    columns = [list(column) for column in zip(*(row.line(scales, "-") for row in rows), strict=True)]
+    broken = [[line for part in head.split("\n") for line in textwrap.wrap(part, 11)] for head in heads]
+    widths = [max(map(len, head + column)) for head, column in zip(broken, columns, strict=True)]
+    taken = sum(widths) + len(GAP) * len(widths)
     room = width - taken
-    yield from _header(columns, room >= LEAST_WORDS, width)
-    for i, point in enumerate(points):
-        numbers = GAP.join(column[-len(points) + i].rjust(max(map(len, column))) for column in columns)
-        found = marks.get(point["trial"], [])
-        style = "bold green" if "recommended" in found else "dim" if found == ["baseline"] else ""
-        text = words(point["candidate"]) + (f"  <-\xa0{', '.join(found)}" if found else "")
-        if room >= LEAST_WORDS:
-            first, *rest = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
-            yield Text(f"{numbers}{GAP}{first}".replace("\xa0", " "), style=style)
-            yield from (Text(f"{' ' * taken}{line}".replace("\xa0", " "), style=style) for line in rest)
-        else:
-            yield Text(numbers, style=style)
-            yield from _wrapped(text, width, "       ", style, first="       ")
-
-
-def _columns(report: StudyReport, points: Sequence[Data]) -> list[list[str]]:
-    """The columns of numbers: header lines first, as many in each, then a cell for each point."""
-    names = report.metric_names(all_metrics=False)
-    columns, headers = [[str(point["trial"]) for point in points]], ["trial"]
-    for name in names:
-        scale = metric_scale(name, (measured(point).get(name, 0.0) for point in points))
-        columns.append([scale.number(measured(point)[name]) if name in measured(point) else "-" for point in points])
-        headers.append(f"{METRICS[name].label}\n{scale.unit}")
-    columns.append([f"{factor:.2f}x" if (factor := speedup(report, point)) else "-" for point in points])
-    headers.append("speed-up")
-    broken = [[line for part in header.split("\n") for line in textwrap.wrap(part, 11)] for header in headers]
-    height = max(map(len, broken))
-    return [[""] * (height - len(lines)) + lines + column for lines, column in zip(broken, columns, strict=True)]
-
-
-def _header(columns: Sequence[Sequence[str]], beside: bool, width: int) -> Iterator[Text]:
-    n_lines = next(i for i, cell in enumerate(columns[0]) if cell == "trial") + 1
-    widths = [max(map(len, column)) for column in columns]
+    n_lines = max(map(len, broken))
     for i in range(n_lines):
-        line = GAP.join(column[i].rjust(size) for column, size in zip(columns, widths, strict=True))
-        yield Text((line + (f"{GAP}configuration" if beside and i == n_lines - 1 else "")).rstrip(), style="bold")
-    yield Text("-" * min(width, sum(widths) + len(GAP) * len(widths) + LEAST_WORDS), style="dim")
+        cells = [([""] * (n_lines - len(head)) + head)[i] for head in broken]
+        last = f"{GAP}configuration" if room >= LEAST_WORDS and i == n_lines - 1 else ""
+        yield Text((_aligned(cells, widths) + last).rstrip(), style="bold")
+    yield Text("-" * min(width, taken + LEAST_WORDS), style="dim")
+    for row in rows:
+        numbers = _aligned(row.line(scales, "-"), widths)
+        style = "bold green" if "recommended" in row.marks else "dim" if row.marks == ["baseline"] else ""
+        text = row.configuration + (f"  <-\xa0{', '.join(row.marks)}" if row.marks else "")
+        if room < LEAST_WORDS:
+            yield Text(numbers, style=style)
+            yield from _wrapped(text, width, "       ", style)
+            continue
+        first, *rest = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        for line in (f"{numbers}{GAP}{first}", *(" " * taken + more for more in rest)):
+            yield Text(line.replace("\xa0", " "), style=style)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return GAP.join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True))
 
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> Iterator[Text]:
-    """The recommended one in full; of the others what they are, the rest is in the README."""
-    factor, recommended = speedup_words(pick), "recommended" in names
-    same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
-    said = (
-        "the baseline itself" if same else f"{factor} the baseline's throughput" if factor else "no speed-up to state"
-    )
+    """A pick in one line; below the recommended one its reasons and the changes of the script."""
+    factor = speedup_words(pick)
+    said = f"{factor} the baseline's throughput" if factor else "no speed-up to state"
+    said = "the baseline itself" if report.is_baseline(pick) else said
     head = f"{', '.join(title(name) for name in names)}: trial {pick['trial']}, {said}"
-    yield from _wrapped(head, width, "  ", "bold green" if recommended else "", first="")
-    if recommended:
-        for reason in pick.get("reasons") or ():
-            yield from _wrapped(f"- {reason}", width, "    ", first="  ")
-        if pick.get("script_side_changes"):
-            yield Text("  besides the JSON it takes:")
-        for change in pick.get("script_side_changes") or ():
-            yield from _wrapped(f"- {change.replace('`', '')}", width, "    ", first="  ")
+    yield from _wrapped(head, width, "  ", "bold green" if "recommended" in names else "", first="")
+    if "recommended" not in names:
+        return
+    changes = [change.replace("`", "") for change in pick.get("script_side_changes") or ()]
+    for reason in pick.get("reasons") or ():
+        yield from _wrapped(f"- {reason}", width, "    ", first="  ")
+    if changes:
+        yield Text("  besides the JSON it takes:")
+    for change in changes:
+        yield from _wrapped(f"- {change}", width, "    ", first="  ")
 
 
 def _wrapped(text: str, width: int, indent: str, style: str = "", first: str | None = None) -> Iterator[Text]:
-    lead = indent if first is None else first
-    lines = textwrap.wrap(
-        text,
-        max(20, width),
-        initial_indent=lead,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    yield from (Text(line.replace("\xa0", " "), style=style) for line in lines)
+    wrapper = textwrap.TextWrapper(max(20, width), break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = indent if first is None else first, indent
+    yield from (Text(line.replace("\xa0", " "), style=style) for line in wrapper.wrap(text))

@@ -1,8 +1,9 @@
-"""What a person or another tool takes away from a study; here its data, and how trials and picks are named."""
+"""The findings of a study as plain data, and how its trials, picks and metrics are written."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -84,18 +85,13 @@ class StudyReport:
     @property
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
-        n_complete = sum(trial["outcome"] == "complete" for trial in self.trials)
-        n_out, n_unfit = (
-            sum(trial["outcome"] == outcome for trial in self.trials) for outcome in ("oom", "predicted_oom")
-        )
-        if n_out and n_out + n_unfit == len(self.trials):
-            predicted = f", {n_unfit} more are predicted to" if n_unfit else ""
-            return f"no configuration fits the device memory: {n_out} ran out of it{predicted}"
-        return (
-            f"{n_complete} configurations completed, but none keeps every constraint and passed its checks"
-            if n_complete
-            else "no configuration completed"
-        )
+        ends = Counter(trial["outcome"] for trial in self.trials)
+        if ends["oom"] and ends["oom"] + ends["predicted_oom"] == len(self.trials):
+            predicted = f", {ends['predicted_oom']} more are predicted to" if ends["predicted_oom"] else ""
+            return f"no configuration fits the device memory: {ends['oom']} ran out of it{predicted}"
+        if not ends["complete"]:
+            return "no configuration completed"
+        return f"{ends['complete']} configurations completed, but none keeps every constraint and passed its checks"
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:
         """Each picked trial once, with all that it was picked for."""
@@ -104,14 +100,14 @@ class StudyReport:
             names.setdefault(pick["trial"], []).append(name)
         return [(found, self.picks[found[0]]) for found in names.values()]
 
-    def metric_names(self, *, all_metrics: bool = True) -> list[str]:
-        """The objectives in order, then what else was measured."""
-        objectives = [name for name in self.study.get("objectives", ()) if name in METRICS]
-        return (
-            [*objectives, *(name for name in METRICS if name in self._seen and name not in objectives)]
-            if all_metrics
-            else objectives
-        )
+    @property
+    def objectives(self) -> list[str]:
+        """The objectives' metrics, in order."""
+        return [name for name in self.study.get("objectives", ()) if name in METRICS]
+
+    def metric_names(self) -> list[str]:
+        """The objectives in order, then the other metrics that were measured."""
+        return [*self.objectives, *(name for name in METRICS if name in self._seen and name not in self.objectives)]
 
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
@@ -120,9 +116,20 @@ class StudyReport:
         base = found.pop(self.baseline["trial"], self.baseline) if self.baseline else None
         return [*(found[trial] for trial in sorted(found)), *([base] if base else [])]
 
+    @cached_property
     def points(self) -> dict[int, Data]:
         """The measurements by trial; of trials that were measured again those that the recommendation rests on."""
-        return self._points
+        found = [*(trial for trial in self.trials if measured(trial)), *self.front, *self._picked]
+        return {point["trial"]: point for point in found}
+
+    @cached_property
+    def configurations(self) -> dict[int, str]:
+        """Each trial's configuration in words, by trial."""
+        return {point["trial"]: words(point["candidate"]) for point in (*self.points.values(), *self.trials)}
+
+    def is_baseline(self, point: Data) -> bool:
+        """Returns whether a point is the user's own configuration."""
+        return self.baseline is not None and self.baseline["trial"] == point["trial"]
 
     def comparable(self, point: Data) -> Data | None:
         """The baseline as it was measured when the point was: in its own trial, or again in turns with the finalists.
@@ -134,8 +141,9 @@ class StudyReport:
             return base
         return self._by_number.get(base["trial"], base)
 
+    @cached_property
     def marks(self) -> dict[int, list[str]]:
-        """What each trial stands for, by trial: titles of its picks, and `baseline`."""
+        """What each marked trial stands for, by trial: titles of its picks, and `baseline`."""
         found = {pick["trial"]: [title(name) for name in names] for names, pick in self.picks_by_trial()}
         if self.baseline:
             found.setdefault(self.baseline["trial"], []).append("baseline")
@@ -144,18 +152,18 @@ class StudyReport:
     @cached_property
     def effects(self) -> list[Effects]:
         """What the knobs do to each objective, where the trials tell."""
-        points = [point for point in self.points().values() if "candidate" in point]
+        points = [point for point in self.points.values() if "candidate" in point]
         # The user's own configuration is trial 0, even where it did not run.
         reference = self.trials[0]["candidate"] if self.trials else {}
-        found = (
-            effects(
-                name,
-                [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)],
-                reference,
-            )
-            for name in self.metric_names(all_metrics=False)
-        )
+        found = []
+        for name in self.objectives:
+            values = [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)]
+            found.append(effects(name, values, reference))
         return [each for each in found if each is not None]
+
+    @property
+    def _picked(self) -> list[Data]:
+        return [*self.picks.values(), *([self.baseline] if self.baseline else [])]
 
     # With 1,000 trials these are asked for 1,000 times.
     @cached_property
@@ -166,28 +174,21 @@ class StudyReport:
     def _by_number(self) -> dict[int, Data]:
         return {trial["trial"]: trial for trial in self.trials}
 
-    @cached_property
-    def _points(self) -> dict[int, Data]:
-        picked = [*self.front, *self.picks.values(), *([self.baseline] if self.baseline else [])]
-        return {trial["trial"]: trial for trial in self.trials if measured(trial)} | {
-            point["trial"]: point for point in picked
-        }
-
     def caveats(self) -> list[str]:
         """What the user should know: about the target, and about the trials that the answer rests on."""
-        shown = {point["trial"] for point in (*self.picks.values(), *([self.baseline] if self.baseline else []))}
+        first = next((trial for trial in self.trials if trial.get("role") == "baseline"), None)
         found = [str(text) for text in (self.study.get("ended"), *(self.workload.get("caveats") or ())) if text]
-        for trial in self.trials:
-            if trial["trial"] in shown:
-                found += [f"trial {trial['trial']}: {text}" for text in trial.get("caveats") or ()]
-        if n := sum(any(BESIDE in text for text in trial.get("caveats") or ()) for trial in self.trials):
-            found.append(
-                f"{n} of {len(self.trials)} trials {BESIDE} as others (--overlap): their times are not those of a"
-                " trial alone"
-            )
-        for trial in self.trials:
-            if trial.get("role") == "baseline" and self.baseline is None:
-                found.insert(0, f"the baseline did not complete ({_end(trial)}), so no speed-up can be stated")
+        if first is not None and self.baseline is None:
+            end = f"{first['outcome']}: {first['reason']}" if first.get("reason") else first["outcome"]
+            found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated")
+        unreadable = self.study.get("unreadable") or ()
+        found += [f"trial {number} is left out: its row in the database cannot be read" for number in unreadable]
+        said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
+        shown = {point["trial"] for point in self._picked}
+        found += [f"trial {number}: {text}" for number, texts in said.items() if number in shown for text in texts]
+        if n := sum(any(BESIDE in text for text in texts) for texts in said.values()):
+            alone = "(--overlap): their times are not those of a trial alone"
+            found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")
         return list(dict.fromkeys(found))
 
 
@@ -235,11 +236,30 @@ def _words(names: tuple[str, ...], *knobs: Any) -> str:
         return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def differences(values: Data, baseline: Data | None) -> list[tuple[str, Any, Any]]:
-    """The knobs in which a candidate differs from the baseline: name, before, after."""
-    before = dict(baseline["candidate"]) if baseline else {}
+def differences(values: Data, before: Data) -> list[tuple[str, Any, Any]]:
+    """The knobs in which a candidate differs from another one: name, value before, value after."""
     names = dict.fromkeys([*before, *values])
     return [(name, before.get(name), values.get(name)) for name in names if before.get(name) != values.get(name)]
+
+
+def times(factor: float | None, sign: str = "x") -> str:
+    """A factor in words: `2.31x`; empty for None."""
+    return "" if factor is None else f"{factor:.2f}{sign}"
+
+
+def speedup_words(pick: Data) -> str:
+    """A pick's speed-up with its interval: `2.31x (2.20 to 2.43)`; empty if the baseline did not run."""
+    ends = pick.get("speedup_ci95")
+    return times(pick.get("speedup")) + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
+
+
+def end_words(trial: Data) -> tuple[str, str]:
+    """How a trial ended, and why it did not complete: `("oom", "over the memory limit (in warmup)")`."""
+    complete, phase = trial["outcome"] == "complete", trial.get("phase")
+    where = f"(in {phase})" if not complete and phase not in (None, "", "done") else ""
+    limit = "breaks a constraint" if complete and trial.get("feasible") is False else ""
+    why = " ".join(part for part in (str(trial.get("reason") or ""), where) if part)
+    return str(trial["outcome"]).replace("_", " "), "; ".join(part for part in (why, limit) if part)
 
 
 def speedup(report: StudyReport, point: Data) -> float | None:
@@ -258,7 +278,3 @@ def gain(metric: str, value: float, reference: float) -> tuple[float, bool] | No
         return None
     ratio = reference / value if METRICS[metric].direction == "minimize" else value / reference
     return (ratio, True) if ratio >= 1 else (1 / ratio, False)
-
-
-def _end(trial: Data) -> str:
-    return f"{trial['outcome']}: {trial['reason']}" if trial.get("reason") else str(trial["outcome"])

@@ -1,4 +1,4 @@
-"""`autotune diagnose`: gathers what a trial left behind, has it diagnosed, and says it."""
+"""`autotune diagnose`: reads the files of a trial, diagnoses what bounds its step, and writes that in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.step_time import step_time_terms
-from autotune.report.data import Data, StudyReport, measured, metric_scale, words
+from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
 from autotune.report.series import level_text
 from autotune.scoring.bottleneck import diagnose
 from autotune.scoring.effects import effects
@@ -36,7 +36,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         number: The trial; it completed.
     """
     rows = {row["trial"]: row for row in report.trials}
-    points = report.points()
+    points = report.points
     seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}
     path = records.trial_path(folder, number)
     result, again = result_in(path), result_in(tracing.path_in(folder, number))
@@ -88,22 +88,16 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
     own = Candidate.of(candidate)
     if profile is not None and not profile.guessed:
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
-    probed = profile_cache.load(Probe, profile_cache.machine_key(world_size))
+    probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}
     if probed is not None and probed.device_name == environment.device_name:
-        machine = probed.machine
+        machine, reached = probed.machine, {**probed.machine.flops, **probed.flops}
     if machine is None or not machine.measured:
         return found
-    reached = machine.flops
-    if probed is not None and machine is probed.machine:
-        reached = {**reached, **probed.flops}
     found["peak_flops"] = reached.get(own.precision, reached["fp32"])
     if profile is not None and profile.passes:
         terms = step_time_terms(Knobs.of([replace(own, checkpoint_every=0)]), profile, machine)
-        found["expected_s"] = {
-            "products": float(terms["compute"][0]),
-            "traffic": float(terms["traffic"][0]),
-            "launches": float(terms["launches"][0]),
-        }
+        parts = {"products": "compute", "traffic": "traffic", "launches": "launches"}
+        found["expected_s"] = {name: float(terms[term][0]) for name, term in parts.items()}
     return found
 
 
@@ -116,13 +110,7 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
         workload: Its target, as it was inspected.
         others: Other trials of that target.
     """
-    seen = StepObservation(
-        trial=0,
-        candidate=result.candidate,
-        samples_per_s=None,
-        outcome=str(result.outcome),
-        phases_s=result.phase_times_s,
-    )
+    seen = _alone(result)
     evidence = Evidence(
         seen=seen,
         world_size=result.world_size,
@@ -136,6 +124,16 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
         **of_workload(workload, result.candidate, result.world_size),
     )
     return diagnose(evidence, others)
+
+
+def _alone(result: TrialResult) -> StepObservation:
+    return StepObservation(
+        trial=0,
+        candidate=result.candidate,
+        samples_per_s=None,
+        outcome=str(result.outcome),
+        phases_s=result.phase_times_s,
+    )
 
 
 def traces(path: Path, world_size: int) -> dict[int, Traced]:
@@ -173,14 +171,7 @@ def communication(result: TrialResult, path: Path, n_blocks: int) -> float | Non
     ranks = phases(path, result.world_size)
     if not ranks:
         return None
-    seen = StepObservation(
-        trial=0,
-        candidate=result.candidate,
-        samples_per_s=None,
-        outcome=str(result.outcome),
-        phases_s=result.phase_times_s,
-    )
-    found = diagnose(Evidence(seen=seen, world_size=result.world_size, ranks=[ranks], n_blocks=n_blocks), [])
+    found = diagnose(Evidence(seen=_alone(result), world_size=result.world_size, ranks=[ranks], n_blocks=n_blocks), [])
     return next(part.share for part in found.parts if part.name == "communication")
 
 
@@ -198,12 +189,11 @@ def as_data(report: StudyReport, found: Diagnosis, folder: Path) -> dict[str, An
 def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
     """A diagnosis for a terminal."""
     row = next(row for row in report.trials if row["trial"] == found.trial)
-    marks = ", ".join(report.marks().get(found.trial, ()))
+    marks = ", ".join(report.marks.get(found.trial, ()))
     yield f"trial {found.trial}: {words(row['candidate'])}" + (f" ({marks})" if marks else "")
     yield f"bound by {found.bound_by}" if found.bound_by else "what bounds it is not known"
     yield ""
-    times = [part.seconds for part in found.parts if part.seconds]
-    scale = metric_scale("step_time_s", times)
+    scale = metric_scale("step_time_s", [part.seconds for part in found.parts if part.seconds])
     cells = [("part of the step", "share", scale.unit, "how it is known")]
     for part in found.parts:
         share = "-" if part.share is None else f"{part.share:.0%}" if part.share >= 0.005 else "0%"
@@ -240,7 +230,5 @@ def trace_lines(folder: Path, number: int, world_size: int) -> Iterator[str]:
 
 
 def _advice(each: Advice) -> str:
-    return (
-        f"{each.knob} {level_text(each.value)} instead of {level_text(each.before)}: {each.factor:.2f}x the"
-        f" throughput ({each.why})"
-    )
+    change = f"{each.knob} {level_text(each.value)} instead of {level_text(each.before)}"
+    return f"{change}: {times(each.factor)} the throughput ({each.why})"

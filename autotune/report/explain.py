@@ -7,33 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from optuna.study import Study
 
 from autotune.errors import UserError
-from autotune.report.data import StudyReport, metric_scale, quantity
-from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.report.data import StudyReport, differences, metric_scale, quantity, times
+from autotune.report.expectations import Expectations
+from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
-from autotune.search.model import RAN, Observation
-from autotune.search.optimizer import chance_needed
-from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.model import RAN
 from autotune.space.candidate import Candidate, check_knob, check_value
 from autotune.space.deepspeed import Scalar, check_setting
-from autotune.space.legality import why_illegal
-from autotune.space.space import SearchSpace
 from autotune.study.spec.yaml_file import read_value
-from autotune.study.storage import records
-from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.system.units import format_bytes
 from autotune.trial.result import Outcome
 
-INTERVAL = 1.645
-NEAREST = 3
-# Predicted gains closer to 1 than this are no reason for anything.
-NOTHING = 0.01
+NEAREST = 3  # trials shown beside a configuration that was not run
+NOTHING = 0.01  # a predicted gain of 1 % is no reason for anything
 SURE = 0.99
-Floats = NDArray[np.float64]
+SHOWN = tuple(dict.fromkeys(PICKS.values()))  # metrics of a trial that are shown, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +58,17 @@ class Explanation:
         found = [self.question, "", self.answer]
         if self.predicted:
             found += ["", "predicted (90 % interval):"]
-            for metric, said in self.predicted.items():
-                scale = metric_scale(metric, [said["value"]])
-                ratio = f", {said['ratio']:.2f}x the recommended one's" if "ratio" in said else ""
-                label = METRICS[metric].label
-                found.append(
-                    f"  {label}: {scale.quantity(said['value'])} ({scale.number(said['low'])} to"
-                    f" {scale.number(said['high'])}){ratio}"
-                )
+        for metric, said in self.predicted.items():
+            scale = metric_scale(metric, [said["value"]])
+            ratio = f", {times(said['ratio'])} the recommended one's" if "ratio" in said else ""
+            span = scale.interval(said["low"], said["high"], " to ")
+            found.append(f"  {METRICS[metric].label}: {scale.quantity(said['value'])} ({span}){ratio}")
         if self.measured:
             found += ["", "measured:"]
-            for m in self.measured:
-                found.append(
-                    f"  trial {m['trial']}: {m['outcome']}{_figures(m['metrics'])};"
-                    f" {', '.join(m['differs']) or 'the same'}"
-                )
+        for m in self.measured:
+            figures = [quantity(name, m["metrics"][name]) for name in SHOWN if name in m["metrics"]]
+            end = ", ".join([f"trial {m['trial']}: {m['outcome']}", *figures])
+            found.append(f"  {end}; {', '.join(m['differs']) or 'the same'}")
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
 
 
@@ -107,7 +94,7 @@ def read_setting(text: str) -> tuple[str, Scalar]:
 
 
 class Evidence:
-    """A study and the expectations that its trials justify for any configuration.
+    """Answers to questions about a study's recommendation, from its trials and from what they justify to expect.
 
     Args:
         study: The Optuna study.
@@ -118,150 +105,96 @@ class Evidence:
     """
 
     def __init__(self, study: Study, report: StudyReport) -> None:
-        kept = records.record(study)
-        if kept is None or kept.search is None:
-            raise StoreError(
-                f"study {study.study_name!r} was made by an earlier version, which kept too little to explain it"
-            )
-        self.kept: StudyRecord = kept
-        self.report, self.setting = report, kept.search.setting
-        space = SearchSpace.parse(kept.search.space, f"study {study.study_name}")
-        self.space = replace(space, samples_per_rank=kept.search.samples_per_rank)
-        self.baseline = Candidate.from_key(kept.baseline)
-        self.sampler = PhysicsSampler(
-            self.space,
-            self.baseline,
-            self.setting,
-            0,
-            prior=generic_prior(kept.workload, self.setting),
-            metrics=[o.metric for o in kept.objectives],
-            memory_limit_bytes=kept.search.memory_limit_bytes,
-            bounds=kept.search.bounds,
-        )
-        self.told: list[Observation] = self.sampler.told(study)
+        self.expected = Expectations(study)
+        self.report = report
         self.trials = [trial for trial in report.trials if trial["metrics"] or trial["outcome"] != Outcome.COMPLETE]
         pick = report.picks.get("recommended")
         self.recommended = Candidate.of(pick["candidate"]) if pick else None
         self.best: Mapping[str, float] = pick["metrics"] if pick else {}
 
-    # Questions
-
     def choice(self) -> Explanation:
         """Why the recommended configuration, knob by knob."""
         if self.recommended is None:
-            return Explanation(
-                question="Why is nothing recommended?",
-                answer=f"{self.report.why_nothing.capitalize()}.",
-                reasons=self._scope(),
-            )
+            answer = f"{self.report.why_nothing.capitalize()}."
+            return Explanation(question="Why is nothing recommended?", answer=answer, reasons=self._scope())
         pick = self.report.picks["recommended"]
-        now, before = self.recommended.values(), self.baseline.values()
-        changed = [name for name in dict.fromkeys([*before, *now]) if now.get(name) != before.get(name)]
-        reasons = [self._without(name, now.get(name), before.get(name)) for name in changed]
+        changed = differences(self.recommended.values(), self.expected.baseline.values())
+        reason = pick["reasons"][0] if pick["reasons"] else "the best compromise of the objectives"
         return Explanation(
             question=f"Why is {self.recommended.describe()} (trial {pick['trial']}) recommended?",
-            answer=f"It is {pick['reasons'][0]}."
-            if pick["reasons"]
-            else "It is the best compromise of the objectives.",
+            answer=f"It is {reason}.",
             candidate=self.recommended.values(),
-            predicted=self._predicted(self.recommended),
+            predicted=self.expected.predicted(self.recommended, self.best),
             measured=_nearest(self.trials, self.recommended),
-            reasons=[*reasons, *self._scope()],
+            reasons=[*(self._without(self.recommended, *change) for change in changed), *self._scope()],
         )
 
     def what_if(self, name: str, value: Scalar) -> Explanation:
         """The recommended configuration (the baseline where there is none) with one knob changed."""
-        start = self.recommended or self.baseline
-        changed = _changed(self.space, start, name, value)
+        start = self.recommended or self.expected.baseline
+        changed = self.expected.changed(start, name, value)
         what = "the recommended configuration" if self.recommended else "the baseline"
         question = f"What if {name} were {_said(value)} in {what}?"
         if changed == start:
-            return Explanation(
-                question=question,
-                answer=f"It is: {start.describe()}.",
-                candidate=start.values(),
-                measured=_nearest(self.trials, start),
-            )
-        reason = why_illegal(changed, self.setting)
-        if reason is not None:
-            return Explanation(question=question, answer=f"It cannot run here: {reason}.", candidate=changed.values())
-        return self._judged(question, changed)
+            answer, near = f"It is: {start.describe()}.", _nearest(self.trials, start)
+            return Explanation(question=question, answer=answer, candidate=start.values(), measured=near)
+        return self._illegal(question, changed) or self._judged(question, changed)
 
     def why_not(self, name: str, value: Scalar) -> Explanation:
         """Why nothing with that value is recommended: the best configuration that has it."""
         question = f"Why not {name} = {_said(value)}?"
-        if self.recommended is not None and self.recommended.values().get(name) == value:
-            return Explanation(
-                question=question,
-                answer=f"It is recommended: {self.recommended.describe()}.",
-                candidate=self.recommended.values(),
-            )
-        guide = self.sampler.guide
-        pool = [
-            c
-            for c in guide.catalogue.candidates
-            if c.values().get(name) == value and why_illegal(c, self.setting) is None
-        ]
+        best = self.recommended
+        if best is not None and best.values().get(name) == value:
+            answer = f"It is recommended: {best.describe()}."
+            return Explanation(question=question, answer=answer, candidate=best.values())
+        having = [candidate for candidate in self.expected.candidates if candidate.values().get(name) == value]
+        pool = [candidate for candidate in having if self.expected.why_illegal(candidate) is None]
         if not pool:
-            alone = _changed(self.space, self.recommended or self.baseline, name, value)
-            reason = why_illegal(alone, self.setting)
-            if reason is not None:
-                return Explanation(question=question, answer=f"It cannot run here: {reason}.", candidate=alone.values())
+            alone = self.expected.changed(best or self.expected.baseline, name, value)
+            if (refused := self._illegal(question, alone)) is not None:
+                return refused
             said = self._judged(question, alone)
             return replace(said, answer=f"The space of this study does not hold it. {said.answer}")
-        believed = self.sampler.guide.beliefs(self.told, pool)
-        fits = [c for c, chance in zip(pool, believed.fits, strict=True) if chance >= chance_needed(self.told)]
-        if not fits:
-            least = format_bytes(math.exp(float(believed.log_memory[0].min())))
-            answer = (
-                f"No candidate with it fits: the smallest is predicted to need {least}, a rank has {self._limit()}."
-            )
-            return Explanation(question=question, answer=answer)
+        fitting, least = self.expected.fitting(pool)
+        if not fitting:
+            needed = f"predicted to need {least}, a rank has {self.expected.memory_limit}"
+            return Explanation(question=question, answer=f"No candidate with it fits: the smallest is {needed}.")
         ended = {Candidate.of(trial["candidate"]): trial["outcome"] for trial in self.trials}
-        hopeful = [c for c in fits if ended.get(c, Outcome.COMPLETE) in RAN]
+        hopeful = [candidate for candidate in fitting if ended.get(candidate, Outcome.COMPLETE) in RAN]
         if not hopeful:
-            ends = ", ".join(sorted({str(ended[c]) for c in fits}))
-            return Explanation(
-                question=question,
-                answer=f"No candidate with it completed: {ends}.",
-                measured=_nearest(self.trials, fits[0]),
-            )
-        said = self._judged(question, hopeful[int(np.argmax(self._gains(hopeful)))])
-        ran = [trial for trial in self.trials if trial["outcome"] in RAN]
-        n_with = sum(trial["candidate"].get(name) == value for trial in ran)
-        return replace(
-            said,
-            reasons=[
-                f"{n_with} of the {len(ran)} trials that ran had it; this is the best that is expected of it",
-                *said.reasons,
-            ],
-        )
+            ends, near = {str(ended[candidate]) for candidate in fitting}, _nearest(self.trials, fitting[0])
+            answer = f"No candidate with it completed: {', '.join(sorted(ends))}."
+            return Explanation(question=question, answer=answer, measured=near)
+        said = self._judged(question, self.expected.most_promising(hopeful))
+        n_with, n_ran = self._n_ran(name, value), sum(trial["outcome"] in RAN for trial in self.trials)
+        scope = f"{n_with} of the {n_ran} trials that ran had it; this is the best that is expected of it"
+        return replace(said, reasons=[scope, *said.reasons])
 
-    # Evidence
+    def _illegal(self, question: str, candidate: Candidate) -> Explanation | None:
+        if (reason := self.expected.why_illegal(candidate)) is None:
+            return None
+        answer = f"It cannot run here: {reason}."
+        return Explanation(question=question, answer=answer, candidate=candidate.values())
 
     def _judged(self, question: str, candidate: Candidate) -> Explanation:
         """A configuration that can run, against the recommended one."""
-        believed, near = self.sampler.guide.beliefs(self.told, [candidate]), _nearest(self.trials, candidate)
-        predicted, fits, words = self._predicted(candidate), float(believed.fits[0]), candidate.describe()
+        near, fits = _nearest(self.trials, candidate), self.expected.fits(candidate)
+        predicted, words = self.expected.predicted(candidate, self.best), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
-            answer = (
-                f"{words} was tried in trial {exact['trial']} and ended with {exact['outcome']}: {exact['reason']}."
-            )
+            answer = f"was tried in trial {exact['trial']} and ended with {exact['outcome']}: {exact['reason']}"
         elif exact is not None:
-            ratios = {
-                m: exact["metrics"][m] / value for m, value in self.best.items() if exact["metrics"].get(m) and value
-            }
-            answer = f"{words} was measured in trial {exact['trial']}: {self._verdict(ratios)}."
-        elif fits < chance_needed(self.told):
+            own = exact["metrics"]
+            ratios = {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
+            answer = f"was measured in trial {exact['trial']}: {self._verdict(ratios)}"
+        elif fits < self.expected.least_chance:
             low, high = (format_bytes(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
-            answer = f"{words} would not fit: predicted to need {low} to {high}, a rank has {self._limit()}."
+            answer = f"would not fit: predicted to need {low} to {high}, a rank has {self.expected.memory_limit}"
         else:
-            ratios = {m: said["ratio"] for m, said in predicted.items() if "ratio" in said}
-            answer = f"{words} was not run; predicted: {self._verdict(ratios)}."
+            answer = f"was not run; predicted: {self._verdict(_ratios(predicted))}"
         return Explanation(
             question=question,
-            answer=answer,
+            answer=f"{words} {answer}.",
             candidate=candidate.values(),
             predicted=predicted,
             fits=fits,
@@ -273,159 +206,78 @@ class Evidence:
         """A configuration's metrics, as multiples of the recommended one's, in words."""
         if self.recommended is None or not ratios:
             return "there is no recommendation to compare it with"
-        gain = self._compromise(ratios)
-        objectives = [o.metric for o in self.kept.objectives if o.metric in ratios]
-        better = [METRICS[m].label for m in objectives if _better(m, ratios[m]) > NOTHING]
-        worse = [METRICS[m].label for m in objectives if _better(m, ratios[m]) < -NOTHING]
+        gains = {
+            o.metric: _log_gain(o.metric, ratios[o.metric]) for o in self.expected.objectives if o.metric in ratios
+        }
+        better = [METRICS[metric].label for metric, gain in gains.items() if gain > NOTHING]
+        worse = [METRICS[metric].label for metric, gain in gains.items() if gain < -NOTHING]
         parts = [f"{word} {' and '.join(names)}" for names, word in ((better, "better"), (worse, "worse")) if names]
-        return (
-            f"{math.exp(gain):.2f}x the recommended one as a compromise of the objectives"
-            f" ({', '.join(parts) or 'all about equal'})"
-        )
+        factor, said = times(math.exp(self._compromise(ratios))), ", ".join(parts) or "all about equal"
+        return f"{factor} the recommended one as a compromise of the objectives ({said})"
 
     def _compromise(self, ratios: Mapping[str, float]) -> float:
         """Logarithm of the weighted geometric mean of the gains over the recommended configuration."""
-        weighed = [(o.weight, _better(o.metric, ratios[o.metric])) for o in self.kept.objectives if o.metric in ratios]
-        return sum(weight * gain for weight, gain in weighed) / sum(weight for weight, _ in weighed) if weighed else 0.0
+        shown = [objective for objective in self.expected.objectives if objective.metric in ratios]
+        total = sum(objective.weight * _log_gain(objective.metric, ratios[objective.metric]) for objective in shown)
+        return total / sum(objective.weight for objective in shown) if shown else 0.0
 
-    def _gains(self, candidates: Sequence[Candidate]) -> Floats:
-        """The predicted gain of many candidates, up to a constant."""
-        logs = self._logs(candidates)
-        total = np.zeros(len(candidates))
-        for o in self.kept.objectives:
-            if o.metric in logs:
-                total += o.weight * (
-                    logs[o.metric][0] if METRICS[o.metric].direction == "maximize" else -logs[o.metric][0]
-                )
-        return total
-
-    def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:
-        """Logarithms of the metrics of candidates, as means and standard deviations."""
-        said = self.sampler.guide.beliefs(self.told, candidates)
-        batch = np.log([c.global_batch_size(self.setting.world_size) for c in candidates])
-        (time, time_sd), (samples, samples_sd) = said.log_step_time, said.log_samples
-        logs = {
-            "step_time_s": (time, time_sd),
-            "samples_per_s": (batch - time, time_sd),
-            "peak_memory_bytes": said.log_memory,
-        }
-        if any(o.metric == "time_to_loss_s" for o in self.kept.objectives):
-            logs["time_to_loss_s"] = time + samples - batch, np.hypot(time_sd, samples_sd)
-        if any(o.metric == GOODPUT for o in self.kept.objectives):
-            logs[GOODPUT] = batch - time - said.log_useful[0], np.hypot(time_sd, said.log_useful[1])
-        return logs
-
-    def _predicted(self, candidate: Candidate) -> dict[str, dict[str, float]]:
-        found = {}
-        for metric, (means, sds) in self._logs([candidate]).items():
-            mean, sd = float(means[0]), float(sds[0])
-            low, high = (math.exp(mean + sign * INTERVAL * sd) for sign in (-1, 1))
-            found[metric] = {"value": math.exp(mean), "low": low, "high": high}
-            if self.best.get(metric):
-                found[metric]["ratio"] = math.exp(mean) / self.best[metric]
-        return found
-
-    def _limit(self) -> str:
-        assert self.kept.search is not None
-        return format_bytes(self.kept.search.memory_limit_bytes or 0.0)
-
-    def _without(self, name: str, now: Scalar, before: Scalar) -> str:
+    def _without(self, best: Candidate, name: str, before: Scalar, now: Scalar) -> str:
         """The effect of one of the recommended configuration's changes, as the loss without it."""
-        assert self.recommended is not None
-        other = _changed(self.space, self.recommended, name, before)
+        other = self.expected.changed(best, name, before)
         change = f"{name} {_said(now)} instead of {_said(before)}"
-        reason = why_illegal(other, self.setting)
-        if other == self.recommended or reason is not None:
+        reason = self.expected.why_illegal(other)
+        if other == best or reason is not None:
             return f"{change}: goes with the others" + (f" ({reason})" if reason else "")
-        ratios = {m: said["ratio"] for m, said in self._predicted(other).items() if "ratio" in said}
+        ratios = _ratios(self.expected.predicted(other, self.best))
         gain = self._compromise(ratios)
-        n_with, n_other = (
-            sum(trial["candidate"].get(name) == value and trial["outcome"] in RAN for trial in self.trials)
-            for value in (now, before)
-        )
-        effect = (
-            "undone it is predicted to be as good"
-            if abs(gain) < NOTHING
-            else f"undone it is predicted to be {math.exp(gain):.2f}x as good"
-        )
-        figures = ", ".join(
-            f"{METRICS[m].label} {ratio:.2f}x" for m, ratio in ratios.items() if abs(math.log(ratio)) >= NOTHING
-        )
-        return (
-            f"{change}: {effect}{f' ({figures})' if figures else ''}; {n_with} trials had it, {n_other} {_said(before)}"
-        )
+        good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
+        moved = [
+            f"{METRICS[name].label} {times(ratio)}" for name, ratio in ratios.items() if abs(math.log(ratio)) >= NOTHING
+        ]
+        figures = f" ({', '.join(moved)})" if moved else ""
+        n_now, n_before = self._n_ran(name, now), self._n_ran(name, before)
+        tried = f"{n_now} trials had it, {n_before} {_said(before)}"
+        return f"{change}: undone it is predicted to be {good}{figures}; {tried}"
+
+    def _n_ran(self, name: str, value: Scalar) -> int:
+        return sum(trial["candidate"].get(name) == value and trial["outcome"] in RAN for trial in self.trials)
 
     def _scope(self) -> list[str]:
         """The number of trials behind the answer, and how well they predict each other."""
-        outlook = self.sampler.guide.outlook(self.told)
+        outlook, n_seen = self.expected.outlook, len(self.expected.candidates)
         ran = sum(trial["outcome"] in RAN for trial in self.trials)
-        said = [
-            f"{ran} configurations ran, of {len(self.sampler.guide.catalogue.candidates):,} that the search looked at"
-        ]
+        said = [f"{ran} configurations ran, of {n_seen:,} that the search looked at"]
         if outlook.covered > 0:
-            said.append(
-                f"{outlook.covered:.0%} of the step times lie in the 90 % interval in which the other trials"
-                " foretell them"
-            )
+            where = "lie in the 90 % interval in which the other trials foretell them"
+            said.append(f"{outlook.covered:.0%} of the step times {where}")
         if all(map(math.isfinite, outlook.gains.values())) and outlook.gains:
-            gains = ", ".join(f"{METRICS[m].label} {gain:.1%}" for m, gain in outlook.gains.items())
+            gains = ", ".join(f"{METRICS[metric].label} {gain:.1%}" for metric, gain in outlook.gains.items())
             said.append(f"the largest improvement that is still expected of a candidate: {gains}")
         return said
 
 
-def _changed(space: SearchSpace, start: Candidate, name: str, value: Scalar) -> Candidate:
-    """A configuration with one knob set; None removes the knob."""
-    values = start.values()
-    if value is None:
-        values.pop(name, None)
-    else:
-        values[name] = value
-    if space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
-        values["gradient_accumulation_steps"] = max(1, space.samples_per_rank // value)
-    changed = Candidate.of(values)
-    # Knobs whose condition no longer holds are dropped.
-    return space.candidate(space.values_of(changed), changed)
+def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {metric: said["ratio"] for metric, said in predicted.items() if "ratio" in said}
 
 
 def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:
     """The trials of a configuration, or else those that differ least from it."""
-    values = candidate.values()
-
-    def differs(trial: Mapping[str, Any]) -> list[str]:
+    values, found = candidate.values(), []
+    for trial in trials:
         other = trial["candidate"]
-        names = dict.fromkeys([*values, *other])
-        return [f"{n} {_said(other.get(n))}" for n in names if values.get(n) != other.get(n)]
-
-    def distance(trial: Mapping[str, Any]) -> float:
-        batches = [
-            abs(math.log2(trial["candidate"][n] / getattr(candidate, n)))
-            for n in ("micro_batch_size", "gradient_accumulation_steps")
-        ]
-        return len(differs(trial)) + 0.5 * sum(batches)
-
-    ordered = sorted(trials, key=lambda trial: (distance(trial), trial["trial"]))
-    exact = [trial for trial in ordered if not differs(trial)]
-    return [
-        {
-            "trial": t["trial"],
-            "outcome": t["outcome"],
-            "reason": t["reason"],
-            "metrics": t["metrics"],
-            "differs": differs(t),
-        }
-        for t in (exact or ordered)[:NEAREST]
-    ]
+        differs = [f"{name} {_said(own)}" for name, _, own in differences(other, values)]
+        steps = sum(abs(math.log2(other[n] / values[n])) for n in ("micro_batch_size", "gradient_accumulation_steps"))
+        data = {name: trial[name] for name in ("trial", "outcome", "reason", "metrics")} | {"differs": differs}
+        found.append((len(differs) + 0.5 * steps, data))
+    found.sort(key=lambda each: (each[0], each[1]["trial"]))
+    exact = [data for distance, data in found if distance == 0]
+    return (exact or [data for _, data in found])[:NEAREST]
 
 
-def _better(metric: str, ratio: float) -> float:
+def _log_gain(metric: str, ratio: float) -> float:
     """Logarithm of the gain; above 0 is better."""
     return -math.log(ratio) if METRICS[metric].direction == "minimize" else math.log(ratio)
 
 
 def _said(value: Any) -> str:
     return "the default" if value is None else str(value)
-
-
-def _figures(metrics: Mapping[str, float]) -> str:
-    shown = [m for m in dict.fromkeys([*PICKS.values()]) if m in metrics]
-    return "".join(f", {quantity(m, metrics[m])}" for m in shown)

@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.errors import UserError, nearest
 from autotune.report.data import StudyReport
-from autotune.report.script_changes import every_nth
+from autotune.report.script_changes import DTYPES, every_nth
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, without_auto
 from autotune.study.storage.records import StoreError
@@ -29,7 +29,6 @@ from autotune.trial.command import (
     without_flag,
 )
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
 # (HfTrainerDeepSpeedConfig.trainer_config_process).
 HF_TWINS = {
@@ -38,16 +37,13 @@ HF_TWINS = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
 }
-
-
 TRAINING_FIELDS = {
     "--per_device_train_batch_size": "micro_batch_size",
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-# Side changes that begin so are flags, and so stand in the command already; the second where TrainingArguments are
-# parsed.
-CARRIED = ("Command line:",)
 RATE_FLAG = "--learning_rate"
+# Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
+CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
 
 
@@ -151,29 +147,24 @@ def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: in
     states.
     """
     config = deepspeed_config(pick, base)
-    comments = [
-        "Use: accelerate launch --config_file accelerate.yaml train.py",
-        "Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after"
-        " deepspeed_config_file.",
-        *notes(pick, base, "accelerate"),
-    ]
-    lines = [f"# {text}" for text in comments]
-    lines += [
-        "compute_environment: LOCAL_MACHINE",
-        "distributed_type: DEEPSPEED",
-        "deepspeed_config:",
-        "  deepspeed_config_file: |-",
-    ]
-    lines += [f"    {line}" for line in json.dumps(config, indent=2, allow_nan=False).splitlines()]
-    lines += [f"  zero3_init_flag: {str(config['zero_optimization']['stage'] == 3).lower()}"]
-    lines += [
-        "machine_rank: 0",
-        "main_training_function: main",
-        "num_machines: 1",
-        f"num_processes: {world_size}",
-        "use_cpu: false",
-    ]
-    return "\n".join(lines) + "\n"
+    inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
+    comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate"))
+    return f"""\
+# Use: accelerate launch --config_file accelerate.yaml train.py
+# Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
+{comments}\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: |-
+    {inner}
+  zero3_init_flag: {str(config["zero_optimization"]["stage"] == 3).lower()}
+machine_rank: 0
+main_training_function: main
+num_machines: 1
+num_processes: {world_size}
+use_cpu: false
+"""
 
 
 def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
@@ -181,6 +172,7 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
     if started is None:
         raise ExportError("the study tuned a model.py, which no command line starts; use --format deepspeed")
     candidate, how, flags = Candidate.of(pick["candidate"]), started.invocation, started.flags
+    changes = pick.get("script_side_changes", ())
     values = template_values(candidate.values()) | {DS_CONFIG: EXPORTED_CONFIG}
     arguments: tuple[str, ...] = how.arguments
     for name, value in candidate.values().items():
@@ -189,43 +181,48 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
     carried: tuple[str, ...] = CARRIED
     if "bf16" in flags:
         carried += CARRIED_BY_TRAINING_ARGUMENTS
-        for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
-            arguments = without_flag(arguments, flags.get(name, ()))
-        for flag, *rest in _training_flags(candidate):
-            stays = started.baseline.get(TRAINING_FIELDS.get(flag, "")) == values.get(TRAINING_FIELDS.get(flag, ""), "")
-            if not stays or has_flag(arguments, (flag,)):
-                arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
-        if (rate := training_rate(deepspeed_config(pick, base))) != training_rate(
-            dict(base)
-        ):  # transformers refuses a JSON that differs
-            arguments = with_flag(arguments, flags.get("learning_rate") or (RATE_FLAG,), str(rate))
+        arguments = _with_training_flags(arguments, pick, base, started, values)
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
-    shown = templates_in([*arguments, *how.environment.values()])
-    by_accelerate = any(
-        text.startswith("DeepSpeed:") and "accelerate launch" in text for text in pick.get("script_side_changes", ())
-    )
-    if by_accelerate or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
+    if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         carried += ("DeepSpeed:",)
         comments = ["accelerate.yaml is the same pick in the format `accelerate`."]
         launcher = ["accelerate", "launch", "--config_file", "accelerate.yaml"]
     elif "deepspeed" in flags or DS_CONFIG in flags:
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], EXPORTED_CONFIG)
-    elif DS_CONFIG not in shown:
-        source = (
-            f"{started.config_source}, which the script reads"
-            if started.config_source
-            else "the configuration in the script"
-        )
+    elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]):
+        file = started.config_source
+        source = f"{file}, which the script reads" if file else "the configuration in the script"
         comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
     more, command = pasted(how, arguments, values, world_size, launcher)
+    comments += more
     if redaction.holds_mask(command):
-        more = [
-            *more,
-            f"{redaction.HIDDEN} stands for a secret, which autotune does not keep: put it back, or leave it to the"
-            " environment.",
-        ]
-    comments += more + [text for text in pick.get("script_side_changes", ()) if not text.startswith(carried)]
+        hidden = f"{redaction.HIDDEN} stands for a secret, which autotune does not keep"
+        comments.append(f"{hidden}: put it back, or leave it to the environment.")
+    comments += [text for text in changes if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
+
+
+def _with_training_flags(
+    arguments: tuple[str, ...],
+    pick: Mapping[str, Any],
+    base: Mapping[str, Any],
+    started: Started,
+    values: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """The arguments with the flags of TrainingArguments that the pick needs, and without those of the baseline."""
+    flags = started.flags
+    for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
+        arguments = without_flag(arguments, flags.get(name, ()))
+    for flag, *rest in _training_flags(Candidate.of(pick["candidate"])):
+        field = TRAINING_FIELDS.get(flag, "")
+        stays = started.baseline.get(field) == values.get(field, "")
+        if not stays or has_flag(arguments, (flag,)):
+            arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
+    rate = training_rate(deepspeed_config(pick, base))
+    if rate != training_rate(dict(base)):  # transformers refuses a JSON that differs from the flag
+        arguments = with_flag(arguments, flags.get("learning_rate") or (RATE_FLAG,), str(rate))
+    return arguments
 
 
 def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> str:
@@ -293,38 +290,27 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, Started 
 def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list[str]:  # noqa: A002
     """What someone who uses the exported text has to know and cannot read in it."""
     config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
-    found = []
-    if format == "accelerate":
-        found.append(
-            f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states the micro-batch, it does"
-            " not set it."
-        )
-        if candidate.checkpoint_every:
-            found.append(
-                f"Recompute the activations of {every_nth(candidate.checkpoint_every)} block in the script: no key"
-                " of this file does."
-            )
-        if "optimizer" in config:
-            found.append(
-                "The JSON makes the optimizer: the script passes accelerate.utils.DummyOptim instead of its own."
-            )
-        if "scheduler" in config:
-            found.append(
-                "The JSON makes the scheduler: the script passes accelerate.utils.DummyScheduler instead of its own."
-            )
-    if format == "hf-args":
-        found.append("ds_config.json is the same pick in the format `deepspeed`.")
-        if candidate.checkpoint_every > 1:
-            found.append(
-                "Recomputing every k-th layer needs transformers 5; with older ones every layer:"
-                " --gradient_checkpointing."
-            )
-        if _at(config, "scheduler.params.total_num_steps") or _at(config, "scheduler.params.warmup_num_steps"):
-            found.append(
-                'The JSON fixes the scheduler steps: set them to "auto", or transformers refuses other --max_steps'
-                " or --warmup_steps."
-            )
-    return found
+    every, scheduler = candidate.checkpoint_every, _at(config, "scheduler.params") or {}
+    loader = f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states it and does not set it."
+    recompute = f"Recompute the activations of {every_nth(every)} block in the script: no key of this file does."
+    made = "The JSON makes the {}: the script passes accelerate.utils.Dummy{} in place of the script's."
+    newer = "Recomputing every k-th layer needs transformers 5; with older ones every layer: --gradient_checkpointing."
+    fixed = 'set them to "auto", or transformers refuses other --max_steps or --warmup_steps.'
+    steps = scheduler.get("total_num_steps") or scheduler.get("warmup_num_steps")
+    said: dict[str, list[tuple[Any, str]]] = {
+        "accelerate": [
+            (True, loader),
+            (every > 0, recompute),
+            ("optimizer" in config, made.format("optimizer", "Optim")),
+            ("scheduler" in config, made.format("scheduler", "Scheduler")),
+        ],
+        "hf-args": [
+            (True, "ds_config.json is the same pick in the format `deepspeed`."),
+            (every > 1, newer),
+            (steps, f"The JSON fixes the scheduler steps: {fixed}"),
+        ],
+    }
+    return [text for applies, text in said.get(format, []) if applies]
 
 
 def export_pick(report: StudyReport, pick: str | None, number: int | None, form: str) -> Exported:
@@ -364,26 +350,17 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
     Raises:
         StoreError: There is no such pick or trial; it lists those there are.
     """
+    name, picks, baseline = report.name, report.picks, report.baseline
     if number is not None:
-        row = next((row for row in report.trials if row["trial"] == number), None)
-        if row is None:
+        every = [*picks.values(), *report.front, *report.trials]
+        found = next((point for point in every if point["trial"] == number), None)
+        if found is None:
             numbers = [row["trial"] for row in report.trials]
-            raise StoreError(
-                f"study {report.study['name']!r} has no told trial {number}; it has {min(numbers)} to {max(numbers)}"
-                if numbers
-                else "it has none"
-            )
-        every = [*report.recommended["picks"].values(), *report.front]
-        known = next((p for p in every if p["trial"] == number), None)
-        return dict(known or row)
-    picks = report.recommended["picks"]
-    name = pick or "recommended"
-    if name == "baseline" and report.recommended["baseline"]:
-        return dict(report.recommended["baseline"])
-    if name not in picks:
-        known_names = ", ".join([*picks, *(["baseline"] if report.recommended["baseline"] else [])])
-        raise StoreError(
-            f"study {report.study['name']!r} has no pick {name!r}. Known:"
-            f" {known_names or 'none, since no trial completed'}"
-        )
-    return dict(picks[name])
+            known = f"it has {min(numbers)} to {max(numbers)}" if numbers else "it has none"
+            raise StoreError(f"study {name!r} has no told trial {number}; {known}")
+        return dict(found)
+    named = dict(picks) | ({"baseline": baseline} if baseline else {})
+    if (pick or "recommended") not in named:
+        known = ", ".join(named) or "none, since no trial completed"
+        raise StoreError(f"study {name!r} has no pick {pick or 'recommended'!r}. Known: {known}")
+    return dict(named[pick or "recommended"])

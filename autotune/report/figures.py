@@ -6,13 +6,14 @@ Colours can be read on a light and on a dark ground. All traces are scatter or b
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
 from autotune.report import series
-from autotune.report.data import Data, StudyReport, metric_scale, words
+from autotune.report.data import Data, StudyReport, metric_scale
 from autotune.report.series import level_text, rounded
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import Scale
@@ -25,31 +26,34 @@ CYCLE = (BLUE, "#0f9b88", ORANGE, "#9a6bd6", RED, GREY)
 # An axis is logarithmic where the values span more than this factor: most trials would crowd into a corner otherwise.
 LOG_FROM = 10.0
 MOST_EFFECTS = 8
+LEAST_EXPLAINED = 0.1  # share of the spread from which on the effects of knobs are shown
+
+
+def scatter(name: str, x: Sequence[Any], y: Sequence[Any], mode: str = "lines", hover: str = "", **more: Any) -> Trace:
+    """A trace; without a hover template it says nothing when the pointer is over it."""
+    said = {"hovertemplate": f"{hover}<extra></extra>"} if hover else {"hoverinfo": "skip"}
+    return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, **said, **more}
+
+
+def figure(traces: Sequence[Trace], xaxis: Data, yaxis: Data) -> Figure:
+    """A figure of the traces that hold something."""
+    return {"data": [trace for trace in traces if trace["x"]], "layout": {**layout(), "xaxis": xaxis, "yaxis": yaxis}}
 
 
 def effects(report: StudyReport) -> Figure:
     """The share of each objective's spread that goes with each knob."""
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": METRICS[found.metric].label,
-            "marker": {"color": CYCLE[i % len(CYCLE)]},
-            "x": [rounded(100 * effect.share) for effect in found.knobs[:MOST_EFFECTS]],
-            "y": [effect.knob.rsplit(".", 1)[-1] for effect in found.knobs[:MOST_EFFECTS]],
-            "hovertext": [
-                "<br>".join(f"{escape(level_text(level.value))}: {level.factor - 1:+.0%}" for level in effect.levels)
-                for effect in found.knobs[:MOST_EFFECTS]
-            ],
-        }
-        for i, found in enumerate(report.effects)
-        if found.explained >= 0.1
-    ]
-    yaxis = {"autorange": "reversed", "automargin": True}
-    return {
-        "data": traces,
-        "layout": {**layout(), "xaxis": axis("share of the spread (%)"), "yaxis": yaxis, "hovermode": "closest"},
-    }
+    traces = []
+    for i, found in enumerate(report.effects):
+        shown = found.knobs[:MOST_EFFECTS]
+        levels = (
+            "<br>".join(f"{escape(level_text(level.value))}: {level.factor - 1:+.0%}" for level in effect.levels)
+            for effect in shown
+        )
+        bar: Trace = {"type": "bar", "orientation": "h", "name": METRICS[found.metric].label, "hovertext": list(levels)}
+        bar |= {"marker": {"color": CYCLE[i % len(CYCLE)]}, "x": [rounded(100 * effect.share) for effect in shown]}
+        bar["y"] = [effect.knob.rsplit(".", 1)[-1] for effect in shown]
+        traces += [bar] if found.explained >= LEAST_EXPLAINED else []
+    return figure(traces, axis("share of the spread (%)"), {"autorange": "reversed", "automargin": True})
 
 
 def progress(
@@ -67,101 +71,65 @@ def progress(
         points: `series.progress` of the report, where several figures are made of it.
     """
     points = points or series.progress(report)
-    unit = (
-        None if metric == "gain" else metric_scale(metric, [p.metrics[metric] for p in points if metric in p.metrics])
-    )
+    seen = [point.metrics[metric] for point in points if metric in point.metrics]
+    unit = None if metric == "gain" else metric_scale(metric, seen)
     smaller = unit is not None and METRICS[metric].direction == "minimize"
-    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
 
     def value(point: series.ProgressPoint) -> float | None:
         own = point.gain if unit is None else point.metrics.get(metric)
         return None if own is None else rounded(own / (unit.factor if unit else 1.0))
 
-    def markers(name: str, shown: Sequence[series.ProgressPoint], y: Sequence[float], marker: Data) -> Trace:
-        hover = [
-            f"{trial_text(p.trial, '', text[p.trial])}<br>{escape(p.outcome)} after {p.ended_s:.0f} s" for p in shown
-        ]
-        return {
-            "type": "scatter",
-            "mode": "markers",
-            "name": name,
-            "x": [place(p) for p in shown],
-            "y": y,
-            "marker": marker,
-            "hovertext": hover,
-            "hovertemplate": "%{hovertext}<br>%{y:.4g}<extra></extra>",
-        }
-
     def place(point: series.ProgressPoint) -> float:
         return point.ended_s if across == "time" else point.trial
 
+    def markers(name: str, shown: Sequence[series.ProgressPoint], y: Sequence[float], marker: Data) -> Trace:
+        texts = [trial_text(report, p.trial, f"<br>{escape(p.outcome)} after {p.ended_s:.0f} s") for p in shown]
+        x, hover = [place(p) for p in shown], "%{hovertext}<br>%{y:.4g}"
+        return scatter(name, x, y, "markers", hover, marker=marker, hovertext=texts)
+
     done = [(point, found) for point in points if (found := value(point)) is not None]
     failed = [point for point in points if value(point) is None]
-    best: list[float] = []
-    for _, found in done:
-        best.append(found if not best else (min if smaller else max)(best[-1], found))
-    line = _best_line([place(point) for point, _ in done] + [place(points[-1])], [*best, *best[-1:]])
-    foot = min((found for _, found in done), default=0.0)
+    values = [found for _, found in done]
+    best = list(itertools.accumulate(values, min if smaller else max))
+    ends = [place(point) for point, _ in done] + [place(points[-1])] if done else []
     cross = {"size": 8, "symbol": "x-thin", "color": GREY, "line": {"width": 1.5, "color": GREY}}
     traces = [
-        line,
-        markers("trial", [point for point, _ in done], [found for _, found in done], {"size": 7, "color": GREY}),
-        markers("no measurement", failed, [foot] * len(failed), cross),
+        scatter("best so far", ends, [*best, *best[-1:]], line={"color": BLUE, "width": 2, "shape": "hv"}),
+        markers("trial", [point for point, _ in done], values, {"size": 7, "color": GREY}),
+        markers("no measurement", failed, [min(values, default=0.0)] * len(failed), cross),
     ]
     title = "gain over the baseline (×)" if unit is None else metric_label(metric, unit)
-    axes = {"xaxis": axis("seconds of trials" if across == "time" else "trial"), "yaxis": axis(title)}
-    return {"data": [trace for trace in traces if trace["x"]], "layout": {**layout(), **axes}}
-
-
-def _best_line(x: Sequence[float], y: Sequence[float]) -> Trace:
-    """The best value so far, up to the last trial; empty if nothing was measured."""
-    style = {"color": BLUE, "width": 2, "shape": "hv"}
-    common = {"type": "scatter", "mode": "lines", "name": "best so far", "hoverinfo": "skip", "line": style}
-    return {**common, "x": x if y else [], "y": y}
+    return figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))
 
 
 def losses(report: StudyReport, across: str = "samples") -> Figure:
     """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named."""
-    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
     traces, n_named = [], 0
     for curve in series.losses(report):
         named, base, best = bool(curve.marks), "baseline" in curve.marks, "recommended" in curve.marks
         n_named += named and not base and not best
         color = BLUE if best else RED if base else CYCLE[1 + n_named % 3] if named else GREY
-        name = ", ".join(curve.marks) or "others"
-        trace: Trace = {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "legendgroup": name,
-            "opacity": 1.0 if named else 0.35,
-            "x": curve.across[across],
-            "y": curve.loss,
-            "line": {
-                "color": color,
-                "width": 3 if best else 2 if named else 1,
-                "dash": "dash" if base and not best else "solid",
-            },
-            "hovertemplate": f"{trial_text(curve.trial, name if named else '', text[curve.trial])}<br>loss"
-            " %{{y:.4g}}<extra></extra>",
+        line = {
+            "color": color,
+            "width": 3 if best else 2 if named else 1,
+            "dash": "dash" if base and not best else "solid",
         }
-        traces.append(trace)
+        name, hover = ", ".join(curve.marks) or "others", f"{trial_text(report, curve.trial)}<br>loss %{{y:.4g}}"
+        style: Trace = {"line": line, "legendgroup": name, "opacity": 1.0 if named else 0.35}
+        traces.append(scatter(name, curve.across[across], curve.loss, hover=hover, **style))
     traces.sort(key=lambda trace: trace["line"]["width"])  # the named ones are drawn last, on top
     for i, trace in enumerate(traces):
         trace["showlegend"] = trace["name"] not in {other["name"] for other in traces[:i]}
     title = {"samples": "samples trained on", "seconds": "seconds of training", "steps": "optimizer steps"}[across]
-    return {"data": traces, "layout": {**layout(), "xaxis": axis(title), "yaxis": axis("training loss")}}
+    return figure(traces, axis(title), axis("training loss"))
 
 
 def steps(report: StudyReport, trials: Iterable[int]) -> Figure:
     """The time of every step of some trials, warm-up dotted; a band reaches to the longest step of each piece."""
     curves = {curve.trial: curve for curve in series.steps(report)}
     found = [curves[trial] for trial in dict.fromkeys(trials) if trial in curves]
-    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
-    traces = [
-        trace for i, curve in enumerate(found) for trace in step_traces(curve, text[curve.trial], CYCLE[i % len(CYCLE)])
-    ]
-    return {"data": traces, "layout": step_layout()}
+    traces = [step_traces(report, curve, CYCLE[i % len(CYCLE)]) for i, curve in enumerate(found)]
+    return {"data": [trace for three in traces for trace in three], "layout": step_layout()}
 
 
 def step_layout() -> Data:
@@ -169,33 +137,18 @@ def step_layout() -> Data:
     return {**layout(), "xaxis": axis("optimizer step"), "yaxis": axis("step time (ms)")}
 
 
-def step_traces(curve: series.StepCurve, configuration: str, color: str) -> list[Trace]:
+def step_traces(report: StudyReport, curve: series.StepCurve, color: str) -> list[Trace]:
     """Three traces for one trial: its longest steps; all pieces, dotted and filled up to them; the counted pieces."""
-    middle = [n * curve.size + (min(curve.size, curve.n - n * curve.size) + 1) / 2 for n in range(len(curve.median_ms))]
-    counted = next((i for i, step in enumerate(middle) if step > curve.n_warmup), len(middle))
-    marks = ", ".join(curve.marks)
-    hover = f"{trial_text(curve.trial, marks, configuration)}<br>step %{{x:.0f}}: %{{y:.4g}} ms<extra></extra>"
-    name = f"trial {curve.trial}{': ' + marks if marks else ''}"
-    common = {"type": "scatter", "mode": "lines", "legendgroup": str(curve.trial), "name": name}
-    faint = {"color": color, "width": 0}
+    x = [n * curve.size + (min(curve.size, curve.n - n * curve.size) + 1) / 2 for n in range(len(curve.median_ms))]
+    counted = next((i for i, step in enumerate(x) if step > curve.n_warmup), len(x))
+    name = f"trial {curve.trial}{': ' + ', '.join(curve.marks) if curve.marks else ''}"
+    hover = f"{trial_text(report, curve.trial)}<br>step %{{x:.0f}}: %{{y:.4g}} ms"
+    line, common = {"color": color, "width": 1.6}, Trace(legendgroup=str(curve.trial))
+    hidden: Trace = common | {"showlegend": False}
     return [
-        {**common, "showlegend": False, "hoverinfo": "skip", "line": faint, "x": middle, "y": curve.longest_ms},
-        {
-            **common,
-            "showlegend": False,
-            "hoverinfo": "skip",
-            "line": {"color": color, "width": 1.6, "dash": "dot"},
-            "fill": "tonexty",
-            "x": middle,
-            "y": curve.median_ms,
-        },
-        {
-            **common,
-            "hovertemplate": hover,
-            "line": {"color": color, "width": 1.6},
-            "x": middle[counted:],
-            "y": curve.median_ms[counted:],
-        },
+        scatter(name, x, curve.longest_ms, line={"color": color, "width": 0}, **hidden),
+        scatter(name, x, curve.median_ms, line=line | {"dash": "dot"}, fill="tonexty", **hidden),
+        scatter(name, x[counted:], curve.median_ms[counted:], hover=hover, line=line, **common),
     ]
 
 
@@ -203,41 +156,22 @@ def forecasts(report: StudyReport, metric: str) -> Figure:
     """Measured against forecast with 90 % intervals; on the dashed line the forecast was right."""
     points = series.forecasts(report).get(metric, [])
     unit = metric_scale(metric, [point.measured for point in points])
-    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
-    said, was = (
-        [rounded(v / unit.factor) for v in vs] for vs in ([p.value for p in points], [p.measured for p in points])
-    )
-    ends = [*said, *was] or [1.0]
-    log = spans_decade(ends)
-    diagonal = [0.9 * min(ends), 1.1 * max(ends)]
+
+    def scaled(values: Iterable[float]) -> list[float]:
+        return [rounded(value / unit.factor) for value in values]
+
+    x, y = scaled(p.value for p in points), scaled(p.measured for p in points)
+    ends = [*x, *y] or [1.0]
+    log, diagonal = spans_decade(ends), [0.9 * min(ends), 1.1 * max(ends)]
+    bars = error_bars(scaled(p.high - p.value for p in points), scaled(p.value - p.low for p in points))
+    hover = "%{hovertext}<br>forecast %{x:.4g}, measured %{y:.4g}"
+    style = {"marker": {"size": 8, "color": BLUE}, "hovertext": [trial_text(report, p.trial) for p in points]}
     traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "forecast was right",
-            "hoverinfo": "skip",
-            "x": diagonal,
-            "y": diagonal,
-            "line": {"color": GREY, "width": 1.5, "dash": "dash"},
-        },
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "trial",
-            "x": said,
-            "y": was,
-            "marker": {"size": 8, "color": BLUE},
-            "error_x": error_bars(
-                [rounded((p.high - p.value) / unit.factor) for p in points],
-                [rounded((p.value - p.low) / unit.factor) for p in points],
-            ),
-            "hovertext": [trial_text(p.trial, "", text[p.trial]) for p in points],
-            "hovertemplate": "%{hovertext}<br>forecast %{x:.4g}, measured %{y:.4g}<extra></extra>",
-        },
+        scatter("forecast was right", diagonal, diagonal, line={"color": GREY, "width": 1.5, "dash": "dash"}),
+        scatter("trial", x, y, "markers", hover, error_x=bars, **style),
     ]
     label = f"{METRICS[metric].label} ({unit.unit})"
-    axes = {"xaxis": axis(f"forecast {label}", ends, log=log), "yaxis": axis(f"measured {label}", ends, log=log)}
-    return {"data": traces, "layout": {**layout(), **axes}}
+    return figure(traces, axis(f"forecast {label}", ends, log=log), axis(f"measured {label}", ends, log=log))
 
 
 def metric_label(metric: str, unit: Scale) -> str:
@@ -246,9 +180,10 @@ def metric_label(metric: str, unit: Scale) -> str:
     return f"{METRICS[metric].label} ({unit.unit}), {better} is better"
 
 
-def trial_text(trial: int, marks: str, configuration: str) -> str:
-    """The first lines of a hover text; plotly reads tags in it, so everything that is not ours is escaped."""
-    return f"<b>trial {trial}</b>{', ' + escape(marks) if marks else ''}<br>{escape(configuration)}"
+def trial_text(report: StudyReport, trial: int, more: str = "") -> str:
+    """The first lines of a hover text; plotly reads tags in it, so names and configurations are escaped."""
+    marks = escape(", ".join(report.marks.get(trial, ())))
+    return f"<b>trial {trial}</b>{', ' + marks if marks else ''}<br>{escape(report.configurations[trial])}{more}"
 
 
 def layout() -> dict[str, Any]:

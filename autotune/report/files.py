@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from autotune.report import figures, fronts, pictures, readme, series
-from autotune.report.data import StudyReport, interval, measured, speedup, words
+from autotune.report import figures, fronts, pictures, readme, series, tables
+from autotune.report.data import StudyReport
 from autotune.report.page import render
 from autotune.system import files
 from autotune.trial.folder import write_record
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_report(report: StudyReport, folder: Path, *, single_file: bool) -> list[Path]:
@@ -47,35 +50,17 @@ def as_data(report: StudyReport) -> dict[str, Any]:
 
 def as_csv(report: StudyReport) -> str:
     """One line for each trial; `pandas.read_csv` reads numbers as numbers and what is missing as such."""
-    columns, lines = rows(report)
+    columns, found = tables.records(report)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows({name: _cell(value) for name, value in record.items()} for record in found)
     return text.getvalue()
 
 
-def rows(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
-    """The trials as a table: its columns, and a line for each trial, in which what is missing is None or left out."""
-    points, marks, names = report.points(), report.marks(), report.metric_names()
-    knobs = list(dict.fromkeys(knob for row in report.trials for knob in row["candidate"]))
-    columns = ["trial", "role", "outcome", "reason", "phase", "feasible", "marks", "configuration", "speedup", "wall_s"]
-    columns += [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
-    columns += [f"candidate.{knob}" for knob in knobs]
-    lines = []
-    for row in report.trials:
-        point = points.get(row["trial"], row)
-        line: dict[str, Any] = {
-            column: row.get(column) for column in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")
-        }
-        line |= {"marks": "; ".join(marks.get(row["trial"], ())), "configuration": words(row["candidate"])}
-        line["speedup"] = speedup(report, point) if measured(point) else None
-        for name, value in measured(point).items():
-            if name in names:
-                line[name] = value
-                line[f"{name}_low"], line[f"{name}_high"] = interval(point, name, value)
-        lines.append(line | {f"candidate.{knob}": row["candidate"].get(knob) for knob in knobs})
-    return columns, lines
+def _cell(value: Any) -> Any:
+    """A value for a spreadsheet: a text that it would take for a formula begins with an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
 def draw(report: StudyReport, folder: Path) -> list[Path]:
@@ -87,12 +72,12 @@ def draw(report: StudyReport, folder: Path) -> list[Path]:
     Raises:
         PictureError: No browser draws them here.
     """
-    metrics = report.metric_names(all_metrics=False)
+    metrics = report.objectives
     timed = [curve.trial for curve in series.steps(report)]
-    marked = [trial for trial in timed if trial in report.marks()][:4]
+    marked = [trial for trial in timed if trial in report.marks][:4]
     drawn = {f"front-{x}-{y}": fronts.front(report, x, y) for x, y in combinations(metrics, 2)}
     drawn |= {
-        "parallel": fronts.parallel(report, metrics[0]) if metrics and len(report.points()) > 1 else {},
+        "parallel": fronts.parallel(report, metrics[0]) if metrics and len(report.points) > 1 else {},
         "what-mattered": figures.effects(report),
         "steps": figures.steps(report, marked or timed[:3]),
         "losses": figures.losses(report),
@@ -105,22 +90,24 @@ def draw(report: StudyReport, folder: Path) -> list[Path]:
     return list(found)
 
 
-def write_answer(report: StudyReport, folder: Path) -> list[Path]:
-    """Writes the study's files, each whole or not at all.
+def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
+    """Writes the study's files, each whole or not at all, the largest last.
 
-    Returns:
-        Their paths, the one that people want first.
+    Yields:
+        The path of each file once it is written, the one that people want first.
     """
-    picks = report.recommended["picks"]
-    write_record(folder / "environment.json", report.environment)
-    write_record(folder / "front.json", report.front)
-    write_record(folder / "recommended.json", report.recommended)
+    recommended = report.picks.get("recommended")
+    records = {
+        "ds_config.json": recommended["ds_config"] if recommended else None,
+        "recommended.json": report.recommended,
+        "front.json": report.front,
+        "environment.json": report.environment,
+    }
+    for name, data in records.items():
+        if data is not None:
+            write_record(folder / name, data)
+            yield folder / name
     files.write_text(folder / "README.md", readme.render(report))
+    yield folder / "README.md"
     render.write(report, folder / "report.html")
-    written = [
-        folder / name for name in ("recommended.json", "front.json", "README.md", "report.html", "environment.json")
-    ]
-    if "recommended" in picks:
-        write_record(folder / "ds_config.json", picks["recommended"]["ds_config"])
-        written.insert(0, folder / "ds_config.json")
-    return written
+    yield folder / "report.html"

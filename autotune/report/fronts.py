@@ -8,8 +8,8 @@ from html import escape
 from itertools import combinations
 from typing import Any
 
-from autotune.report import series
-from autotune.report.data import Data, StudyReport, interval, measured, metric_scale, words
+from autotune.report import series, tables
+from autotune.report.data import Data, StudyReport, interval, measured, metric_scale
 from autotune.report.figures import (
     BLUE,
     CYCLE,
@@ -20,8 +20,10 @@ from autotune.report.figures import (
     Trace,
     axis,
     error_bars,
+    figure,
     layout,
     metric_label,
+    scatter,
     spans_decade,
     trial_text,
 )
@@ -35,6 +37,13 @@ AXIS_WIDTH_PX = 92
 NAME_PLACES = {"top right": (0.6, 1), "bottom right": (0.6, -1), "top left": (-0.6, 1), "bottom left": (-0.6, -1)}
 # A figure as it is mostly seen, for the names' sizes.
 PLOT_WIDTH_PX, PLOT_HEIGHT_PX, LETTER_PX, LINE_PX = 1000, 380, 7, 16
+
+MARKERS = {
+    "tried": {"size": 7, "color": GREY},
+    "front": {"size": 9, "color": BLUE},
+    "pick": {"size": 13, "color": ORANGE},
+    "baseline": {"size": 13, "color": RED, "symbol": "diamond"},
+}
 
 
 def fronts(report: StudyReport, metrics: Sequence[str] | None = None) -> dict[str, Figure]:
@@ -53,21 +62,19 @@ class _Columns:
     """Values, intervals, hover texts and scales of all points, worked out once for all figures of the front."""
 
     def __init__(self, report: StudyReport) -> None:
-        points, marks = report.points(), report.marks()
+        points, marks = report.points, report.marks
+        self._report = report
         self.points = list(points.values())
         self.values = {number: measured(point) for number, point in points.items()}
-        self.scales = {
-            name: metric_scale(name, [found[name] for found in self.values.values() if name in found])
-            for name in report.metric_names()
-            if any(name in found for found in self.values.values())
-        }
+        seen = {name for found in self.values.values() for name in found}
+        self.scales = tables.scales_of(self.points, [name for name in report.metric_names() if name in seen])
         self.names = {number: ", ".join(found) for number, found in marks.items()}
         self.base = {number for number, found in marks.items() if "baseline" in found}
         self.picked = marks.keys() - self.base
         self.texts = {number: self._text(point) for number, point in points.items()}
 
     def _text(self, point: Data) -> str:
-        lines = [trial_text(point["trial"], self.names.get(point["trial"], ""), words(point["candidate"]))]
+        lines = [trial_text(self._report, point["trial"])]
         for name, value in self.values[point["trial"]].items():
             if name in self.scales:
                 low, high = (self.scales[name].number(end) for end in interval(point, name, value))
@@ -81,62 +88,44 @@ class _Columns:
 
     def bars(self, points: Sequence[Data], name: str) -> dict[str, Any]:
         """The 95 % intervals of a metric in the unit of its axis."""
-        factor, found = self.scales[name].factor, []
-        for point in points:
-            value = self.values[point["trial"]][name]
-            low, high = interval(point, name, value)
-            found.append((rounded((value - low) / factor), rounded((high - value) / factor)))
-        return error_bars([above for _, above in found], [below for below, _ in found])
+        factor = self.scales[name].factor
+        values = [self.values[point["trial"]][name] for point in points]
+        ends = [interval(point, name, value) for point, value in zip(points, values, strict=True)]
+        above = [rounded((high - value) / factor) for (_, high), value in zip(ends, values, strict=True)]
+        return error_bars(
+            above, [rounded((value - low) / factor) for (low, _), value in zip(ends, values, strict=True)]
+        )
 
 
 def _front(report: StudyReport, columns: _Columns, x: str, y: str) -> Figure:
     points = [p for p in columns.points if x in columns.values[p["trial"]] and y in columns.values[p["trial"]]]
     on_front = {point["trial"] for point in report.front}
-    groups: dict[str, tuple[list[Data], Data]] = {
-        "tried": ([], {"size": 7, "color": GREY}),
-        "front": ([], {"size": 9, "color": BLUE}),
-        "pick": ([], {"size": 13, "color": ORANGE}),
-        "baseline": ([], {"size": 13, "color": RED, "symbol": "diamond"}),
-    }
+    groups: dict[str, list[Data]] = {"tried": [], "front": [], "pick": [], "baseline": []}
     for point in points:
         number = point["trial"]
         is_pick = "pick" if number in columns.picked else "front" if number in on_front else "tried"
-        groups["baseline" if number in columns.base else is_pick][0].append(point)
+        groups["baseline" if number in columns.base else is_pick].append(point)
     logs = tuple(spans_decade(columns.axis(points, name)) for name in (x, y))
-    named = groups["pick"][0] + groups["baseline"][0]
-    places = _name_places(
-        [(columns.names[point["trial"]], *_at(columns, point, x, y, logs)) for point in named],
-        [_at(columns, point, x, y, logs) for point in points],
-    )
+    named = {point["trial"]: _at(columns, point, x, y, logs) for point in groups["pick"] + groups["baseline"]}
+    around = [_at(columns, point, x, y, logs) for point in points]
+    places = _name_places([(columns.names[trial], *at) for trial, at in named.items()], around)
+    sides = dict(zip(named, places, strict=True))
     traces = [_stairs(report, columns, points, x, y)]
-    for name, (members, marker) in groups.items():
-        if not members:
-            continue
-        trace: Trace = {
-            "type": "scatter",
-            "name": name,
-            "mode": "markers",
-            "marker": marker,
-            "x": columns.axis(members, x),
-            "y": columns.axis(members, y),
-            "hovertext": [columns.texts[point["trial"]] for point in members],
-            "hovertemplate": "%{hovertext}<extra></extra>",
-        }
+    for name, members in groups.items():
+        trials = [point["trial"] for point in members]
+        more: Trace = {"marker": MARKERS[name], "hovertext": [columns.texts[trial] for trial in trials]}
         if name != "tried":  # thousands of bars would hide the points
-            trace |= {"error_x": columns.bars(members, x), "error_y": columns.bars(members, y)}
+            more |= {"error_x": columns.bars(members, x), "error_y": columns.bars(members, y)}
         if name in ("pick", "baseline"):
-            names = [columns.names[point["trial"]] for point in members]
-            own = [places.pop(0) for _ in members]
-            trace |= {"mode": "markers+text", "text": names, "textposition": own, "cliponaxis": False}
-        traces.append(trace)
-    return {
-        "data": [trace for trace in traces if trace["x"]],
-        "layout": {
-            **layout(),
-            "xaxis": axis(metric_label(x, columns.scales[x]), columns.axis(points, x), log=logs[0]),
-            "yaxis": axis(metric_label(y, columns.scales[y]), columns.axis(points, y), log=logs[1]),
-        },
-    }
+            more |= {"text": [columns.names[trial] for trial in trials], "cliponaxis": False}
+            more["textposition"] = [sides[trial] for trial in trials]
+        mode = "markers+text" if "text" in more else "markers"
+        traces.append(scatter(name, columns.axis(members, x), columns.axis(members, y), mode, "%{hovertext}", **more))
+    axes = (
+        axis(metric_label(name, columns.scales[name]), columns.axis(points, name), log=log)
+        for name, log in zip((x, y), logs, strict=True)
+    )
+    return figure(traces, *axes)
 
 
 def _at(columns: _Columns, point: Data, x: str, y: str, logs: tuple[bool, ...]) -> tuple[float, float]:
@@ -159,17 +148,9 @@ def _stairs(report: StudyReport, columns: _Columns, points: Sequence[Data], x: s
     for point in sorted((p for p in points if p["trial"] not in infeasible), key=key):
         if not kept or key(point)[1] < key(kept[-1])[1]:
             kept.append(point)
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "front of these two",
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "x": columns.axis(kept, x),
-        "y": columns.axis(kept, y),
-        "opacity": 0.7,
-        "line": {"color": BLUE, "width": 1.5, "shape": "hv", "dash": "dot"},
-    }
+    line = {"color": BLUE, "width": 1.5, "shape": "hv", "dash": "dot"}
+    places = columns.axis(kept, x), columns.axis(kept, y)
+    return scatter("front of these two", *places, showlegend=False, opacity=0.7, line=line)
 
 
 def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tuple[float, float]]) -> list[str]:
@@ -198,15 +179,15 @@ def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tup
 
 def parallel(report: StudyReport, metric: str) -> Figure:
     """A line for each trial through its knobs and objectives, coloured by a metric."""
-    levels, objectives = series.knobs(report), report.metric_names(all_metrics=False)
+    levels, objectives = series.knobs(report), report.objectives
     metrics = [*objectives, *([metric] if metric not in objectives else [])]
-    values = {number: measured(point) for number, point in report.points().items()}
-    points = [point for number, point in report.points().items() if metric in values[number]]
+    values = {number: measured(point) for number, point in report.points.items()}
+    points = [point for number, point in report.points.items() if metric in values[number]]
     rulers = {
         name: _ruler([values[p["trial"]][name] for p in points if name in values[p["trial"]]]) for name in metrics
     }
     places = {name: {repr(level): i for i, level in enumerate(found)} for name, found in levels.items()}
-    n_axes, marks = len(levels) + len(metrics), report.marks()
+    n_axes, marks = len(levels) + len(metrics), report.marks
 
     def line(n: int, point: Data) -> list[float | None]:
         # Lines through one value are spread a little: they would cover each other otherwise.
@@ -228,55 +209,46 @@ def parallel(report: StudyReport, metric: str) -> Figure:
     for shade, members in sorted(shades.items()):
         name = {0: f"worst {label}", N_SHADES - 1: f"best {label}"}.get(shade, "")
         color = _mixed(shade / (N_SHADES - 1))
-        traces.append(_parallel_trace(line, members, n_axes, name, {"color": color, "width": 1.3}, opacity))
+        traces.append(_parallel_trace(line, members, name, {"color": color, "width": 1.3}, opacity))
     picks = [(n, p) for n, p in enumerate(points) if p["trial"] in marks]
     for i, (n, point) in enumerate(picks):
         names = marks[point["trial"]]
         color = RED if "baseline" in names else CYCLE[1 + i % 3]
         style = {"color": color, "width": 2.5, "dash": "dash" if "baseline" in names else "solid"}
-        traces.append(_parallel_trace(line, [(n, point)], n_axes, ", ".join(names), style, 1.0))
+        traces.append(_parallel_trace(line, [(n, point)], ", ".join(names), style, 1.0))
     titles = [_broken(name.rsplit(".", 1)[-1]) for name in levels] + [_broken(METRICS[name].label) for name in metrics]
-    titles_axis = {
-        "tickmode": "array",
-        "tickvals": list(range(n_axes)),
-        "ticktext": titles,
-        "side": "top",
-        "fixedrange": True,
-        "range": [-0.5, n_axes - 0.5],
-        "zeroline": False,
-        "tickangle": 0,
-    }
+    across = {"tickmode": "array", "tickvals": list(range(n_axes)), "ticktext": titles, "tickangle": 0, "side": "top"}
+    across |= {"fixedrange": True, "range": [-0.5, n_axes - 0.5], "zeroline": False}
     hidden = {"visible": False, "range": [-0.06, 1.06], "fixedrange": True}
     notes = _level_notes(levels) + _range_notes(report, metrics, len(levels))
-    placed = {**layout(), "xaxis": titles_axis, "yaxis": hidden, "annotations": notes}
-    placed["margin"] = {"l": 20, "r": 20, "t": 84, "b": 20}
-    return {"data": traces, "layout": {**placed, "meta": {"width": AXIS_WIDTH_PX * n_axes}}}
+    placed = {
+        **layout(),
+        "xaxis": across,
+        "yaxis": hidden,
+        "annotations": notes,
+        "meta": {"width": AXIS_WIDTH_PX * n_axes},
+    }
+    return {"data": traces, "layout": placed | {"margin": {"l": 20, "r": 20, "t": 84, "b": 20}}}
 
 
 def _parallel_trace(
     line: Callable[[int, Data], list[float | None]],
     members: Sequence[tuple[int, Data]],
-    n_axes: int,
     name: str,
     style: Data,
     opacity: float,
 ) -> Trace:
     """One trace for several trials; `meta` says which, each with one value for every axis and a gap."""
-    trials = [point["trial"] for _, point in members]
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "showlegend": bool(name),
-        "line": style,
-        "opacity": opacity,
-        "x": [*range(n_axes), None] * len(members),
-        "y": [value for n, point in members for value in line(n, point)],
-        "customdata": [trial for trial in trials for _ in range(n_axes + 1)],
+    lines = [line(n, point) for n, point in members]
+    trials, size = [point["trial"] for _, point in members], len(lines[0])
+    own = f", {escape(name)}" if len(trials) == 1 and name else ""
+    more: Trace = {
+        "customdata": [trial for trial in trials for _ in range(size)],
         "meta": trials,
-        "hovertemplate": "trial"
-        " %{{customdata}}{', ' + escape(name) if len(trials) == 1 and name else ''}<extra></extra>",
+        "showlegend": bool(name),
     }
+    x, y = [*range(size - 1), None] * len(lines), [value for values in lines for value in values]
+    return scatter(name, x, y, hover="trial %{customdata}" + own, line=style, opacity=opacity, **more)
 
 
 def _level_notes(levels: Mapping[str, Sequence[Any]]) -> list[Data]:
@@ -292,7 +264,7 @@ def _range_notes(report: StudyReport, metrics: Sequence[str], first_axis: int) -
     """The least and the most on the axes of metrics."""
     notes = []
     for position, name in enumerate(metrics, start=first_axis):
-        values = [measured(point)[name] for point in report.points().values() if name in measured(point)]
+        values = [measured(point)[name] for point in report.points.values() if name in measured(point)]
         for place, value in ((0, min(values, default=0.0)), (1, max(values, default=0.0))):
             notes.append(_note(position, place, metric_scale(name, values).quantity(value)))
     return notes

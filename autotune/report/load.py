@@ -1,7 +1,8 @@
-"""What a study found, read from its database and folder, and the files that it leaves behind."""
+"""Reads a study from its database and folder and works out what it found, as a `StudyReport`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from autotune.report.script_changes import learning_rate_changes, script_side_ch
 from autotune.scoring import recommend
 from autotune.scoring.convergence.learning_rate import RATE_KEYS
 from autotune.scoring.measured import Measured
-from autotune.scoring.metrics import METRICS
-from autotune.scoring.recommend import Recommendation
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.study.storage import records
@@ -25,6 +24,10 @@ from autotune.trial import workload
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import TRAINER
+
+# What a trial's row takes from its stored result, and what results of earlier releases do not hold.
+TOLD = ("reason", "phase", "metrics", "ci95", "censored", "feasible", "wall_s", "caveats")
+TOLD_SINCE = ("phase_times_s", "forecast")
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
@@ -79,6 +82,10 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
     found = recommend.recommend(measured, baseline, kept.objectives, kept.data_parallel)
     trials = _trials(study, measured, folder if series else None)
+    recommended = {
+        "picks": {name: pick.to_data() for name, pick in found.picks.items()},
+        "baseline": found.baseline.to_data() if found.baseline else None,
+    }
     return StudyReport(
         study={
             "name": name,
@@ -95,11 +102,12 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
+            "unreadable": records.unreadable(study),
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
         invocation=kept.invocation,
-        recommended=_recommended(found),
+        recommended=recommended,
         front=[recommend.point(m) for m in found.front],
         trials=trials,
     )
@@ -158,42 +166,23 @@ def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
     return replace(candidate, checkpoint_every=own) if pipeline else candidate
 
 
-def _recommended(found: Recommendation) -> dict[str, Any]:
-    return {
-        "picks": {name: pick.to_data() for name, pick in found.picks.items()},
-        "baseline": found.baseline.to_data() if found.baseline else None,
-    }
-
-
 def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list[dict[str, Any]]:
     rows = []
     for told, seen in zip(records.told_trials(study), measured, strict=True):
-        data = records.told_data(told)
+        data, verdict = records.told_data(told), seen.verdict
         result = result_in(records.trial_path(folder, told.number)) if folder else None
-        rows.append(
-            {
-                "trial": told.number,
-                "role": told.user_attrs.get(records.ROLE_ATTR, "search"),
-                "outcome": str(seen.outcome),
-                "reason": seen.verdict.reason
-                if seen.verdict is not None and seen.verdict.passed is False
-                else data["reason"],
-                "phase": data["phase"],
-                "candidate": seen.candidate.values(),
-                "metrics": data["metrics"],
-                "ci95": data["ci95"],
-                "censored": data["censored"],
-                "feasible": data["feasible"],
-                "wall_s": data["wall_s"],
-                "caveats": data["caveats"],
-                "phase_times_s": data.get("phase_times_s", {}),
-                "forecast": data.get("forecast", {}),
-                "gate": asdict(seen.verdict) if seen.verdict is not None and folder else None,
-                "losses": _curve(result, seen, folder),
-                "step_times_s": result.step_times_s if result else [],
-                "n_warmup": result.steps.n_warmup if result and result.steps else None,
-            }
-        )
+        row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
+        row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values()}
+        row |= {name: data[name] for name in TOLD} | {name: data.get(name, {}) for name in TOLD_SINCE}
+        if verdict is not None and verdict.passed is False:
+            row["reason"] = verdict.reason
+        row |= {
+            "gate": asdict(verdict) if verdict is not None and folder else None,
+            "losses": _curve(result, seen, folder),
+            "step_times_s": result.step_times_s if result else [],
+            "n_warmup": result.steps.n_warmup if result and result.steps else None,
+        }
+        rows.append(row)
     return rows
 
 
@@ -206,20 +195,12 @@ def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> l
 
 def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     """How far a study is, for programs."""
-    outcomes: dict[str, int] = {}
-    for row in report.trials:
-        outcomes[row["outcome"]] = outcomes.get(row["outcome"], 0) + 1
     picks = report.recommended["picks"]
     study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline", "folder")}
     return {
         **study,
-        "outcomes": outcomes,
+        "outcomes": dict(Counter(row["outcome"] for row in report.trials)),
         "running": n_running,
         "recommended": picks.get("recommended"),
         "drop_in": picks.get("drop_in"),
     }
-
-
-def metric_rows() -> list[tuple[str, str, str, str]]:
-    """Name, unit, direction and label of every metric."""
-    return [(name, metric.unit, metric.direction, metric.label) for name, metric in METRICS.items()]

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
-from autotune.system.units import format_duration
+from autotune.system.units import format_duration, format_quantity
 from autotune.trial.result import Outcome
 
 STYLES = {
@@ -113,14 +113,8 @@ def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
 
 
 def _figures(metrics: dict[str, float]) -> str:
-    parts = []
-    if "step_time_s" in metrics:
-        parts.append(f"{metrics['step_time_s'] * 1e3:.4g} ms/step")
-    if "samples_per_s" in metrics:
-        parts.append(f"{metrics['samples_per_s']:.4g} samples/s")
-    if "peak_memory_bytes" in metrics:
-        parts.append(f"{metrics['peak_memory_bytes'] / 2**20:.0f} MiB")
-    return ", ".join(parts)
+    units = {"step_time_s": "s", "samples_per_s": "samples/s", "peak_memory_bytes": "B"}
+    return ", ".join(format_quantity(metrics[name], unit) for name, unit in units.items() if name in metrics)
 
 
 def _standing(progress: Progress) -> str:

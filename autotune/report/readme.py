@@ -1,4 +1,4 @@
-"""The README of a study's folder: small, committable, without a path of this machine."""
+"""A study as Markdown: the README of its folder, without paths of this machine, and notes for Optuna's dashboard."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
-from autotune.report.data import Data, StudyReport, gain, interval, measured, metric_scale, speedup, title, words
+from autotune.report import tables
+from autotune.report.data import Data, StudyReport, end_words, measured, speedup_words, times, title, words
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import format_bytes, format_count, format_duration
+
+LEGEND = """A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the \
+defaults; speed-up is throughput over the baseline's."""
 
 
 def render(report: StudyReport) -> str:
     """The study as Markdown."""
-    blocks = [
+    return _joined([
         f"# {_plain(report.name)}",
         _lead(report),
-        *_answer(report),
+        _answer(report),
         "## The front",
         _front(report),
         "## The picks",
-        *_picks(report),
+        *(_pick(report, names, pick) for names, pick in report.picks_by_trial()),
         "## Using it",
         *_use(report),
         "## Reproducing it",
         f"```\n{reproduce(report)}\n```",
-        f"Measured with {_plain(_versions(report.environment))}{_threads(report)}.",
-    ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+        f"Measured with {_plain(_versions(report))}.",
+    ]) + "\n"  # fmt: skip
 
 
 def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
@@ -38,29 +41,19 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         report: The study.
         link: Address of a pick's JSON.
     """
-    rows = []
-    for name, pick in report.picks.items():
-        factor = speedup_words(pick)
-        rows.append([f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), factor])
-    picks = (
-        _table(["download the JSON", "trial", "configuration", "throughput over the baseline's"], rows, numeric=[1])
-        if rows
-        else ""
-    )
-    recommended, caveats = report.picks.get("recommended"), report.caveats()
-    blocks = [
-        _lead(report),
-        *_answer(report),
-        picks,
-        f"Trial {recommended['trial']} in figures:"
-        if recommended
-        else "",  # tables that follow each other are shown as one
-        _metrics_table(report, recommended) if recommended else "",
-        _bullets("Why:", (recommended or {}).get("reasons")),
-        _bullets("Besides the JSON it takes:", (recommended or {}).get("script_side_changes"), plain=False),
-        _bullets("What to know:", caveats),
+    rows = [
+        [f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), speedup_words(pick)]
+        for name, pick in report.picks.items()
     ]
-    return "\n\n".join(block for block in blocks if block)
+    head = ["download the JSON", "trial", "configuration", "throughput over the baseline's"]
+    recommended = report.picks.get("recommended")
+    figures = [  # between two tables, which would be shown as one
+        f"Trial {recommended['trial']} in figures:",
+        _metrics_table(report, recommended),
+        *_reasons(recommended),
+    ] if recommended else []  # fmt: skip
+    picks = _table(head, rows, numeric=[1]) if rows else ""
+    return _joined([_lead(report), _answer(report), picks, *figures, _bullets("What to know:", report.caveats())])
 
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:
@@ -71,52 +64,48 @@ def trial_note(report: StudyReport, row: Data, link: str) -> str:
         row: The trial, as the report has it.
         link: Address of its JSON.
     """
-    point, marks = report.points().get(row["trial"], row), report.marks().get(row["trial"], [])
-    head = _code(words(row["candidate"])) + (f" **{', '.join(marks)}**" if marks else "")
-    ended = ""
-    if row["outcome"] != "complete":
-        phase = f" in phase {_plain(row['phase'])}" if row.get("phase") not in (None, "", "done") else ""
-        reason = f": {_plain(str(row['reason'])[:500])}" if row.get("reason") else ""
-        ended = f"**{str(row['outcome']).replace('_', ' ')}**{phase}{reason}"
-    blocks = [
-        head,
-        ended,
+    point, marks = report.points.get(row["trial"], row), report.marks.get(row["trial"], [])
+    end, why = end_words(row)
+    return _joined([
+        _code(words(row["candidate"])) + (f" **{', '.join(marks)}**" if marks else ""),
+        "" if row["outcome"] == "complete" else f"**{end}**" + (f": {_plain(why[:500])}" if why else ""),
         _metrics_table(report, point) if measured(point) else "",
         _bullets("What to know:", row.get("caveats")),
         f"[Download its ds_config.json]({link})",
-    ]
+    ])  # fmt: skip
+
+
+def _joined(blocks: Iterable[str]) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
 def _metrics_table(report: StudyReport, point: Data) -> str:
     """Every metric with its unit and interval, beside the baseline's."""
-    same = report.baseline is not None and report.baseline["trial"] == point["trial"]
-    base = None if same else report.comparable(point)
+    found = tables.compared(report, point, report.metric_names())
+    base = any(each.reference is not None for each in found)
     rows = []
-    for name in report.metric_names():
-        value, reference = measured(point).get(name), measured(base).get(name) if base else None
-        if value is None:
-            continue
-        scale = metric_scale(name, [value, *([reference] if reference is not None else [])])
-        low, high = interval(point, name, value)
-        change = gain(name, value, reference) if reference is not None else None
-        rows.append([
-            METRICS[name].label, scale.quantity(value),
-            scale.interval(low, high, " to ") if scale.number(low) != scale.number(high) else "",
-            *([scale.quantity(reference) if reference is not None else "", _changed(change)] if base else []),
-        ])  # fmt: skip
+    for each in found:
+        cells = [
+            each.label,
+            each.scale.quantity(each.value),
+            each.scale.interval(*each.ends, " to ") if each.ends else "",
+        ]
+        if base:
+            change = f"{times(each.change[0])} {'better' if each.change[1] else 'worse'}" if each.change else ""
+            cells += ["" if each.reference is None else each.scale.quantity(each.reference), change]
+        rows.append(cells)
     header = ["metric", f"trial {point['trial']}", "95 % interval", *(["baseline", "change"] if base else [])]
     return _table(header, rows, numeric=range(1, len(header)))
 
 
-def _changed(change: tuple[float, bool] | None) -> str:
-    return "" if change is None else f"{change[0]:.2f}x {'better' if change[1] else 'worse'}"
-
-
 def _bullets(heading: str, items: Sequence[str] | None, *, plain: bool = True) -> str:
-    return (
-        "\n".join([heading, "", *(f"- {_plain(item) if plain else _marked(item)}" for item in items)]) if items else ""
-    )
+    lines = [f"- {_plain(item) if plain else _marked(item)}" for item in items or ()]
+    return "\n".join([heading, "", *lines]) if lines else ""
+
+
+def _reasons(pick: Data, heading: str = "Why:") -> list[str]:
+    changes = pick.get("script_side_changes")
+    return [_bullets(heading, pick.get("reasons")), _bullets("Besides the JSON it takes:", changes, plain=False)]
 
 
 def reproduce(report: StudyReport) -> str:
@@ -152,121 +141,69 @@ def machine(report: StudyReport) -> str:
 
 
 def _lead(report: StudyReport) -> str:
-    labels = [METRICS[name].label for name in report.metric_names(all_metrics=False)]
+    labels = [METRICS[name].label for name in report.objectives]
     n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
     took = f" in {format_duration(wall)}" if wall else ""
     return f"{_plain(subject(report))}, tuned for {_and(labels)} on {_plain(machine(report))}: {n} trials{took}."
 
 
-def _answer(report: StudyReport) -> list[str]:
+def _answer(report: StudyReport) -> str:
     pick = report.picks.get("recommended")
     if pick is None:
-        return [f"**Nothing to recommend**: {_plain(report.why_nothing)}."]
-    found = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}"
-    if report.baseline is not None and pick["trial"] == report.baseline["trial"]:
-        return [f"{found}, the baseline itself: nothing that was tried is measurably better."]
-    factor = speedup_words(pick)
+        return f"**Nothing to recommend**: {_plain(report.why_nothing)}."
+    found, factor = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}", speedup_words(pick)
+    if report.is_baseline(pick):
+        return f"{found}, the baseline itself: no trial is measurably better."
+    if factor:
+        return f"{found}: {factor} the baseline's throughput."
     why = "did not run" if report.baseline is None else "cannot be compared with it"
-    said = (
-        f": {factor} the baseline's throughput" if factor else f". The baseline {why}, so there is no speed-up to state"
-    )
-    return [f"{found}{said}."]
-
-
-def speedup_words(pick: Data) -> str:
-    """The speed-up with its interval: `2.31x (2.20 to 2.43)`; empty if the baseline did not run."""
-    if pick.get("speedup") is None:
-        return ""
-    interval = pick.get("speedup_ci95")
-    return f"{pick['speedup']:.2f}x" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+    return f"{found}. The baseline {why}, so there is no speed-up to state."
 
 
 def _front(report: StudyReport) -> str:
-    names = report.metric_names(all_metrics=False)
-    points = report.table()
-    scales = {name: metric_scale(name, (measured(point).get(name, 0.0) for point in points)) for name in names}
-    header = [
-        "trial",
-        "configuration",
-        *(f"{METRICS[name].label} ({scales[name].unit})" for name in names),
-        "speed-up",
-        "",
-    ]
-    rows = []
-    for point in points:
-        values, factor = measured(point), speedup(report, point)
-        cells = [scales[name].number(values[name]) if name in values else "" for name in names]
-        marks = ", ".join(report.marks().get(point["trial"], ()))
-        rows.append(
-            [str(point["trial"]), _code(words(point["candidate"])), *cells, f"{factor:.2f}x" if factor else "", marks]
-        )
+    scales, rows = tables.overview(report)
     if not rows:
         return "No configuration completed."
-    legend = (
-        "A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the"
-        " defaults;"
-        " speed-up is throughput over the baseline's."
-    )
-    return _table(header, rows, numeric=range(2, 3 + len(names))) + "\n\n" + legend
+    units = (f"{METRICS[name].label} ({scale.unit})" for name, scale in scales.items())
+    lines = []
+    for row in rows:
+        number, *numbers = row.line(scales, "")
+        lines.append([number, _code(row.configuration), *numbers, ", ".join(row.marks)])
+    header = ["trial", "configuration", *units, "speed-up", ""]
+    return f"{_table(header, lines, numeric=range(2, 3 + len(scales)))}\n\n{LEGEND}"
 
 
-def _picks(report: StudyReport) -> list[str]:
-    blocks = []
-    for names, pick in report.picks_by_trial():
-        same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
-        factor = "the baseline itself" if same else speedup_words(pick)
-        head = (
-            f"**{', '.join(title(name) for name in names).capitalize()}** (trial {pick['trial']}):"
-            f" {_code(words(pick['candidate']))}" + (f", {factor}" if factor else "")
-        )
-        lines = [*(_plain(reason) for reason in pick.get("reasons") or ())]
-        blocks.append("\n".join([head, "", *(f"- {line}" for line in lines)]))
-        changes = pick.get("script_side_changes") or ()
-        if changes:
-            blocks.append(
-                "\n".join(["Besides the JSON it takes:", "", *(f"- {_marked(change)}" for change in changes)])
-            )
-    return blocks
+def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:
+    factor = "the baseline itself" if report.is_baseline(pick) else speedup_words(pick)
+    titles = ", ".join(title(name) for name in names).capitalize()
+    head = f"**{titles}** (trial {pick['trial']}): {_code(words(pick['candidate']))}{f', {factor}' if factor else ''}"
+    why, changes = _reasons(pick, head)
+    return _joined([why or head, changes])
 
 
 def _use(report: StudyReport) -> list[str]:
     if "recommended" not in report.picks:
         return []
-    name = shlex.quote(report.name)
-    others = [
-        pick
-        for pick in report.picks
-        if pick != "recommended" and report.picks[pick]["trial"] != report.picks["recommended"]["trial"]
-    ]
+    name, own = shlex.quote(report.name), report.picks["recommended"]["trial"]
+    others = [pick for pick, found in report.picks.items() if found["trial"] != own]
     other = f"Another pick: `autotune export {name} --pick {others[0]}`. " if others else ""
-    caveats = report.caveats()
+    formats = {"accelerate -o accelerate.yaml": "Accelerate", "hf-args": "flags for transformers' Trainer"}
+    formats |= {"command": "the whole command line"} if report.invocation else {}
+    lines = [f"autotune export {name} --format {form:<30}# {what}" for form, what in formats.items()]
     return [
-        "`ds_config.json` is the recommended configuration, complete: `deepspeed.initialize(...,"
-        ' config="ds_config.json")`.',
-        f"```\nautotune export {name} --format accelerate -o accelerate.yaml   # Accelerate\n"
-        f"autotune export {name} --format hf-args                          # flags for transformers' Trainer\n"
-        + (
-            f"autotune export {name} --format command                          # the whole command line\n"
-            if report.invocation
-            else ""
-        )
-        + "```",
+        "`ds_config.json` is the recommended configuration, complete:"
+        ' `deepspeed.initialize(..., config="ds_config.json")`.',
+        "\n".join(["```", *lines, "```"]),
         other + "All of them, with intervals and reasons, are in `recommended.json`; the front is in `front.json`.",
-        "\n".join(["What to know:", "", *(f"- {_plain(caveat)}" for caveat in caveats)]) if caveats else "",
+        _bullets("What to know:", report.caveats()),
     ]
 
 
-def _threads(report: StudyReport) -> str:
-    """On a CPU another launcher may give a rank another number of threads, which is another speed."""
-    threads = report.study.get("threads_per_rank")
-    return f", OMP_NUM_THREADS={threads}" if threads else ""
-
-
-def _versions(environment: Data) -> str:
-    return (
-        ", ".join(f"{name} {version}" for name, version in (environment.get("versions") or {}).items())
-        or "unknown versions"
-    )
+def _versions(report: StudyReport) -> str:
+    """The versions of the libraries, and the threads of a rank on a CPU, where another number is another speed."""
+    versions, threads = report.environment.get("versions") or {}, report.study.get("threads_per_rank")
+    found = ", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown versions"
+    return f"{found}, OMP_NUM_THREADS={threads}" if threads else found
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: Iterable[int]) -> str:

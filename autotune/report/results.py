@@ -65,7 +65,7 @@ class Pick:
 
 
 class StudyResult:
-    """What a study has found: made by `autotune.run` and `autotune.load_study`, a snapshot that does not change afterwards."""
+    """The findings of a study, as `autotune.run` and `autotune.load_study` return them: a snapshot that stays so."""
 
     def __init__(self, report: StudyReport) -> None:
         self._report = report
@@ -115,10 +115,10 @@ class StudyResult:
         """
         import pandas as pd
 
-        from autotune.report.files import rows
+        from autotune.report.tables import records
 
-        columns, lines = rows(self._report)
-        return pd.DataFrame(lines, columns=columns).set_index("trial")
+        columns, found = records(self._report)
+        return pd.DataFrame(found, columns=columns).set_index("trial")
 
     @property
     def front(self) -> pd.DataFrame:
@@ -200,12 +200,10 @@ class StudyResult:
 
         from autotune.report.answer import render_answer
 
-        text = io.StringIO()
-        plain = Console(
-            file=text, width=100, highlight=False, force_terminal=False, force_jupyter=False, color_system=None
-        )
-        plain.print(render_answer(self._report))
-        return text.getvalue().rstrip("\n")
+        plain = Console(file=io.StringIO(), width=100, highlight=False, force_jupyter=False, color_system=None)
+        with plain.capture() as said:
+            plain.print(render_answer(self._report))
+        return said.get().rstrip("\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,27 +267,30 @@ def _pick(name: str, data: Mapping[str, Any]) -> Pick:
 def prediction_of(answer: Answer) -> Prediction:
     """The answer of a forecast for Python."""
     data = answer.to_data()
+    same = (
+        "candidate",
+        "ranks",
+        "device_memory_bytes",
+        "fits_probability",
+        "largest_micro_batch_size",
+        "binds",
+        "measured",
+    )
 
-    def estimate(said: Mapping[str, float]) -> Interval:
-        return Interval(said["value"], said["low"], said["high"])
+    def interval(name: str) -> Interval:
+        return Interval(*(data[name][end] for end in Interval._fields))
 
     def terms(name: str) -> dict[str, float]:
         return {term["name"]: term["value"] for term in data[name]["terms"]}
 
     return Prediction(
-        candidate=data["candidate"],
-        ranks=data["ranks"],
-        peak_memory_bytes=estimate(data["peak_memory_bytes"]),
-        step_time_s=estimate(data["step_time_s"]),
-        samples_per_s=estimate(data["samples_per_s"]),
-        tokens_per_s=estimate(data["tokens_per_s"]) if data["tokens_per_s"] else None,
+        **{name: data[name] for name in same},
+        peak_memory_bytes=interval("peak_memory_bytes"),
+        step_time_s=interval("step_time_s"),
+        samples_per_s=interval("samples_per_s"),
+        tokens_per_s=interval("tokens_per_s") if data["tokens_per_s"] else None,
         memory_terms_bytes=terms("peak_memory_bytes"),
         step_time_terms_s=terms("step_time_s"),
-        device_memory_bytes=data["device_memory_bytes"],
-        fits_probability=data["fits_probability"],
-        largest_micro_batch_size=data["largest_micro_batch_size"],
-        binds=data["binds"],
-        measured=data["measured"],
         notes=tuple(data["notes"]),
         text="\n".join(answer.lines()),
     )

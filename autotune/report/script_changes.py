@@ -27,9 +27,8 @@ def script_side_changes(
         found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
     if candidate.precision != baseline.precision and family != TRAINER:
         found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
-    if (
-        candidate.zero_stage == 0 < baseline.zero_stage and not is_script
-    ):  # a script whose backward is refused there is not tried
+    # A script whose backward DeepSpeed refuses at stage 0 is not tried there.
+    if candidate.zero_stage == 0 < baseline.zero_stage and not is_script:
         found.append("Backward: call `engine.backward(loss)`; at stage 0 DeepSpeed refuses `loss.backward()`.")
     if candidate.zero_stage == 3 > baseline.zero_stage and family not in (TRAINER, ACCELERATE):
         found.append(
@@ -75,10 +74,8 @@ def learning_rate_changes(
     more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"
     if rate.rule == "none":
         return [f"{more}, and the trials kept your learning rate and schedule."]
-    factor, rule = (
-        rate.factor(round(rate.baseline_batch * ratio)),
-        f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}",
-    )
+    factor = rate.factor(round(rate.baseline_batch * ratio))
+    rule = f"the rule `{rate.rule}`: {LEARNING_RATE_RULES[rate.rule].says}"
     if in_json:
         also = f"transformers wants the same from `{flag}`" if flag else "a schedule of your own should follow"
         return [f"{more}, so the JSON states {factor:.3g} times your learning rate ({rule}); {also}."]
@@ -98,28 +95,19 @@ def _checkpointing(every: int, block_class: str, family: str) -> str:
     which = f"{every_nth(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
     if family == TRAINER:
         return f"Activation checkpointing: recompute {which}: `{hf}`."
-    return (
-        f"Activation checkpointing: recompute {which}: call `torch.utils.checkpoint.checkpoint(block, x,"
-        " use_reentrant=False)`"
-        f" instead of `block(x)` (transformers: `{hf}`)."
-    )
+    call = "call `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)` instead of `block(x)`"
+    return f"Activation checkpointing: recompute {which}: {call} (transformers: `{hf}`)."
 
 
 def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]:
-    if precision in DTYPES and not noted:
-        dtype = DTYPES[precision]
-        return [
-            f"Precision: the weights are {dtype}, so cast floating-point inputs with `x.to(torch.{dtype})`; integer"
-            " tokens stay."
-        ]
+    autocast = "Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away."
     found = []
-    if before in DTYPES and precision not in DTYPES and not noted:
+    if precision in DTYPES and not noted:
+        cast = f"`x.to(torch.{DTYPES[precision]})`; integer tokens stay"
+        found.append(f"Precision: the weights are {DTYPES[precision]}, so cast floating-point inputs with {cast}.")
+    elif before in DTYPES and precision not in DTYPES and not noted:
         found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
-    if precision.startswith("torch_autocast"):
-        found.append(
-            "Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away."
-        )
-    return found
+    return [*found, autocast] if precision.startswith("torch_autocast") else found
 
 
 def every_nth(k: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.report.data import Data, StudyReport, measured
+from autotune.report.data import Data, StudyReport, end_words, measured
 from autotune.scoring import step_times
 from autotune.scoring.metrics import METRICS
 
@@ -105,7 +105,7 @@ def level_text(value: Any) -> str:
 
 def knobs(report: StudyReport) -> dict[str, list[Any]]:
     """The knobs that differ between the measured trials, each with its values in order."""
-    candidates = [point["candidate"] for point in report.points().values()]
+    candidates = [point["candidate"] for point in report.points.values()]
     found = {}
     for name in dict.fromkeys(name for candidate in candidates for name in candidate):
         levels = {repr(candidate.get(name)): candidate.get(name) for candidate in candidates}
@@ -116,14 +116,12 @@ def knobs(report: StudyReport) -> dict[str, list[Any]]:
 
 def losses(report: StudyReport) -> list[LossCurve]:
     """The loss curves, those of the picks and the baseline first."""
-    marks = report.marks()
-    trials = itertools.islice(_trials_with(report, "losses"), MOST_LOSS_CURVES)
-    return [_loss_curve(report, trial, marks.get(trial["trial"], [])) for trial in trials]
+    return [_loss_curve(report, each) for each in itertools.islice(_trials_with(report, "losses"), MOST_LOSS_CURVES)]
 
 
 def steps(report: StudyReport) -> list[StepCurve]:
     """The step times of every timed trial, those of the picks and the baseline first."""
-    marks, found = report.marks(), []
+    found = []
     n_points = max(LEAST_STEP_POINTS, min(MOST_STEP_POINTS, STEP_POINTS_OF_STUDY // max(1, len(report.trials))))
     for trial in _trials_with(report, "step_times_s"):
         times_s = [float(value) for value in trial["step_times_s"]]
@@ -131,7 +129,7 @@ def steps(report: StudyReport) -> list[StepCurve]:
         n_warmup = trial.get("n_warmup")
         curve = StepCurve(
             trial=trial["trial"],
-            marks=marks.get(trial["trial"], []),
+            marks=report.marks.get(trial["trial"], []),
             n=len(times_s),
             size=len(pieces[0]),
             median_ms=[rounded(1e3 * piece[len(piece) // 2]) for piece in pieces],
@@ -149,19 +147,18 @@ def has_steps(report: StudyReport) -> bool:
 
 def progress(report: StudyReport) -> list[ProgressPoint]:
     """Every trial in order, with its gain over the baseline as its own trial measured it."""
-    base = next(
-        (trial for trial in report.trials if report.baseline and trial["trial"] == report.baseline["trial"]), None
-    )
-    names, spent_s, found = report.metric_names(all_metrics=False), 0.0, []
+    base = next((trial for trial in report.trials if report.is_baseline(trial)), None)
+    spent_s, found = 0.0, []
     for trial in report.trials:
         spent_s += float(trial.get("wall_s") or 0.0)
         complete = trial["outcome"] == "complete" and trial.get("feasible") is not False
+        values = measured(trial) if complete else {}
         point = ProgressPoint(
             trial=trial["trial"],
             ended_s=round(spent_s, 2),
-            outcome=str(trial["outcome"]).replace("_", " "),
+            outcome=end_words(trial)[0],
             gain=_gain(report, trial, base) if complete and base else None,
-            metrics={name: value for name, value in measured(trial).items() if name in names} if complete else {},
+            metrics={name: values[name] for name in report.objectives if name in values},
         )
         found.append(point)
     return found
@@ -193,7 +190,7 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 def _trials_with(report: StudyReport, series: str) -> Iterable[Data]:
     """The trials with at least two values of a series, picks and baseline first."""
-    marks, front = report.marks(), {point["trial"] for point in report.front}
+    marks, front = report.marks, {point["trial"] for point in report.front}
     order = sorted(report.trials, key=lambda one: (one["trial"] not in marks, one["trial"] not in front, one["trial"]))
     return (one for one in order if sum(value is not None for value in one.get(series) or ()) > 1)
 
@@ -203,7 +200,7 @@ def _pieces(n: int, most: int) -> list[range]:
     return [range(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def _loss_curve(report: StudyReport, trial: Data, marks: list[str]) -> LossCurve:
+def _loss_curve(report: StudyReport, trial: Data) -> LossCurve:
     values, candidate, times_s = trial["losses"], trial["candidate"], trial.get("step_times_s") or []
     batch = (
         candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
@@ -214,7 +211,7 @@ def _loss_curve(report: StudyReport, trial: Data, marks: list[str]) -> LossCurve
     elapsed_s = list(itertools.accumulate(times_s)) if len(times_s) == len(values) else []
     return LossCurve(
         trial=trial["trial"],
-        marks=marks,
+        marks=report.marks.get(trial["trial"], []),
         loss=[round(sum(piece) / len(piece), 5) if piece else None for piece in finite],
         across={
             "samples": [step * batch for step in middle],
@@ -226,13 +223,10 @@ def _loss_curve(report: StudyReport, trial: Data, marks: list[str]) -> LossCurve
 
 def _gain(report: StudyReport, trial: Data, base: Data) -> float | None:
     """Weighted geometric mean of the gains over the baseline."""
-    names = report.metric_names(all_metrics=False)
     weights: Mapping[str, float] = report.study.get("weights") or {}
-    own, reference = measured(trial), measured(base)
+    own, reference, names = measured(trial), measured(base), report.objectives
     if not all(own.get(name, 0) > 0 and reference.get(name, 0) > 0 for name in names):
         return None
-    product, total = 1.0, sum(weights.get(name, 1.0) for name in names)
-    for name in names:
-        ratio = reference[name] / own[name] if METRICS[name].direction == "minimize" else own[name] / reference[name]
-        product *= ratio ** (weights.get(name, 1.0) / total)
-    return round(product, 5)
+    signs = {name: -1 if METRICS[name].direction == "minimize" else 1 for name in names}
+    logs = (weights.get(name, 1.0) * signs[name] * math.log(own[name] / reference[name]) for name in names)
+    return round(math.exp(sum(logs) / sum(weights.get(name, 1.0) for name in names)), 5)

@@ -241,7 +241,7 @@ class Retuning:
         _keep_previous(self.folder, self.path)
         records.succeed(self.base, later.study_name)
         report = load.load(self.name, self.url, self.folder)
-        files.write_answer(report, self.folder)
+        list(files.write_answer(report, self.folder))
         write_record(self.path / "decision.json", decision.to_data())
         warm_start.keep_recommendation(self.storage, self.name, self.generation, report.recommended)
         if self.asked.on_change:

@@ -6,6 +6,7 @@ candidates and reads every trial back from the storage, so that a resumed study 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -18,6 +19,7 @@ from optuna.distributions import BaseDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.errors import UserError
 from autotune.forecast import memory, step_time
 from autotune.forecast.knobs import Knobs
 from autotune.scoring.measured import Measured
@@ -166,8 +168,11 @@ class PhysicsSampler(LegalSampler):
         candidate follows from the parameters and the metrics from the values; a pruned trial then ran out of memory.
         """
         states = (TrialState.COMPLETE, TrialState.PRUNED)
-        found = [self._as_told(t) for t in study.get_trials(deepcopy=False, states=states)]
-        return [t for t in found if t is not None]
+        found = []
+        for trial in study.get_trials(deepcopy=False, states=states):
+            with contextlib.suppress(ValueError, KeyError, TypeError, UserError):  # a damaged row teaches nothing
+                found.append(self._as_told(trial))
+        return found
 
     def _imagined(self, study: Study, told: Sequence[Observation]) -> list[Observation]:
         """What is under way, as if it had measured what is expected of it: the next candidate is then not sought beside it."""
@@ -227,7 +232,7 @@ class PhysicsSampler(LegalSampler):
         }
         return self._space.candidate(values, self._default)
 
-    def _as_told(self, trial: FrozenTrial) -> Observation | None:
+    def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
         text = trial.system_attrs.get(MEASURED_ATTR) or attrs.get(OLD_MEASURED_ATTR)
         if text is not None:

@@ -35,7 +35,7 @@ def finished(tmp_path_factory):
     runner = recorded(folder, Instant(), trials=4, objectives=["throughput"])
     runner.run()
     found = load.load("s", records.default_url(folder), folder / "s")
-    files.write_answer(found, folder / "s")
+    list(files.write_answer(found, folder / "s"))
     warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
     runner.storage.engine.dispose()
     return folder

@@ -66,7 +66,7 @@ def test_the_choice_is_explained_knob_by_knob(evidence):
     said = evidence.choice()
     assert "recommended?" in said.question and "the best compromise" in said.answer
     assert said.candidate == evidence.recommended.values()
-    changed = [name for name, value in evidence.baseline.values().items() if said.candidate.get(name) != value]
+    changed = [name for name, value in evidence.expected.baseline.values().items() if said.candidate.get(name) != value]
     assert changed and all(any(reason.startswith(name) for reason in said.reasons) for name in changed)
     measured = next(m for m in said.measured if not m["differs"])
     assert (
@@ -105,14 +105,12 @@ def test_a_worse_value_is_said_to_be_worse_with_its_interval_and_its_trials(evid
 def test_the_prediction_of_what_was_not_run_is_near_the_truth(evidence):
     tried = {json.dumps(t["candidate"], sort_keys=True) for t in evidence.trials}
     pool = [
-        c
-        for c in evidence.sampler.guide.catalogue.candidates
-        if c.key not in tried and c.zero_stage < 2 and c.micro_batch_size <= 16
+        c for c in evidence.expected.candidates if c.key not in tried and c.zero_stage < 2 and c.micro_batch_size <= 16
     ]
     errors = []
     for candidate in pool:
         truth = report(candidate).step_times_s[2]
-        errors.append(abs(math.log(evidence._predicted(candidate)["step_time_s"]["value"] / truth)))
+        errors.append(abs(math.log(evidence.expected.predicted(candidate, {})["step_time_s"]["value"] / truth)))
     assert sorted(errors)[len(errors) // 2] < 0.15
 
 

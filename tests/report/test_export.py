@@ -1,4 +1,4 @@
-"""What another tool takes away: DeepSpeed's JSON, an Accelerate config, flags for transformers; and what no file says."""
+"""A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags, and the command to paste."""
 
 import json
 import shlex
@@ -9,49 +9,34 @@ import yaml
 from support.commands import read_by_deepspeed
 
 from autotune.report.export import FORMATS, ExportError, Started, deepspeed_config, export, notes
-from autotune.report.script_changes import learning_rate_changes, script_side_changes
-from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import check_config
 from autotune.trial.command import Invocation
-from autotune.trial.workload import ACCELERATE, TRAINER
 
 BASE = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_clipping": 0.5,
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
-    },
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
     "tensorboard": {"enabled": True, "output_path": "runs"},
-}
+}  # fmt: skip
 CANDIDATES = [
     {"micro_batch_size": 4},
     {"micro_batch_size": 3, "gradient_accumulation_steps": 5, "zero_stage": 1, "precision": "bf16"},
-    {
-        "micro_batch_size": 4,
-        "zero_stage": 2,
-        "precision": "bf16",
-        "checkpoint_every": 1,
-        "zero_optimization.overlap_comm": True,
-    },
-    {
-        "micro_batch_size": 16,
-        "zero_stage": 3,
-        "precision": "fp16",
-        "offload_optimizer": "cpu",
-        "offload_param": "cpu",
-        "checkpoint_every": 2,
-    },
-    {
-        "micro_batch_size": 2,
-        "precision": "torch_autocast",
-        "gradient_accumulation_steps": 4,
-        "communication_data_type": "bf16",
-    },
+    {"micro_batch_size": 4, "zero_stage": 2, "precision": "bf16", "checkpoint_every": 1,
+     "zero_optimization.overlap_comm": True},
+    {"micro_batch_size": 16, "zero_stage": 3, "precision": "fp16", "offload_optimizer": "cpu", "offload_param": "cpu",
+     "checkpoint_every": 2},
+    {"micro_batch_size": 2, "precision": "torch_autocast", "gradient_accumulation_steps": 4,
+     "communication_data_type": "bf16"},
     {"micro_batch_size": 2, "zero_stage": 1, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"},
-]
+]  # fmt: skip
+FIELDS = (
+    "micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "offload_optimizer", "offload_param",
+)  # fmt: skip
+# Accelerate refuses these beside a JSON.
+REFUSED = {
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
+    "mixed_precision",
+}  # fmt: skip
 
 STARTED = Started(
     invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
@@ -75,34 +60,17 @@ every_candidate = pytest.mark.parametrize("values", CANDIDATES, ids=lambda value
 
 
 @every_candidate
-def test_the_deepspeed_json_has_only_keys_that_deepspeed_reads(values):
+def test_the_deepspeed_json_means_the_candidate_in_keys_that_deepspeed_reads(values):
     config = json.loads(exported(values, "deepspeed"))
     check_config(config, "export")
-    assert '"auto"' not in json.dumps(config)
-
-
-@every_candidate
-def test_the_deepspeed_json_means_the_candidate(values):
-    config = json.loads(exported(values, "deepspeed"))
+    assert '"auto"' not in json.dumps(config) and config["optimizer"] == BASE["optimizer"]
     found, wanted = from_deepspeed(config, world_size=2), Candidate.of(values)
-    for name in (
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "zero_stage",
-        "precision",
-        "offload_optimizer",
-        "offload_param",
-    ):
-        assert getattr(found, name) == getattr(wanted, name)
-    assert config["optimizer"] == BASE["optimizer"]
+    assert [getattr(found, name) for name in FIELDS] == [getattr(wanted, name) for name in FIELDS]
 
 
-def test_the_deepspeed_json_keeps_what_trials_leave_out():
-    assert json.loads(exported(CANDIDATES[0], "deepspeed"))["tensorboard"] == BASE["tensorboard"]
-
-
-def test_the_deepspeed_json_states_stage_0_since_hugging_face_wants_it():
-    assert json.loads(exported(CANDIDATES[0], "deepspeed"))["zero_optimization"] == {"stage": 0}
+def test_the_deepspeed_json_keeps_what_trials_leave_out_and_states_stage_0_since_hugging_face_wants_it():
+    config = json.loads(exported(CANDIDATES[0], "deepspeed"))
+    assert config["tensorboard"] == BASE["tensorboard"] and config["zero_optimization"] == {"stage": 0}
 
 
 def test_a_trial_without_its_json_is_exported_from_its_candidate():
@@ -129,24 +97,13 @@ def test_deepspeed_reads_every_exported_json(tmp_path):
 
 
 @every_candidate
-def test_the_accelerate_config_holds_the_whole_json(values):
+def test_the_accelerate_config_holds_the_whole_json_and_nothing_that_accelerate_refuses_beside_it(values):
     config = yaml.safe_load(exported(values, "accelerate"))
+    own = config["deepspeed_config"]
     assert config["distributed_type"] == "DEEPSPEED" and config["num_processes"] == 2
-    assert json.loads(config["deepspeed_config"]["deepspeed_config_file"]) == json.loads(exported(values, "deepspeed"))
-    assert config["deepspeed_config"]["zero3_init_flag"] is (Candidate.of(values).zero_stage == 3)
-
-
-def test_the_accelerate_config_leaves_out_what_accelerate_refuses_beside_a_json():
-    config = yaml.safe_load(exported(CANDIDATES[3], "accelerate"))
-    refused = {
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "zero_stage",
-        "offload_optimizer_device",
-        "offload_param_device",
-        "mixed_precision",
-    }
-    assert not refused & {*config, *config["deepspeed_config"]}
+    assert json.loads(own["deepspeed_config_file"]) == json.loads(exported(values, "deepspeed"))
+    assert own["zero3_init_flag"] is (Candidate.of(values).zero_stage == 3)
+    assert not REFUSED & {*config, *own}
 
 
 def test_accelerate_reads_every_exported_config(tmp_path):
@@ -170,10 +127,12 @@ def test_accelerate_reads_every_exported_config(tmp_path):
         )
 
 
+def hugging_face():
+    return pytest.importorskip("transformers", reason="transformers is not installed: its reading was not tried")
+
+
 def hf_namespace(values: dict, base: dict = BASE):
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed, so that it reads its flags was not tried"
-    )
+    transformers = hugging_face()
     # Parsed, not instantiated: with --deepspeed that needs Accelerate and a device.
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     return parser.parse_args(["--output_dir", "out", *shlex.split(exported(values, "hf-args", base))])
@@ -181,9 +140,7 @@ def hf_namespace(values: dict, base: dict = BASE):
 
 @every_candidate
 def test_transformers_reads_every_flag(values):
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed, so that it reads its flags was not tried"
-    )
+    transformers = hugging_face()
     known = {field.name for field in fields(transformers.TrainingArguments)}
     flags = [word.removeprefix("--") for word in shlex.split(exported(values, "hf-args")) if word.startswith("--")]
     found, candidate = hf_namespace(values), Candidate.of(values)
@@ -197,21 +154,14 @@ def test_transformers_reads_every_flag(values):
 def test_flags_repeat_what_the_json_says_of_the_optimizer_since_transformers_compares():
     found = hf_namespace(CANDIDATES[1])
     assert (found.learning_rate, found.weight_decay, found.adam_beta2, found.max_grad_norm) == (3e-4, 0.1, 0.95, 0.5)
-
-
-def test_flags_say_nothing_of_an_optimizer_that_the_json_does_not_make():
     assert "learning_rate" not in exported(CANDIDATES[1], "hf-args", base={})
 
 
-def test_checkpointing_of_every_layer_and_of_every_second_one_become_flags():
+def test_checkpointing_becomes_flags_and_autocast_none_since_bf16_weights_would_follow():
     assert hf_namespace(CANDIDATES[2]).gradient_checkpointing is True
     found = hf_namespace(CANDIDATES[3])
-    assert found.activation_checkpointing is True and json.loads(found.activation_checkpointing_kwargs) == {
-        "every_n_layers": 2
-    }
-
-
-def test_autocast_sets_no_bf16_flag_since_that_would_make_the_weights_bf16():
+    assert found.activation_checkpointing is True
+    assert json.loads(found.activation_checkpointing_kwargs) == {"every_n_layers": 2}
     assert "bf16" not in exported(CANDIDATES[4], "hf-args")
 
 
@@ -228,83 +178,6 @@ def test_notes_say_what_the_exported_text_cannot():
     assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), BASE, "accelerate"))
     assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), BASE, "hf-args"))
     assert notes(pick(CANDIDATES[3]), BASE, "deepspeed") == []
-
-
-def changes(values: dict, baseline: dict | None = None) -> str:
-    return "\n".join(
-        script_side_changes(Candidate.of(values), Candidate.of(baseline or {"micro_batch_size": 8}), "Block")
-    )
-
-
-def test_what_changes_nothing_in_the_script_says_nothing():
-    assert changes({"micro_batch_size": 8, "zero_stage": 2, "zero_optimization.overlap_comm": True}) == ""
-
-
-def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_pointed_out():
-    said = changes({"micro_batch_size": 4})
-    assert "`DataLoader(..., batch_size=4)`" in said
-    before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
-    (kept,) = learning_rate_changes(after, before, LearningRate(), in_json=True)
-    assert "0.5 times" in kept and "kept your learning rate" in kept
-    rate = LearningRate(rule="sqrt", baseline_batch=16)
-    (stated,) = learning_rate_changes(after, before, rate, in_json=True)
-    (own,) = learning_rate_changes(after, before, rate, in_json=False)
-    assert "the JSON states 0.707 times your learning rate" in stated and "multiply your learning rate by 0.707" in own
-    assert learning_rate_changes(after, after, rate, in_json=True) == []
-    (again,) = learning_rate_changes(after, before, rate, in_json=True, flag="--learning_rate 7e-05")
-    assert "transformers wants the same from `--learning_rate 7e-05`" in again
-
-
-def test_a_batch_split_otherwise_keeps_the_learning_rate():
-    said = changes({"micro_batch_size": 4, "gradient_accumulation_steps": 2})
-    assert "--gradient_accumulation_steps 2" in said and "Learning rate" not in said
-
-
-@pytest.mark.parametrize(
-    ("every", "said"),
-    [(1, "recompute every `Block`:"), (2, "recompute every second `Block`"), (4, "recompute every 4th `Block`")],
-)
-def test_checkpointing_names_the_block_and_how(every, said):
-    found = changes({"micro_batch_size": 8, "checkpoint_every": every})
-    assert said in found and "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)" in found
-
-
-def test_checkpointing_that_the_baseline_had_is_taken_away():
-    assert "no longer recompute `Block`" in changes(
-        {"micro_batch_size": 8}, {"micro_batch_size": 8, "checkpoint_every": 1}
-    )
-
-
-@pytest.mark.parametrize(
-    ("precision", "before", "said"),
-    [
-        ("bf16", "fp32", "`x.to(torch.bfloat16)`"),
-        ("fp16", "fp32", "`x.to(torch.float16)`"),
-        ("fp32", "bf16", "float32 again"),
-        ("torch_autocast", "fp32", "`torch.autocast` around the model's forward"),
-    ],
-)
-def test_a_precision_says_what_becomes_of_the_inputs(precision, before, said):
-    assert said in changes(
-        {"micro_batch_size": 8, "precision": precision}, {"micro_batch_size": 8, "precision": before}
-    )
-
-
-def test_stage_3_says_how_to_save_and_stage_0_how_to_go_backward():
-    assert "save_checkpoint" in changes({"micro_batch_size": 8, "zero_stage": 3})
-    assert "engine.backward(loss)" in changes({"micro_batch_size": 8}, {"micro_batch_size": 8, "zero_stage": 1})
-
-
-def test_a_script_that_ran_at_stage_0_goes_backward_as_it_should():
-    stage_0, stage_1 = Candidate(micro_batch_size=8), Candidate(micro_batch_size=8, zero_stage=1)
-    assert script_side_changes(stage_0, stage_1, "Block", is_script=True) == []
-
-
-def test_a_script_whose_trials_noted_what_carried_the_batch_is_not_told_so_twice():
-    before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
-    assert any("data loader" in text for text in script_side_changes(after, before, "Block"))
-    told = script_side_changes(after, before, "Block", is_script=True)
-    assert told == []
 
 
 # The command to paste.
@@ -447,18 +320,3 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
 def test_a_model_has_no_command():
     with pytest.raises(ExportError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)
-
-
-def test_what_a_framework_does_by_itself_is_not_asked_of_the_user():
-    before = Candidate.of({"micro_batch_size": 8, "zero_stage": 1})
-    after = Candidate.of({"micro_batch_size": 8, "zero_stage": 3, "precision": "bf16", "checkpoint_every": 1})
-    assert script_side_changes(after, before, "Block", is_script=True, family=TRAINER) == [
-        "Activation checkpointing: recompute every `Block`: `--gradient_checkpointing`."
-    ]
-    raw = "\n".join(script_side_changes(after, before, "Block", is_script=True))
-    assert "Saving: " in raw and "checkpoint(block, x" in raw
-    assert not any(
-        "Saving" in text for text in script_side_changes(after, before, "Block", is_script=True, family=ACCELERATE)
-    )
-    off = script_side_changes(before, after, "Block", is_script=True, family=TRAINER)
-    assert off == ["Activation checkpointing: off, without `--gradient_checkpointing`."]

@@ -1,19 +1,23 @@
 """What `autotune report` writes for programs, and what it says where it cannot."""
 
 import csv
+import errno
 import io
 import json
+import os
 import sys
+from dataclasses import replace
 
 import pandas
 import pytest
 from support.instant import Instant, runner_of
 from support.study_report import study_report
 
-from autotune.cli import app
+from autotune.cli import app, run
+from autotune.errors import UserError
 from autotune.report import files, load, pictures, series
-from autotune.report.data import StudyReport
 from autotune.report.page import render
+from autotune.session import Tuned
 from autotune.study.storage import records
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
@@ -37,10 +41,37 @@ def test_the_csv_holds_every_trial_and_pandas_reads_its_numbers(report):
 
 def test_a_reason_with_commas_and_lines_stays_one_cell(report):
     trials = [report.trials[0] | {"reason": 'a, "b"\nc'}, *report.trials[1:]]
-    text = files.as_csv(
-        StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
-    )
+    text = files.as_csv(replace(report, trials=trials))
     assert next(csv.DictReader(io.StringIO(text)))["reason"] == 'a, "b"\nc'
+
+
+def test_a_text_in_the_csv_is_no_formula_for_a_spreadsheet(report):
+    evil = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "fine"]
+    trials = [trial | {"reason": text} for trial, text in zip(report.trials, evil, strict=False)]
+    found = pandas.read_csv(io.StringIO(files.as_csv(replace(report, trials=trials))))
+    assert list(found["reason"]) == [f"'{text}" for text in evil[:-1]] + ["fine"]
+    assert found["samples_per_s"].dtype == float
+
+
+def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_first(
+    report, tmp_path, monkeypatch, capsys
+):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    monkeypatch.setattr(files.render, "write", refuse)
+    answer = files.write_answer(report, tmp_path)
+    written = [next(answer) for _ in range(5)]
+    with pytest.raises(OSError, match="No space"):
+        next(answer)
+    names = ["ds_config.json", "recommended.json", "front.json", "environment.json", "README.md"]
+    assert [path.name for path in written] == names
+    refused = UserError("report.html: No space left on device. Free some space")
+    monkeypatch.setattr(run, "tune", lambda *_, **__: Tuned(report=report, written=written, refused=refused))
+    with pytest.raises(UserError, match="Free some space"):
+        run.run("model.py", {}, fresh=False, as_json=False)
+    said = capsys.readouterr().out.replace("\n", "")  # long paths are folded
+    assert "recommended" in said and "ds_config.json" in said
 
 
 def test_the_json_says_what_the_page_shows(report, tmp_path):
@@ -101,9 +132,7 @@ def test_the_search_is_drawn_over_the_time_that_trials_took(report):
 
 def test_an_outlier_among_the_steps_is_not_averaged_away(report):
     trials = [dict(report.trials[0], step_times_s=[0.1] * 500 + [3.0] + [0.1] * 500), *report.trials[1:]]
-    steps = series.steps(
-        StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
-    )
+    steps = series.steps(replace(report, trials=trials))
     first = next(curve for curve in steps if curve.trial == 0)
     assert max(first.longest_ms) == 3000 and max(first.median_ms) == 100
     assert len(first.median_ms) <= series.MOST_STEP_POINTS
@@ -112,27 +141,16 @@ def test_an_outlier_among_the_steps_is_not_averaged_away(report):
 def test_every_trial_of_a_large_study_has_its_steps(report):
     timed = [row for row in report.trials if row.get("step_times_s")]
     trials = [timed[n % len(timed)] | {"trial": n, "step_times_s": [0.1] * 900} for n in range(1000)]
-    steps = series.steps(StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))
+    steps = series.steps(replace(report, trials=trials, front=[]))
     assert {found.trial for found in steps} == set(range(1000))
     assert all(
         60 <= len(found.median_ms) <= 80 and (len(found.median_ms) - 1) * found.size < found.n == 900 for found in steps
     )
 
 
-def test_the_study_keeps_the_weights_of_its_objectives(tmp_path):
-    runner_of(tmp_path, Instant(), trials=2).run()
-    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
-    assert set(found.study["weights"]) == set(found.study["objectives"])
-
-
 def test_forecasts_stand_beside_what_their_own_trial_measured(report):
     again = {**report.picks["recommended"], "metrics": {**report.picks["recommended"]["metrics"], "step_time_s": 99.0}}
-    changed = StudyReport(
-        study=report.study,
-        recommended={**report.recommended, "picks": {"recommended": again}},
-        front=[],
-        trials=report.trials,
-    )
+    changed = replace(report, front=[], recommended={**report.recommended, "picks": {"recommended": again}})
     found = series.forecasts(changed)["step_time_s"]
     own = {trial["trial"]: trial["metrics"].get("step_time_s") for trial in report.trials}
     assert len(found) == sum(bool(trial["metrics"]) for trial in report.trials) and all(
@@ -143,19 +161,18 @@ def test_forecasts_stand_beside_what_their_own_trial_measured(report):
 def test_the_page_says_how_good_the_forecasts_were(report):
     trials = [{**trial, "forecast": {"step_time_s": [1.0, 0.5, 2.0]}, "metrics": {"step_time_s": 1.5 if n else 3.0}, "outcome": "complete"}
               for n, trial in enumerate(report.trials[:4])]  # fmt: skip
-    page = render.render(StudyReport(study=report.study, recommended=report.recommended, front=[], trials=trials))
+    page = render.render(replace(report, front=[], trials=trials))
     assert "step time: half of the forecasts were within 50%; 3 of 4 intervals held what was measured" in page
 
 
 def test_a_study_of_before_there_were_forecasts_has_no_such_section(report):
     trials = [{name: value for name, value in trial.items() if name != "forecast"} for trial in report.trials]
-    page = render.render(
-        StudyReport(study=report.study, recommended=report.recommended, front=report.front, trials=trials)
-    )
+    page = render.render(replace(report, trials=trials))
     assert 'id="forecasts"' not in page and 'id="forecast-plot"' not in page
 
 
-def test_a_study_that_ran_keeps_its_forecasts(tmp_path):
+def test_a_study_that_ran_keeps_its_forecasts_and_the_weights_of_its_objectives(tmp_path):
     runner_of(tmp_path, Instant(), trials=3).run()
     found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
     assert {"peak_memory_bytes", "step_time_s"} <= set(series.forecasts(found))
+    assert set(found.study["weights"]) == set(found.study["objectives"])

@@ -188,7 +188,7 @@ def test_a_study_on_a_full_disk_ends_in_a_sentence_and_goes_on_when_there_is_roo
     told = records.told_trials(runner.study)
     assert len(told) == 6 and "resuming" in watcher.said[0] and records.running(runner.study) == []
     assert {records.told_data(each)["outcome"] for each in told} == {"complete"}
-    write_answer(load.load("s", url, place / "s"), place / "s")
+    list(write_answer(load.load("s", url, place / "s"), place / "s"))
     assert folder.read_record(place / "s" / "recommended.json", dict)["picks"]
 
 

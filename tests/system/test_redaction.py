@@ -199,7 +199,7 @@ def secretive(tmp_path, monkeypatch):
         runner.run()
     (folder / "study.yaml").write_text(spec.to_yaml(folder))
     found = load.load("s", url, folder)
-    write_answer(found, folder)
+    list(write_answer(found, folder))
     write_report(found, folder, single_file=False)
     runner.storage.engine.dispose()
     return tmp_path, spec, printed.getvalue()

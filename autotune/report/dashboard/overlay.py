@@ -18,11 +18,12 @@ from typing import Any
 import optuna
 
 from autotune.report import fronts, readme
-from autotune.report.data import Data, StudyReport, measured, metric_scale, speedup, words
+from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, speedup, words
 from autotune.report.export import deepspeed_config
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
 from autotune.study.storage import records
+from autotune.study.storage.optuna_tables import note_attrs, note_of
 from autotune.system import redaction
 from autotune.system.units import BYTE_UNITS, format_duration
 from autotune.trial.result import Outcome
@@ -31,6 +32,7 @@ from autotune.trial.result import Outcome
 ARTIFACT_PREFIX = "artifacts:"
 # The attributes that a reader may change: notes, which are system attributes of the study.
 EDITABLE = "dashboard:"
+NO_NOTE = note_of({})
 FIGURE_HEIGHT_PX = 460
 # Every two objectives make a figure.
 MOST_OBJECTIVES = 4
@@ -92,19 +94,14 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
         files[artifact] = file
         return artifact
 
-    picks = [add("picks", pick_file(report, name, pick)) for name, pick in report.picks.items()]
+    picks = [add("picks", config_file(report, f"{report.name}-{name}", pick)) for name, pick in report.picks.items()]
     for row in report.trials:
-        number = row["trial"]
-        path = records.trial_path(folder, number)
-        found = [File(name="ds_config.json", mimetype="application/json", read=partial(config_json, report, row))]
-        logs, traces = (
-            [each for each in sorted(path.glob(pattern)) if is_inside(each, folder)]
-            for pattern in ("rank-*.log", "profile/trace-rank-*.json.gz")
-        )
-        found += [_log(log, folder) for log in logs]
+        path, found = records.trial_path(folder, row["trial"]), [config_file(report, "ds_config", row)]
+        found += [_log(log, folder) for log in _files(path, "rank-*.log", folder)]
+        traces = _files(path, "profile/trace-rank-*.json.gz", folder)
         found += [_file(trace, folder, "application/gzip") for trace in traces]
-        trial_files[number] = [add(str(number), file) for file in found]
-    points = report.points()
+        trial_files[row["trial"]] = [add(str(row["trial"]), file) for file in found]
+    points = report.points
     return StudyOverlay(
         report=report,
         note=_note(report, study_id, left),
@@ -118,15 +115,18 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
     )
 
 
-def pick_file(report: StudyReport, name: str, pick: Data) -> File:
-    """The DeepSpeed configuration of a pick as a file."""
-    return File(name=f"{report.name}-{name}.json", mimetype="application/json", read=partial(config_json, report, pick))
+def config_file(report: StudyReport, name: str, point: Data) -> File:
+    """The complete DeepSpeed configuration of a pick or a trial as a JSON file."""
+
+    def read() -> bytes:
+        config = deepspeed_config(point, report.study.get("base_config") or {})
+        return (json.dumps(config, indent=2, allow_nan=False) + "\n").encode()
+
+    return File(name=f"{name}.json", mimetype="application/json", read=read)
 
 
-def config_json(report: StudyReport, point: Data) -> bytes:
-    """The complete DeepSpeed configuration of a pick or a trial as JSON."""
-    config = deepspeed_config(point, report.study.get("base_config") or {})
-    return (json.dumps(config, indent=2, allow_nan=False) + "\n").encode()
+def _files(path: Path, pattern: str, folder: Path) -> list[Path]:
+    return [each for each in sorted(path.glob(pattern)) if is_inside(each, folder)]
 
 
 def artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:
@@ -204,80 +204,58 @@ def _log(path: Path, folder: Path) -> File:
     return replace(whole, read=read)
 
 
+def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
+    answer = readme.study_note(report, lambda name: pick_link(study_id, name))
+    return note_attrs(f"{left}\n\n{answer}" if left else answer, NO_NOTE)
+
+
 class _Written:
-    """A storage that keeps what optuna-dashboard writes, so that its own functions choose the keys."""
+    """A storage that keeps the figures that optuna-dashboard writes, so that its own function chooses the keys."""
 
     def __init__(self) -> None:
         self.attrs: dict[str, Any] = {}
 
-    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
+    def get_study_system_attrs(self, _study_id: int) -> dict[str, Any]:
         return self.attrs
 
-    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+    def set_study_system_attr(self, _study_id: int, key: str, value: Any) -> None:
         self.attrs[key] = value
-
-
-def _scratch() -> tuple[optuna.Study, _Written]:
-    """An empty study whose storage only keeps attributes."""
-    study, written = optuna.create_study(storage=optuna.storages.InMemoryStorage()), _Written()
-    study._storage = written  # type: ignore[assignment]
-    return study, written
-
-
-def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
-    from optuna_dashboard import save_note
-
-    scratch, written = _scratch()
-    answer = readme.study_note(report, lambda name: pick_link(study_id, name))
-    save_note(scratch, f"{left}\n\n{answer}" if left else answer)
-    return {key: value for key, value in written.attrs.items() if key.startswith(EDITABLE)}
 
 
 def _figures(report: StudyReport) -> dict[str, Any]:
     """The front over every two objectives, each with a title, as optuna-dashboard keeps figures."""
     from optuna_dashboard import save_plotly_graph_object
 
-    names = report.metric_names(all_metrics=False)
-    if len(names) < 2:
-        names = report.metric_names()[:2]
-    found: dict[str, Any] = {}
+    names = report.objectives if len(report.objectives) > 1 else report.metric_names()[:2]
+    study, written = optuna.create_study(storage=optuna.storages.InMemoryStorage()), _Written()
+    study._storage = written  # type: ignore[assignment]
     drawn = fronts.fronts(report, names[:MOST_OBJECTIVES])
     for n, (pair, figure) in enumerate(drawn.items(), start=1):
         heading = f"Front: {' against '.join(METRICS[name].label for name in pair.split('|'))}"
         # Below the buttons that plotly puts at the top, and clear of the legend where a narrow screen breaks that.
         title = {"text": heading, "font": {"size": 13}, "x": 0.02, "y": 1 - 34 / FIGURE_HEIGHT_PX, "yanchor": "top"}
-        figure["layout"] |= {
-            "title": title,
-            "height": FIGURE_HEIGHT_PX,
-            "margin": {"l": 76, "r": 20, "t": 64, "b": 120},
-        }
-        scratch, written = _scratch()
-        text = partial(json.dumps, figure)
-        save_plotly_graph_object(scratch, SimpleNamespace(to_json=text), graph_object_id=f"autotune-front-{n}")
-        found |= written.attrs
-    return found
+        margin = {"l": 76, "r": 20, "t": 64, "b": 120}
+        figure["layout"] |= {"title": title, "height": FIGURE_HEIGHT_PX, "margin": margin}
+        drawable = SimpleNamespace(to_json=partial(json.dumps, figure))
+        save_plotly_graph_object(study, drawable, graph_object_id=f"autotune-front-{n}")
+    return written.attrs
 
 
 def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
     """The attributes shown beside a trial's parameters; numbers are rounded, since the dashboard prints all digits."""
     found: dict[str, Any] = {"configuration": words(row["candidate"])}
-    marks = report.marks().get(row["trial"])
-    if marks:
+    if marks := report.marks.get(row["trial"]):
         found["mark"] = ", ".join(marks)
-    if row["outcome"] != "complete":
-        phase = f" in {row['phase']}" if row.get("phase") not in (None, "", "done") else ""
-        reason = f": {row['reason']}" if row.get("reason") else ""
-        found["failure"] = f"{str(row['outcome']).replace('_', ' ')}{phase}{reason}"
-    elif row.get("feasible") is False:
-        found["failure"] = "breaks a constraint"
+    end, why = end_words(row)
+    if row["outcome"] != "complete" or why:
+        found["failure"] = f"{end}: {why}" if why else end
     for name, value in measured(point).items():
         metric = METRICS[name]
         # One unit in every study, so that trials of two studies can be compared.
-        factor, unit = (
+        divisor, unit = (
             BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
         )
-        found[f"{metric.label} ({unit})"] = round(value / factor, max(2, metric_scale(name, [value]).decimals))
-    factor_over_baseline = speedup(report, point) if measured(point) else None
-    if factor_over_baseline:
-        found["speed-up"] = round(factor_over_baseline, 3)
+        found[f"{metric.label} ({unit})"] = round(value / divisor, max(2, metric_scale(name, [value]).decimals))
+    if measured(point) and (factor := speedup(report, point)):
+        found["speed-up"] = round(factor, 3)
     return found

@@ -22,8 +22,8 @@ from typing import Any, Self, TypeAlias
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from autotune.errors import UserError
-from autotune.report.dashboard.overlay import File, StudyOverlay, config_json, pick_file
-from autotune.report.dashboard.storage import DashboardStorage
+from autotune.report.dashboard.overlay import File, StudyOverlay, config_file
+from autotune.report.dashboard.storage import READ_ONLY, DashboardStorage
 from autotune.study.storage import records
 
 Environ: TypeAlias = dict[str, Any]
@@ -34,6 +34,8 @@ LEAST_TOKEN = 16
 N_THREADS = 8
 LARGEST_NOTE_BYTES = 1 << 20
 DOWNLOAD = re.compile(r"/autotune/(?P<study>[0-9]{1,9})/(?P<what>picks|trials)/(?P<name>[a-z_]{1,40}|[0-9]{1,9})\.json")
+NOT_OURS = "this dashboard is not served under that name; use the address it printed"
+NO_TOKEN = "this dashboard asks for its token: open the whole address that `autotune dashboard` printed"
 NO_NOTE = (
     f"a note is a JSON object with `version`, a number, and `body`, a text, of {LARGEST_NOTE_BYTES >> 20} MiB at most"
 )
@@ -118,11 +120,7 @@ class Application:
         """The refusal of a request that is not allowed; None if it is."""
         if not self._knows(environ.get("HTTP_HOST", "")):
             # Against DNS rebinding: a foreign name that resolves to this machine would let a foreign page read studies.
-            return _say(
-                start,
-                HTTPStatus.MISDIRECTED_REQUEST,
-                "this dashboard is not served under that name; use the address it printed",
-            )
+            return _say(start, HTTPStatus.MISDIRECTED_REQUEST, NOT_OURS)
         if self.token is not None:
             entered = self._enter(environ, start)
             if entered is not None:
@@ -131,11 +129,7 @@ class Application:
         if method in ("GET", "HEAD"):
             return None
         if method != "PUT" or not NOTE.fullmatch(path):
-            return _say(
-                start,
-                HTTPStatus.METHOD_NOT_ALLOWED,
-                "this dashboard shows what autotune measured and changes nothing but notes",
-            )
+            return _say(start, HTTPStatus.METHOD_NOT_ALLOWED, READ_ONLY)
         if not _same_origin(environ):
             return _say(start, HTTPStatus.FORBIDDEN, "another page may not change notes here")
         return None if _holds_note(environ) else _say(start, HTTPStatus.BAD_REQUEST, NO_NOTE)
@@ -166,11 +160,7 @@ class Application:
         scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
         if (scheme.lower() == "bearer" and self._is_token(given.strip())) or self._is_token(_cookie(environ)):
             return None
-        return _say(
-            start,
-            HTTPStatus.UNAUTHORIZED,
-            "this dashboard asks for its token: open the whole address that `autotune dashboard` printed",
-        )
+        return _say(start, HTTPStatus.UNAUTHORIZED, NO_TOKEN)
 
     def _is_token(self, given: str) -> bool:
         """Compares in constant time for every length."""
@@ -214,12 +204,10 @@ class Application:
             answer.close()
         status, headers = kept[0], kept[1]
         if status.startswith("200"):
-            content = (
-                content.replace(b"</head>", STYLE + b"</head>", 1) if shown is None else _with_notes(content, shown)
-            )
-            headers = [
-                (name, str(len(content)) if name.lower() == "content-length" else value) for name, value in headers
-            ]
+            styled = content.replace(b"</head>", STYLE + b"</head>", 1)
+            content = styled if shown is None else _with_notes(content, shown)
+            headers = [each for each in headers if each[0].lower() != "content-length"]
+            headers.append(("Content-Length", str(len(content))))
         start(status, headers)
         return [content]
 
@@ -235,13 +223,10 @@ class Application:
             return None
         name, report = asked["name"], shown.report
         if asked["what"] == "picks":
-            return pick_file(report, name, report.picks[name]) if name in report.picks else None
-        row = next((row for row in report.trials if str(row["trial"]) == name), None)
-        if row is None:
-            return None
-        return File(
-            name=f"{report.name}-trial-{name}.json", mimetype="application/json", read=lambda: config_json(report, row)
-        )
+            points, label = dict(report.picks), name
+        else:
+            points, label = {str(row["trial"]): row for row in report.trials}, f"trial-{name}"
+        return config_file(report, f"{report.name}-{label}", points[name]) if name in points else None
 
 
 def _with_notes(content: bytes, shown: StudyOverlay) -> bytes:
@@ -311,13 +296,8 @@ class Server:
         # It would warn on standard error whenever a page asks for more files at once than there are threads.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         self.port = int(listening.getsockname()[1])
-        self._waitress = create_server(
-            application,
-            sockets=[listening],
-            threads=N_THREADS,
-            ident=None,
-            max_request_body_size=2 * LARGEST_NOTE_BYTES,
-        )
+        options = {"threads": N_THREADS, "ident": None, "max_request_body_size": 2 * LARGEST_NOTE_BYTES}
+        self._waitress = create_server(application, sockets=[listening], **options)
 
     def run(self) -> None:
         """Serves until Ctrl-C or `stop`."""
@@ -352,9 +332,8 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
     """
     check_installed()
     storage = records.open_storage(url, create=False)
-    application = Application(
-        DashboardStorage(storage, partial(records.study_folder, studies=studies, url=url)), host, token
-    )
+    folder_of = partial(records.study_folder, studies=studies, url=url)
+    application = Application(DashboardStorage(storage, folder_of), host, token)
     try:
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -362,25 +341,21 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
     except OverflowError:
         raise DashboardError(f"port {port} is not one of 0 to 65535") from None
     except (socket.gaierror, UnicodeError, TypeError):  # the last two for names that no name server takes
-        raise DashboardError(
-            f"{host!r} is no address of this machine; leave --host out to serve this machine only"
-        ) from None
+        here = "leave --host out to serve this machine only"
+        raise DashboardError(f"{host!r} is no address of this machine; {here}") from None
     except OSError as error:
         raise DashboardError(_why_not(error, host, port)) from None
     return Server(application, listening)
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} is taken, perhaps by another dashboard; name another one with --port, or --port 0 for any"
-            " that is free"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is no address of this machine; leave --host out to serve this machine only"
-    if error.errno == errno.EACCES:
-        return f"port {port} may not be opened by this user; name one above 1023 with --port"
-    return f"cannot listen at {host}, port {port}: {error.strerror}"
+    other = "name another one with --port, or --port 0 for any that is free"
+    said = {
+        errno.EADDRINUSE: f"port {port} is taken, perhaps by another dashboard; {other}",
+        errno.EADDRNOTAVAIL: f"{host} is no address of this machine; leave --host out to serve this machine only",
+        errno.EACCES: f"port {port} may not be opened by this user; name one above 1023 with --port",
+    }
+    return said.get(error.errno or 0, f"cannot listen at {host}, port {port}: {error.strerror}")
 
 
 def new_token() -> str:

@@ -45,6 +45,7 @@ OWN_ATTRS = frozenset(
 REFRESH_S, REFRESH_SHARE = 10.0, 20.0
 # An older copy is not shown any more.
 LONGEST_STALE_S = 600.0
+READ_ONLY = "this dashboard shows what autotune measured and changes nothing but notes"
 NOTE_VERSION = "dashboard:note_ver"
 
 
@@ -264,7 +265,7 @@ class DashboardStorage(BaseStorage):
         self._base.set_study_system_attr(study_id, key, value)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ReadOnlyError("this dashboard shows what autotune measured and changes nothing but notes")
+        raise ReadOnlyError(READ_ONLY)
 
     create_new_study = delete_study = set_study_user_attr = create_new_trial = _refuse
     set_trial_param = set_trial_state_values = set_trial_intermediate_value = _refuse

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from autotune.report import series
-from autotune.report.data import (
-    PICK_NOTES,
-    Data,
-    StudyReport,
-    differences,
-    gain,
-    interval,
-    measured,
-    metric_scale,
-    speedup,
-    title,
-    words,
-)
+from autotune.report import series, tables
+from autotune.report.data import PICK_NOTES, Data, StudyReport, differences, end_words, times, title, words
+from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.readme import machine, reproduce, subject
 from autotune.report.series import level_text
 from autotune.scoring.effects import Effect, Effects
@@ -30,7 +20,7 @@ from autotune.system.units import Scale, format_bytes, format_duration
 
 Context = dict[str, Any]
 # Fields of the study that the page shows elsewhere or that only programs need.
-HIDDEN_FIELDS = ("name", "target", "wall s", "folder", "stored as")
+HIDDEN_FIELDS = ("name", "target", "wall_s", "folder", "stored_as")
 # Cards and rows beyond these are in the JSON only.
 MOST_GATE_CARDS, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
 # Least widths of the table's columns; the configuration's is the style sheet's, as it depends on the screen.
@@ -79,92 +69,79 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
 
 
 def _answer(report: StudyReport) -> Context:
-    pick = report.picks.get("recommended")
-    caveats = report.caveats()
+    pick, caveats = report.picks.get("recommended"), report.caveats()
     if pick is None:
         return {"pick": None, "why_nothing": report.why_nothing, "ends": _ends(report), "caveats": caveats}
     names = next(names for names, found in report.picks_by_trial() if "recommended" in names)
     also = ", ".join(title(name) for name in names if name != "recommended")
-    return {"pick": _pick(report, pick), "also": also, "verdict": _verdict(report, pick), "caveats": caveats}
+    metrics = report.metric_names()
+    return {"pick": _pick(report, pick, metrics), "also": also, "verdict": _verdict(report, pick), "caveats": caveats}
 
 
 def _verdict(report: StudyReport, pick: Data) -> Context:
     """The answer's headline: the speed-up as `factor`, or a `text` in its place; `span` is the interval."""
-    if report.baseline is not None and pick["trial"] == report.baseline["trial"]:
-        return {
-            "factor": "",
-            "span": "",
-            "text": "Keep your configuration: nothing that was tried is measurably better.",
-        }
-    if pick.get("speedup") is None:
+    factor, span, text = times(pick.get("speedup"), "×"), _span(pick), ""
+    if report.is_baseline(pick):
+        return {"factor": "", "span": "", "text": "Keep your configuration: no trial is measurably better."}
+    if not factor:
         why = "did not run" if report.baseline is None else "cannot be compared with it"
-        return {"factor": "", "span": "", "text": f"The baseline {why}, so there is no speed-up to state."}
-    factor, ends = f"{pick['speedup']:.2f}×", pick.get("speedup_ci95")
-    span, gained = f"{ends[0]:.2f}× to {ends[1]:.2f}×" if ends else "", _best_gain(report, pick)
-    if pick["speedup"] < 1 and gained:
-        return {"factor": "", "span": span, "text": f"{gained}, at {factor} the baseline’s throughput"}
-    return {"factor": factor, "span": span, "text": ""}
+        text = f"The baseline {why}, so there is no speed-up to state."
+    elif pick["speedup"] < 1 and (gained := _best_gain(report, pick)):
+        factor, text = "", f"{gained}, at {factor} the baseline’s throughput"
+    return {"factor": factor, "span": span, "text": text}
 
 
-def _best_gain(report: StudyReport, pick: Data) -> str | None:
-    """The objective that a pick improves most, in words."""
-    own, base = measured(pick), measured(report.comparable(pick) or {})
-    names = [name for name in report.metric_names(all_metrics=False) if name in own and name in base]
-    changes = [(gain(name, own[name], base[name]), name) for name in names]
-    better = [(change[0], name) for change, name in changes if change and change[1]]
-    return (
-        "{1} {0:.2f}× better".format(*(max(better)[0], METRICS[max(better)[1]].label.capitalize())) if better else None
-    )
+def _span(pick: Data) -> str:
+    ends = pick.get("speedup_ci95")
+    return f"{times(ends[0], '×')} to {times(ends[1], '×')}" if ends else ""
 
 
-def _pick(report: StudyReport, pick: Data, *, all_metrics: bool = True) -> Context:
-    """A pick with its configuration, what it changes, its metrics beside the baseline's, and its JSON."""
-    changed = differences(pick["candidate"], report.baseline) if report.baseline is not None else []
+def _best_gain(report: StudyReport, pick: Data) -> str:
+    """The objective that a pick improves most, in words; empty where it improves none."""
+    changes = [(each.change, each.label) for each in tables.compared(report, pick, report.objectives)]
+    better = [(change[0], label) for change, label in changes if change and change[1]]
+    factor, label = max(better, default=(0.0, ""))
+    return f"{label.capitalize()} {times(factor, '×')} better" if better else ""
+
+
+def _pick(report: StudyReport, pick: Data, metrics: Sequence[str]) -> Context:
+    """A pick with its configuration, its changes, its metrics beside the baseline's, and its JSON."""
+    changed = differences(pick["candidate"], report.baseline["candidate"]) if report.baseline is not None else []
     return {
         "trial": pick["trial"],
         "configuration": words(pick["candidate"]),
         "changes": [(name.rsplit(".", 1)[-1], level_text(old), level_text(new)) for name, old, new in changed],
-        "metrics": _values(report, pick, all_metrics=all_metrics),
+        "metrics": _values(report, pick, metrics),
         "json": json.dumps(pick["ds_config"], indent=2),
         "reasons": pick.get("reasons") or (),
         "script_side_changes": pick.get("script_side_changes") or (),
     }
 
 
-def _values(report: StudyReport, pick: Data, *, all_metrics: bool) -> Context:
+def _values(report: StudyReport, pick: Data, metrics: Sequence[str]) -> Context:
     """The metrics of a pick beside the baseline's, with change."""
-    same = report.baseline is None or report.baseline["trial"] == pick["trial"]
-    base = None if same else report.comparable(pick)
-    rows = []
-    for name in report.metric_names(all_metrics=all_metrics):
-        own, reference = measured(pick).get(name), measured(base).get(name) if base else None
-        if own is None:
-            continue
-        scale = metric_scale(name, [own, *([reference] if reference is not None else [])])
-        cells = [_value(scale, point, name) for point in ([base, pick] if base else [pick])]
+    found = tables.compared(report, pick, metrics)
+    base, rows = any(each.reference is not None for each in found), []
+    for each in found:
+        cells = [_cell(each.scale.number(each.value), each.scale.interval(*each.ends) if each.ends else "")]
         if base:
-            cells.append(_change(gain(name, own, reference) if reference is not None else None))
-        rows.append({"label": METRICS[name].label, "unit": scale.unit, "cells": cells})
+            known, ends = each.reference, each.reference_ends
+            before = "" if known is None else each.scale.number(known)
+            cells = [_cell(before, each.scale.interval(*ends) if ends else ""), *cells, _change(each.change)]
+        rows.append({"label": each.label, "unit": each.scale.unit, "cells": cells})
     head = ["", *(["baseline"] if base else []), f"trial {pick['trial']}", *(["change"] if base else [])]
     return {"head": head, "rows": rows}
 
 
-def _value(scale: Scale, point: Data, name: str) -> Context:
-    value = measured(point).get(name)
-    if value is None:
-        return {"text": "", "small": "", "kind": ""}
-    low, high = interval(point, name, value)
-    wide = scale.number(low) != scale.number(high)
-    return {"text": scale.number(value), "small": scale.interval(low, high) if wide else "", "kind": ""}
+def _cell(text: str, small: str = "", kind: str = "") -> Context:
+    return {"text": text, "small": small, "kind": kind}
 
 
 def _change(change: tuple[float, bool] | None) -> Context:
-    if change is None:
-        return {"text": "", "small": "", "kind": ""}
-    factor, better = f"{change[0]:.2f}×", change[1]
-    if factor == "1.00×":
-        return {"text": "equal", "small": "", "kind": "muted"}
-    return {"text": factor, "small": "better" if better else "worse", "kind": "better" if better else "muted"}
+    factor, better = change or (None, False)
+    if (text := times(factor, "×")) in ("", "1.00×"):
+        return _cell("equal" if text else "", kind="muted" if text else "")
+    return _cell(text, "better" if better else "worse", "better" if better else "muted")
 
 
 def _picks(report: StudyReport) -> list[Context]:
@@ -172,39 +149,33 @@ def _picks(report: StudyReport) -> list[Context]:
     found = report.picks_by_trial()
     ends = [end for _, pick in found for end in (pick.get("speedup_ci95") or [pick.get("speedup")]) if end is not None]
     low, high = min([1.0, *ends]) - 0.05, max([1.0, *ends]) + 0.05
-
-    def place(value: float) -> str:
-        return f"{100 * (value - low) / (high - low):.1f}%"
-
     cards = []
     for names, pick in found:
         if "recommended" in names:
             continue
-        same = report.baseline is not None and pick["trial"] == report.baseline["trial"]
+        same = report.is_baseline(pick)
         factor = None if same else pick.get("speedup")
-        span = pick.get("speedup_ci95")
-        card = _pick(report, pick, all_metrics=False) | {
+        marks = (*(pick.get("speedup_ci95") or (factor, factor)), 1.0, factor) if factor else ()
+        card = {
             "title": ", ".join(title(name) for name in names),
             "why": "; ".join(PICK_NOTES[name] for name in names if name in PICK_NOTES),
             "is_baseline": same,
-            "factor": f"{factor:.2f}×" if factor else "",
-            "span": f"{span[0]:.2f}× to {span[1]:.2f}×" if span and factor else "",
-            "bar": [place(value) for value in (*(span or (factor, factor)), 1.0, factor)] if factor else [],
+            "factor": times(factor, "×"),
+            "span": _span(pick) if factor else "",
+            "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
-        cards.append(card)
+        cards.append(_pick(report, pick, report.objectives) | card)
     return cards
 
 
 def _effects(found: Effects) -> Context:
     """A card on what the knobs do to one metric."""
-    if found.explained < 0.1:
-        note = f"{found.n} trials do not tell: the effects of the knobs in some of them do not hold in the others."
-        return {"label": METRICS[found.metric].label, "note": note, "knobs": []}
-    note = (
-        f"{found.n} trials; {found.explained:.0%} of the spread of trials left out is predicted. The rest is chance"
-        " or interplay."
-    )
     shown = [effect for effect in found.knobs if effect.share >= 0.01][:MOST_KNOBS]
+    note = f"{found.n} trials; {found.explained:.0%} of the spread of trials left out is predicted."
+    note += " The rest is chance or interplay."
+    if found.explained < LEAST_EXPLAINED:
+        note = f"{found.n} trials do not tell: the effects of the knobs in some of them do not hold in the others."
+        shown = []
     return {
         "label": METRICS[found.metric].label,
         "note": note,
@@ -227,22 +198,17 @@ def _effect(metric: str, effect: Effect) -> Context:
 
 
 def _ends(report: StudyReport) -> str:
-    """How many trials ended how, in words."""
-    outcomes = [str(trial["outcome"]).replace("_", " ") for trial in report.trials]
-    return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+    """The number of trials by outcome, in words."""
+    ends = Counter(end_words(trial)[0] for trial in report.trials)
+    return ", ".join(f"{n} {outcome}" for outcome, n in ends.items())
 
 
 def _table(report: StudyReport) -> Context:
-    """Every trial with its configuration, its end, what it measured and why it failed."""
-    points, marks = report.points(), report.marks()
-    values = [measured(point) for point in points.values()]
-    scales = {name: metric_scale(name, [v[name] for v in values if name in v]) for name in report.metric_names()}
+    """Every trial with its configuration, its end, its metrics and why it failed."""
+    scales = tables.scales_of(list(report.points.values()), report.metric_names())
     heads = [("trial", "", "n"), ("configuration", "", ""), ("outcome", "", ""), ("speed-up", "", "n")]
     heads += [(METRICS[name].label, scale.unit, "n") for name, scale in scales.items()]
-    rows = [
-        _row(report, trial, points.get(trial["trial"], trial), scales) | {"marks": marks.get(trial["trial"], [])}
-        for trial in report.trials
-    ]
+    rows = [_row(report, trial, scales) for trial in report.trials]
     return {"ends": _ends(report), "heads": [*heads, ("wall", "s", "n")], "rows": rows, "style": _columns(scales)}
 
 
@@ -258,36 +224,28 @@ def _columns(names: Iterable[str]) -> str:
     return f"--columns: {columns}; --least: calc(var(--config) + {least:.1f}rem)"
 
 
-def _row(report: StudyReport, trial: Data, point: Data, scales: Mapping[str, Scale]) -> Context:
-    values, wall_s = measured(point), trial.get("wall_s")
-    factor = speedup(report, point) if values else None
-    numbers = [(f"{factor:.2f}×", f"{factor:.6f}", False) if factor else ("", "", False)]
-    for name, scale in scales.items():
-        value, extrapolated = values.get(name), name in (trial.get("censored") or ())
-        text = "" if value is None else f"{'~' if extrapolated else ''}{scale.number(value)}"
-        numbers.append((text, "" if value is None else str(value), extrapolated and value is not None))
+def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
+    row = tables.row(report, report.points.get(trial["trial"], trial), scales)
+    wall_s, (outcome, why) = trial.get("wall_s"), end_words(trial)
+    numbers = [(times(row.speedup, "×"), f"{row.speedup:.6f}" if row.speedup else "", False)]
+    for name in scales:
+        text, guessed = row.cells.get(name, ""), bool(row.cells.get(name)) and name in (trial.get("censored") or ())
+        numbers.append((f"~{text}" if guessed else text, str(row.values.get(name, "")), guessed))
     numbers.append(("", "", False) if wall_s is None else (f"{wall_s:.1f}", str(wall_s), False))
     return {
-        "trial": trial["trial"],
+        "trial": row.trial,
         "complete": trial["outcome"] == "complete",
-        "configuration": words(trial["candidate"]),
-        "outcome": str(trial["outcome"]).replace("_", " "),
-        "why": _why(trial),
+        "configuration": row.configuration,
+        "marks": row.marks,
+        "outcome": outcome,
+        "why": "; ".join(text for text in (why, *(trial.get("caveats") or ())) if text),
         "numbers": numbers,
     }
 
 
-def _why(trial: Data) -> str:
-    complete = trial["outcome"] == "complete"
-    phase = f" (in {trial['phase']})" if trial.get("phase") not in (None, "", "done") and not complete else ""
-    reason = f"{trial['reason']}{phase}" if trial.get("reason") else ""
-    limits = ["breaks a constraint"] if trial.get("feasible") is False and complete else []
-    return "; ".join(text for text in [reason, *limits, *(trial.get("caveats") or ())] if text)
-
-
 def _gate(report: StudyReport) -> Context | None:
     """The trials that the quality gate looked at, the refused ones first; None if it looked at none."""
-    marks = report.marks()
+    marks = report.marks
     checked = [trial for trial in report.trials if trial.get("gate")]
     checked.sort(
         key=lambda one: (one["gate"]["passed"] is True, "recommended" not in marks.get(one["trial"], []), one["trial"])
@@ -354,14 +312,10 @@ def _facts(report: StudyReport) -> dict[str, dict[str, Any]]:
         "bf16": environment.get("bf16"),
         "fp16": environment.get("fp16"),
     }
-    stated = {
-        name.replace("_", " ").removeprefix("n "): value
-        for name, value in study.items()
-        if isinstance(value, str | int | float)
-    }
-    shown = {name: value for name, value in stated.items() if name not in HIDDEN_FIELDS and value != ""}
+    shown = {name.replace("_", " ").removeprefix("n "): value for name, value in study.items()
+             if isinstance(value, str | int | float) and value != "" and name not in HIDDEN_FIELDS}  # fmt: skip
     own = {
-        "objectives": ", ".join(METRICS[name].label for name in report.metric_names(all_metrics=False)),
+        "objectives": ", ".join(METRICS[name].label for name in report.objectives),
         "wall time": format_duration(study["wall_s"]) if study.get("wall_s") else None,
     }
     versions = dict(environment.get("versions") or {})

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from autotune._version import __version__
 from autotune.report import figures, fronts, series
-from autotune.report.data import StudyReport, words
+from autotune.report.data import StudyReport
 from autotune.report.page import content
-from autotune.scoring.metrics import METRICS
 from autotune.system import files
 
 # plotly.js with scatter and bar only, a quarter of the whole; `make plotly` refreshes it.
@@ -69,7 +69,7 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
             policy=policy,
             style=Markup(_asset("page.css")),
             scripts=[Markup(script) for script in scripts],
-            data=Markup(_json(_shared(data))),
+            data=htmlsafe_json_dumps(_shared(data), allow_nan=False, separators=(",", ":")),
             version=__version__,
             **values,
         )
@@ -78,14 +78,14 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
 
 def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
     """The figures of the page by plot, each plot with one figure for every choice of its reader."""
-    objectives = report.metric_names(all_metrics=False)
+    objectives = report.objectives
     measures = [*(["gain"] if report.baseline is not None else []), *objectives]
     curves = series.losses(report)
     across = [name for name in ("samples", "seconds", "steps") if any(curve.across[name] for curve in curves)]
     points = series.progress(report)
     return {
         "front-plot": fronts.fronts(report),
-        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.points()) > 1 else {},
+        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.points) > 1 else {},
         "progress-plot": {
             f"{metric}|{axis}": figures.progress(report, metric, axis, points)
             for metric in measures
@@ -100,7 +100,6 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
 
 def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
     """What the page's script reads."""
-    text = {trial["trial"]: words(trial["candidate"]) for trial in report.trials}
     knobs = series.knobs(report)
     return {
         "figures": drawn,
@@ -109,18 +108,17 @@ def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
             "colors": figures.CYCLE,
             "curves": [
                 {
-                    "trial": curve.trial,
-                    "named": bool(curve.marks),
-                    "traces": figures.step_traces(curve, text[curve.trial], figures.BLUE),
+                    "trial": each.trial,
+                    "named": bool(each.marks),
+                    "traces": figures.step_traces(report, each, figures.BLUE),
                 }
-                for curve in series.steps(report)
+                for each in series.steps(report)
             ],
         },
         "levels": {
             number: [levels.index(point["candidate"].get(name)) for name, levels in knobs.items()]
-            for number, point in report.points().items()
+            for number, point in report.points.items()
         },
-        "labels": {name: METRICS[name].label for name in report.metric_names()},
     }
 
 
@@ -143,12 +141,6 @@ def _shared(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**replaced(dict(data)), "lists": lists}
 
 
-def _json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 @cache
 def _asset(name: str) -> str:
     return (resources.files("autotune.report.page") / name).read_text(encoding="utf-8")
@@ -156,33 +148,26 @@ def _asset(name: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("autotune.report.page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("autotune.report.page")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.lstrip_blocks = True
     environment.filters |= {"with_code": _with_code, "breakable": _breakable, "level": series.level_text}
     return environment
 
 
 def _with_code(text: str) -> Markup:
     """Escaped text; parts in backticks become code, which is kept on one line if it is short."""
+    short, code = Markup('<code class="short">{}</code>'), Markup("<code>{}</code>")
     parts = re.split(r"`([^`]+)`", str(text))
-    return Markup("").join(
-        part
-        if i % 2 == 0
-        else Markup("<code{}>{}</code>").format(Markup(' class="short"') if len(part) <= SHORT_CODE else "", part)
-        for i, part in enumerate(parts)
-    )
+    for i in range(1, len(parts), 2):
+        parts[i] = (short if len(parts[i]) <= SHORT_CODE else code).format(parts[i])
+    return Markup("").join(parts)
 
 
 def _breakable(text: str) -> Markup:
     """Words that stay whole; a long one (`bf16_master_weights_and_grads=True`) may break at its joints."""
-    return Markup(" ").join(
-        Markup("<span>{}</span>").format(Markup(re.sub(r"([_=])", r"\1<wbr>", str(escape(word)))))
-        if len(word) > LONG_WORD
-        else escape(word)
-        for word in text.split()
-    )
+
+    def one(word: str) -> Markup:
+        return Markup("<span>{}</span>").format(Markup(re.sub(r"([_=])", r"\1<wbr>", str(escape(word)))))
+
+    return Markup(" ").join(one(word) if len(word) > LONG_WORD else escape(word) for word in text.split())

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.report import pictures
 from autotune.report.data import metric_scale
-from autotune.report.figures import BLUE, GREY, Figure, axis, error_bars
+from autotune.report.figures import BLUE, GREY, Figure, Trace, axis, error_bars, scatter
 from autotune.report.page.render import fill
 from autotune.scoring.scaling import Interval, Mode, Scale
 from autotune.system import files
@@ -63,53 +63,29 @@ def panels(found: Sequence[Scale], mode: Mode) -> list[Panel]:
     first = found[0]
     times = metric_scale("step_time_s", [scale.step_s for scale in found])
     epochs = metric_scale("step_time_s", [scale.epoch_s for scale in found if scale.epoch_s])
+
+    def panel(title: str, unit: str, factor: float, name: str, ideal: Callable[[float], float] | None) -> Panel:
+        ends = {"epoch_s": "epoch_ci95", "step_s": "step_ci95"}.get(name, f"{name}_ci95")
+        values = [(scale.world_size, getattr(scale, name), getattr(scale, ends)) for scale in found]
+        known = [each for each in values if each[1] is not None]
+        return Panel(title=title, unit=unit, factor=factor, values=known, ideal=ideal)
+
+    def ideal_step_s(more: float) -> float:
+        return first.step_s / (more if mode == "strong" else 1.0)
+
     drawn = [
-        Panel(
-            title="Training time: one epoch",
-            unit=epochs.unit,
-            factor=epochs.factor,
-            values=[
-                (scale.world_size, scale.epoch_s, scale.epoch_ci95) for scale in found if scale.epoch_s is not None
-            ],
-            ideal=lambda times_more: (first.epoch_s or 0.0) / times_more,
+        panel(
+            "Training time: one epoch",
+            epochs.unit,
+            epochs.factor,
+            "epoch_s",
+            lambda more: (first.epoch_s or 0.0) / more,
         ),
-        Panel(
-            title="Time of an optimizer step",
-            unit=times.unit,
-            factor=times.factor,
-            values=[(scale.world_size, scale.step_s, scale.step_ci95) for scale in found],
-            ideal=lambda times_more: first.step_s / (times_more if mode == "strong" else 1.0),
-        ),
-        Panel(
-            title="Throughput",
-            unit="samples/s",
-            factor=1.0,
-            values=[(scale.world_size, scale.samples_per_s, scale.samples_per_s_ci95) for scale in found],
-            ideal=lambda times_more: first.samples_per_s * times_more,
-        ),
-        Panel(
-            title="Speed-up",
-            unit="times",
-            factor=1.0,
-            values=[(scale.world_size, scale.speedup, scale.speedup_ci95) for scale in found],
-            ideal=lambda times_more: times_more,
-        ),
-        Panel(
-            title="Parallel efficiency",
-            unit="%",
-            factor=0.01,
-            values=[(scale.world_size, scale.efficiency, scale.efficiency_ci95) for scale in found],
-            ideal=lambda _: 1.0,
-        ),
-        Panel(
-            title="Communication",
-            unit="% of a step",
-            factor=0.01,
-            values=[
-                (s.world_size, s.communication, s.communication_ci95) for s in found if s.communication is not None
-            ],
-            ideal=None,
-        ),
+        panel("Time of an optimizer step", times.unit, times.factor, "step_s", ideal_step_s),
+        panel("Throughput", "samples/s", 1.0, "samples_per_s", lambda more: first.samples_per_s * more),
+        panel("Speed-up", "times", 1.0, "speedup", lambda more: more),
+        panel("Parallel efficiency", "%", 0.01, "efficiency", lambda _: 1.0),
+        panel("Communication", "% of a step", 0.01, "communication", None),
     ]
     return [panel for panel in drawn if panel.values]
 
@@ -120,17 +96,9 @@ def rows(found: Sequence[Scale]) -> Iterator[list[str]]:
     epochs = [scale.epoch_s for scale in found if scale.epoch_s]
     epoch = metric_scale("step_time_s", epochs).quantity if max(epochs, default=0.0) < 60 else format_duration
     yield [
-        "ranks",
-        "global batch",
-        f"step time ({times.unit})",
-        "samples/s",
-        "speed-up",
-        "95 % interval",
-        "efficiency",
-        "serial share",
-        "communication",
-        "one epoch",
-    ]
+        "ranks", "global batch", f"step time ({times.unit})", "samples/s", "speed-up", "95 % interval", "efficiency",
+        "serial share", "communication", "one epoch",
+    ]  # fmt: skip
     for scale in found:
         ends = scale.speedup_ci95
         yield [
@@ -159,11 +127,8 @@ def write(found: Sequence[Scale], mode: Mode, title: str, notes: Sequence[str], 
     """Writes the page."""
     header, *body = rows(found)
     drawn = panels(found, mode)
-    intervals = (
-        f"bars are 95 % intervals, from {found[-1].n_rounds} rounds"
-        if found[-1].n_rounds > 1
-        else "one round, so no intervals"
-    )
+    n = found[-1].n_rounds
+    intervals = f"bars are 95 % intervals, from {n} rounds" if n > 1 else "one round, so no intervals"
     page = fill(
         "scaling.html",
         title=f"{title}: scaling",
@@ -201,28 +166,11 @@ def figure(panel: Panel) -> Figure:
         [high - value for (_, high), value in zip(ends, values, strict=True)],
         [value - low for (low, _), value in zip(ends, values, strict=True)],
     )
+    texts = [panel.written(n) for n in ranks]
+    points = {"error_y": bars, "line": {"color": BLUE, "width": 2}, "marker": {"size": 9}, "hovertext": texts}
     traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "ideal",
-            "x": between,
-            "y": ideal,
-            "hoverinfo": "skip",
-            "line": {"color": GREY, "width": 1.5, "dash": "dash"},
-        },
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": "measured",
-            "x": ranks,
-            "y": values,
-            "error_y": bars,
-            "line": {"color": BLUE, "width": 2},
-            "marker": {"size": 9},
-            "hovertext": [panel.written(n) for n in ranks],
-            "hovertemplate": "%{hovertext}<extra></extra>",
-        },
+        scatter("ideal", between, ideal, line={"color": GREY, "width": 1.5, "dash": "dash"}),
+        scatter("measured", ranks, values, "lines+markers", "%{hovertext}", **points),
     ]
     across = axis("ranks") | {"tickmode": "array", "tickvals": ranks, "range": [fewest - 0.06 * most, 1.06 * most]}
     up = axis("") | {"range": [0, 1.05 * (highest or 1.0)]}
@@ -232,25 +180,16 @@ def figure(panel: Panel) -> Figure:
 
 def grid(drawn: Sequence[Panel]) -> Figure:
     """All panels in one figure, in rows of three."""
-    n_rows, traces, layout = -(-len(drawn) // PICTURE_COLUMNS), list[dict[str, Any]](), dict[str, Any]()
-    titles = []
+    n_rows, traces, layout, titles = -(-len(drawn) // PICTURE_COLUMNS), list[Trace](), dict[str, Any](), []
     for i, panel in enumerate(drawn):
-        own, number = figure(panel), i + 1
+        own, n = figure(panel), i + 1
         row, column = divmod(i, PICTURE_COLUMNS)
-        top = 1 - row / n_rows
-        across = [column / PICTURE_COLUMNS + 0.03, (column + 1) / PICTURE_COLUMNS - 0.01]
-        layout[f"xaxis{number}"] = own["layout"]["xaxis"] | {"domain": across, "anchor": f"y{number}"}
-        layout[f"yaxis{number}"] = own["layout"]["yaxis"] | {
-            "domain": [top - 0.76 / n_rows, top - 0.06],
-            "anchor": f"x{number}",
-        }
-        traces += [
-            trace | {"xaxis": f"x{number}", "yaxis": f"y{number}", "showlegend": i == 0} for trace in own["data"]
-        ]
-        title = {"text": f"{panel.title} ({panel.unit})", "x": across[0], "y": top, "xanchor": "left", "yanchor": "top"}
-        titles.append(title | {"xref": "paper", "yref": "paper", "showarrow": False})
-    legend = {"orientation": "h", "y": -0.06, "yanchor": "top"}
-    return {
-        "data": traces,
-        "layout": layout | {"annotations": titles, "legend": legend, "margin": {"l": 20, "r": 20, "t": 20, "b": 70}},
-    }
+        top, left = 1 - row / n_rows, column / PICTURE_COLUMNS + 0.03
+        across = {"domain": [left, (column + 1) / PICTURE_COLUMNS - 0.01], "anchor": f"y{n}"}
+        up = {"domain": [top - 0.76 / n_rows, top - 0.06], "anchor": f"x{n}"}
+        layout |= {f"xaxis{n}": own["layout"]["xaxis"] | across, f"yaxis{n}": own["layout"]["yaxis"] | up}
+        traces += [trace | {"xaxis": f"x{n}", "yaxis": f"y{n}", "showlegend": i == 0} for trace in own["data"]]
+        place = {"x": left, "y": top, "xanchor": "left", "yanchor": "top", "xref": "paper", "yref": "paper"}
+        titles.append({"text": f"{panel.title} ({panel.unit})", "showarrow": False, **place})
+    layout |= {"annotations": titles, "legend": {"orientation": "h", "y": -0.06, "yanchor": "top"}}
+    return {"data": traces, "layout": layout | {"margin": {"l": 20, "r": 20, "t": 20, "b": 70}}}

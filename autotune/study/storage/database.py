@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 import warnings
@@ -38,6 +39,9 @@ REFUSALS = (
 )  # fmt: skip
 PASSWORD = ("password", "access denied")
 MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "duplicate entry")
+DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
+RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
+UNREADABLE = object()  # stands for a JSON value that cannot be read
 T = TypeVar("T")
 
 
@@ -58,7 +62,8 @@ class Storage(RDBStorage):
     def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
         self.on_wait: Callable[[str], None] = lambda _: None
         # Optuna takes the URL for a template, and a password may hold braces.
-        super().__init__(url.replace("{", "{{").replace("}", "}}"), engine_kwargs)
+        super().__init__(url.replace("{", "{{").replace("}", "}}"), {**engine_kwargs, "json_deserializer": _json})
+        sqlalchemy.event.listen(self.engine, "handle_error", self._damaged)
 
     @property
     def shown(self) -> str:
@@ -69,6 +74,12 @@ class Storage(RDBStorage):
     def is_sqlite(self) -> bool:
         """Whether the database is a file."""
         return urls.is_sqlite(str(self.url))
+
+    def _damaged(self, context: Any) -> None:
+        """Turn SQLite's error about a damaged file into a sentence, wherever it is raised."""
+        said = str(context.original_exception)
+        if self.is_sqlite and any(words in said for words in DAMAGED):
+            raise StoreError(f"storage {self.shown}: {said}. {RECOVER}") from None
 
     def patiently(self, action: Callable[[], T]) -> T:
         """Return the action's result; repeat it with growing pauses while the database is away.
@@ -91,6 +102,13 @@ class Storage(RDBStorage):
                     )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return UNREADABLE
 
 
 def open_storage(url: str, *, create: bool = True) -> Storage:
@@ -154,6 +172,8 @@ def _hint(url: str, error: BaseException) -> str:
         return f"Check user and password in --storage or {urls.VARIABLE}"
     if "does not exist" in said or "unknown database" in said:
         return "Make it first (createdb, CREATE DATABASE); autotune makes its tables itself"
+    if any(words in said for words in DAMAGED):
+        return RECOVER
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"

@@ -14,6 +14,7 @@ import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError
 
 from autotune.errors import UserError
+from autotune.study.storage.database import UNREADABLE
 from autotune.study.storage.tables import (
     DECISION,
     ENVIRONMENT,
@@ -77,10 +78,14 @@ class History:
 
     Args:
         engine: The database.
+
+    Attributes:
+        unreadable: Rows that were left out because a value in them cannot be read: study, number in the database.
     """
 
     def __init__(self, engine: sql.Engine) -> None:
         self.engine = engine
+        self.unreadable: list[tuple[str, int]] = []
         migrate(engine)
 
     # Measurements and recommendations
@@ -287,7 +292,9 @@ class History:
 
     def _rows(self, query: sql.Select[Any]) -> list[Row]:
         with self.engine.connect() as connection:
-            return [dict(row._mapping) for row in connection.execute(query)]
+            found = [dict(row._mapping) for row in connection.execute(query)]
+        self.unreadable += [(row["study"], row["id"]) for row in found if UNREADABLE in row.values() and "id" in row]
+        return [row for row in found if UNREADABLE not in row.values()]
 
 
 def forget(engine: sql.Engine, study: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from optuna.storages._cached_storage import _CachedStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autotune.study.storage.database import Storage
+from autotune.study.storage.database import Storage, StoreError
 
 NOTE_PIECE_CHARS = 2045  # optuna-dashboard spreads the text of a note over attributes of this length
 T = TypeVar("T")
@@ -30,11 +31,15 @@ class CachedStorage(_CachedStorage):
 
     Args:
         storage: The database.
+
+    Attributes:
+        unreadable: By study id: numbers of trials whose row cannot be read; they are left out.
     """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self.patiently = storage.patiently
+        self.patiently, self.shown = storage.patiently, storage.shown
+        self.unreadable: dict[int, list[int]] = {}
         self._holds = False
         self._seen: dict[int, list[FrozenTrial]] = {}
 
@@ -43,9 +48,28 @@ class CachedStorage(_CachedStorage):
     ) -> list[FrozenTrial]:
         """Return a study's trials by number: as they are now or, inside `still`, as they were last read."""
         if not (self._holds and study_id in self._seen):
-            self._seen[study_id] = self.patiently(lambda: super(CachedStorage, self).get_all_trials(study_id, False))
+            try:
+                found = self.patiently(lambda: super(CachedStorage, self).get_all_trials(study_id, False))
+            except json.JSONDecodeError:
+                found = self._readable_trials(study_id)
+            self._seen[study_id] = found
         found = [trial for trial in self._seen[study_id] if states is None or trial.state in states]
         return copy.deepcopy(found) if deepcopy else found
+
+    def _readable_trials(self, study_id: int) -> list[FrozenTrial]:
+        """Read a study's trials one by one, without those that cannot be read."""
+        found, damaged = list[FrozenTrial](), list[int]()
+        for number in itertools.count():
+            try:
+                trial_id = self.get_trial_id_from_study_id_trial_number(study_id, number)
+            except KeyError:
+                break
+            try:
+                found.append(self.get_trial(trial_id))
+            except StoreError:
+                damaged.append(number)
+        self.unreadable[study_id] = damaged
+        return found
 
     @contextlib.contextmanager
     def still(self, study_id: int, *, news: bool = True) -> Iterator[None]:
@@ -67,7 +91,10 @@ class CachedStorage(_CachedStorage):
 def _patient(method: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(method)
     def patient(self: CachedStorage, *args: Any, **kwargs: Any) -> T:
-        return self.patiently(lambda: method(self, *args, **kwargs))
+        try:
+            return self.patiently(lambda: method(self, *args, **kwargs))
+        except json.JSONDecodeError as error:
+            raise StoreError(f"storage {self.shown}: a value in it cannot be read ({error}); restore a copy") from None
 
     return patient
 

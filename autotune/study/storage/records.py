@@ -17,6 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
+from autotune.errors import UserError
 from autotune.scoring import metrics
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
@@ -56,6 +57,10 @@ WATCHED = ("time_budget_s",)
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
+# Fields of a told trial's result without which it cannot be read.
+TOLD_FIELDS = {
+    "outcome", "reason", "phase", "wall_s", "metrics", "ci95", "censored", "feasible", "caveats",
+}  # fmt: skip
 # Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
 READABLE = (
     ("step_time_s", "step time (ms)", 1e-3, 2), ("samples_per_s", "throughput (samples/s)", 1.0, 2),
@@ -236,9 +241,29 @@ def note_end(study: Study, why: str) -> None:
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:
-    """Trials that ended with a result, in order; lost trials are left out."""
+    """Trials that ended with a result, in order; lost trials and unreadable ones are left out."""
+    return [told for told in _with_result(study) if _is_readable(told)]
+
+
+def unreadable(study: Study) -> list[int]:
+    """Numbers of the trials that ended with a result that cannot be read: their row is damaged."""
+    storage, damaged = storage_of(study), [told.number for told in _with_result(study) if not _is_readable(told)]
+    lost = storage.unreadable.get(study_id(study), []) if isinstance(storage, CachedStorage) else []
+    return sorted({*damaged, *lost})
+
+
+def _with_result(study: Study) -> list[FrozenTrial]:
     states = (TrialState.COMPLETE, TrialState.PRUNED)
     return [told for told in study.get_trials(deepcopy=False, states=states) if _measured_text(told) is not None]
+
+
+def _is_readable(told: FrozenTrial) -> bool:
+    try:
+        data = told_data(told)
+        told_candidate(told)
+        return data.keys() >= TOLD_FIELDS and data["outcome"] in set(Outcome)
+    except (ValueError, TypeError, KeyError, AttributeError, UserError):
+        return False
 
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:

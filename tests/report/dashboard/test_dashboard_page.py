@@ -1,4 +1,4 @@
-"""The dashboard in a browser: the answer is there, its JSON arrives, nothing asks another machine, and foreign text does nothing."""
+"""The dashboard in a browser: the answer, its JSON, no request to another machine, and inert foreign text."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The page of `autotune scale` in a browser: its panels are read on a phone and on a wide screen, and it asks nothing of anybody."""
+"""The page of `autotune scale` in a browser: readable on a phone and on a wide screen, and without a request."""
 
 import pytest
 

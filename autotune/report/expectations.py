@@ -1,0 +1,144 @@
+"""Predictions for any configuration from the trials of a study: metrics with intervals, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from optuna.study import Study
+
+from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.objective import Objective
+from autotune.search.model import Observation
+from autotune.search.optimizer import Outlook, chance_needed
+from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+from autotune.space.legality import why_illegal
+from autotune.space.space import SearchSpace
+from autotune.study.storage import records
+from autotune.study.storage.records import StoreError
+from autotune.system.units import format_bytes
+
+INTERVAL = 1.645  # standard deviations to either side of a 90 % interval
+Floats = NDArray[np.float64]
+
+
+class Expectations:
+    """The search model of a study with all of its trials.
+
+    Args:
+        study: The Optuna study.
+
+    Attributes:
+        baseline: The user's own configuration.
+        objectives: The study's objectives.
+        told: The trials that taught the model something.
+
+    Raises:
+        StoreError: An earlier version made the study and kept too little of it.
+    """
+
+    def __init__(self, study: Study) -> None:
+        kept = records.record(study)
+        if kept is None or kept.search is None:
+            raise StoreError(
+                f"study {study.study_name!r} was made by an earlier version, which kept too little to explain it"
+            )
+        search, self._setting = kept.search, kept.search.setting
+        self._space = replace(
+            SearchSpace.parse(search.space, f"study {study.study_name}"), samples_per_rank=search.samples_per_rank
+        )
+        self.baseline = Candidate.from_key(kept.baseline)
+        self.objectives: Sequence[Objective] = kept.objectives
+        sampler = PhysicsSampler(
+            self._space,
+            self.baseline,
+            self._setting,
+            0,
+            prior=generic_prior(kept.workload, self._setting),
+            metrics=[objective.metric for objective in kept.objectives],
+            memory_limit_bytes=search.memory_limit_bytes,
+            bounds=search.bounds,
+        )
+        self._guide = sampler.guide
+        self.told: list[Observation] = sampler.told(study)
+        self.memory_limit = format_bytes(search.memory_limit_bytes or 0.0)
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        """The improvements that are still expected, and how well the trials predict each other."""
+        return self._guide.outlook(self.told)
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """The configurations that the search looked at."""
+        return self._guide.catalogue.candidates
+
+    def why_illegal(self, candidate: Candidate) -> str | None:
+        """Why a configuration cannot run here; None if it can."""
+        return why_illegal(candidate, self._setting)
+
+    def changed(self, start: Candidate, name: str, value: Scalar) -> Candidate:
+        """A configuration with one knob set, or removed by None; knobs whose condition no longer holds are dropped."""
+        values = {knob: now for knob, now in start.values().items() if knob != name}
+        if value is not None:
+            values[name] = value
+        if self._space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
+            values["gradient_accumulation_steps"] = max(1, self._space.samples_per_rank // value)
+        changed = Candidate.of(values)
+        return self._space.candidate(self._space.values_of(changed), changed)
+
+    def fits(self, candidate: Candidate) -> float:
+        """The probability that a configuration fits the memory."""
+        return float(self._guide.beliefs(self.told, [candidate]).fits[0])
+
+    @property
+    def least_chance(self) -> float:
+        """The probability to fit below which the search runs nothing."""
+        return chance_needed(self.told)
+
+    def fitting(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], str]:
+        """The candidates that fit the memory, and the smallest size that any of them needs, in words."""
+        said, least = self._guide.beliefs(self.told, candidates), self.least_chance
+        found = [candidate for candidate, chance in zip(candidates, said.fits, strict=True) if chance >= least]
+        return found, format_bytes(math.exp(float(said.log_memory[0].min())))
+
+    def most_promising(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The candidate with the largest weighted geometric mean of the expected gains."""
+        logs, total = self._logs(candidates), np.zeros(len(candidates))
+        for objective in self.objectives:
+            if objective.metric in logs:
+                sign = 1 if METRICS[objective.metric].direction == "maximize" else -1
+                total += sign * objective.weight * logs[objective.metric][0]
+        return candidates[int(np.argmax(total))]
+
+    def predicted(self, candidate: Candidate, reference: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """By metric `value`, `low` and `high` (90 % interval), and where the reference has it `ratio` to it."""
+        found = {}
+        for metric, (means, sds) in self._logs([candidate]).items():
+            low, value, high = (math.exp(float(means[0]) + sign * INTERVAL * float(sds[0])) for sign in (-1, 0, 1))
+            found[metric] = {"value": value, "low": low, "high": high}
+            if reference.get(metric):
+                found[metric]["ratio"] = value / reference[metric]
+        return found
+
+    def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:
+        """Logarithms of the metrics of candidates, as means and standard deviations."""
+        said, wanted = self._guide.beliefs(self.told, candidates), {each.metric for each in self.objectives}
+        batch = np.log([candidate.global_batch_size(self._setting.world_size) for candidate in candidates])
+        (time, time_sd), (samples, samples_sd) = said.log_step_time, said.log_samples
+        logs = {
+            "step_time_s": (time, time_sd),
+            "samples_per_s": (batch - time, time_sd),
+            "peak_memory_bytes": said.log_memory,
+        }
+        if "time_to_loss_s" in wanted:
+            logs["time_to_loss_s"] = time + samples - batch, np.hypot(time_sd, samples_sd)
+        if GOODPUT in wanted:
+            logs[GOODPUT] = batch - time - said.log_useful[0], np.hypot(time_sd, said.log_useful[1])
+        return logs

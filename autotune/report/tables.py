@@ -1,0 +1,134 @@
+"""The tables of a study: rows of trials, and one trial's metrics beside the baseline's, in values and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.report.data import Data, StudyReport, gain, interval, measured, metric_scale, speedup, times, words
+from autotune.scoring.metrics import METRICS
+from autotune.system.units import Scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A trial in a table.
+
+    Attributes:
+        trial: Its number.
+        configuration: Its configuration in words.
+        marks: What it stands for: titles of picks, `baseline`.
+        speedup: Throughput over the baseline's; None if unknown.
+        values: By metric; what was not measured is missing.
+        cells: The same in words, in the table's units.
+    """
+
+    trial: int
+    configuration: str
+    marks: Sequence[str]
+    speedup: float | None
+    values: dict[str, float]
+    cells: dict[str, str]
+
+    def line(self, scales: dict[str, Scale], missing: str) -> list[str]:
+        """The numbers as text: trial, metrics, speed-up."""
+        return [str(self.trial), *(self.cells.get(name, missing) for name in scales), times(self.speedup) or missing]
+
+
+def scales_of(points: Sequence[Data], names: Sequence[str]) -> dict[str, Scale]:
+    """The unit and the decimals of each metric, common to all points."""
+    values = [measured(point) for point in points]
+    return {name: metric_scale(name, [found[name] for found in values if name in found]) for name in names}
+
+
+def row(report: StudyReport, point: Data, scales: dict[str, Scale]) -> Row:
+    """A point as a row of a table with these scales."""
+    values = {name: value for name, value in measured(point).items() if name in scales}
+    return Row(
+        trial=point["trial"],
+        configuration=words(point["candidate"]),
+        marks=report.marks.get(point["trial"], ()),
+        speedup=speedup(report, point) if measured(point) else None,
+        values=values,
+        cells={name: scales[name].number(value) for name, value in values.items()},
+    )
+
+
+def overview(report: StudyReport) -> tuple[dict[str, Scale], list[Row]]:
+    """The objectives of the front, the picks and the baseline: scales by metric, and rows."""
+    points = report.table()
+    scales = scales_of(points, report.objectives)
+    return scales, [row(report, point, scales) for point in points]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A metric of a trial beside the baseline's.
+
+    Attributes:
+        label: The metric's label.
+        scale: Unit and decimals of both values.
+        value: The trial's value.
+        ends: Its 95 % interval; None where it has none that can be seen.
+        reference: The baseline's value; None without one to compare with.
+        reference_ends: Its 95 % interval.
+        change: The factor between them, and whether the trial is better.
+    """
+
+    label: str
+    scale: Scale
+    value: float
+    ends: tuple[float, float] | None
+    reference: float | None
+    reference_ends: tuple[float, float] | None
+    change: tuple[float, bool] | None
+
+
+def compared(report: StudyReport, point: Data, names: Sequence[str]) -> list[Compared]:
+    """The metrics that a point yielded, beside the baseline's as it was measured then, unless it is the baseline."""
+    base = None if report.is_baseline(point) else report.comparable(point)
+    own, reference = measured(point), measured(base) if base else {}
+    found = []
+    for name in [name for name in names if name in own]:
+        other = reference.get(name)
+        scale = metric_scale(name, [own[name], *([] if other is None else [other])])
+        found.append(
+            Compared(
+                label=METRICS[name].label,
+                scale=scale,
+                value=own[name],
+                ends=_visible(interval(point, name, own[name]), scale),
+                reference=other,
+                reference_ends=None if other is None or base is None else _visible(interval(base, name, other), scale),
+                change=None if other is None else gain(name, own[name], other),
+            )
+        )
+    return found
+
+
+def _visible(ends: tuple[float, float], scale: Scale) -> tuple[float, float] | None:
+    return ends if scale.number(ends[0]) != scale.number(ends[1]) else None
+
+
+def records(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
+    """The trials as columns and records for programs; in a record what is missing is None or left out."""
+    names = report.metric_names()
+    knobs = list(dict.fromkeys(knob for trial in report.trials for knob in trial["candidate"]))
+    columns = ["trial", "role", "outcome", "reason", "phase", "feasible", "marks", "configuration", "speedup", "wall_s"]
+    columns += [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
+    columns += [f"candidate.{knob}" for knob in knobs]
+    found = []
+    for trial in report.trials:
+        point = report.points.get(trial["trial"], trial)
+        record = {
+            name: trial.get(name) for name in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")
+        }
+        record |= {"marks": "; ".join(report.marks.get(trial["trial"], ())), "configuration": words(trial["candidate"])}
+        record["speedup"] = speedup(report, point) if measured(point) else None
+        for name, value in measured(point).items():
+            if name in names:
+                low, high = interval(point, name, value)
+                record |= {name: value, f"{name}_low": low, f"{name}_high": high}
+        found.append(record | {f"candidate.{knob}": trial["candidate"].get(knob) for knob in knobs})
+    return columns, found

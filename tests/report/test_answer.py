@@ -1,0 +1,162 @@
+"""The answer in the terminal and in the study's README, and values in words."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from support.study_report import EVIL, MIB, OBJECTIVES, study_report
+
+from autotune.report.answer import render_answer
+from autotune.report.data import StudyReport, metric_scale
+from autotune.report.page import render as report_page
+from autotune.report.readme import render
+from autotune.system.units import format_duration
+
+
+@pytest.fixture(scope="module")
+def report() -> StudyReport:
+    return study_report()
+
+
+def printed(report: StudyReport, width: int, written=()) -> str:
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(render_answer(report, written))
+    return capture.get()
+
+
+def failed_study() -> StudyReport:
+    report = study_report(3)
+    lost = {
+        "outcome": "crashed",
+        "reason": "ImportError: no module named 'flash'",
+        "metrics": {},
+        "ci95": {},
+        "losses": [],
+    }
+    trials = [trial | lost for trial in report.trials]
+    return replace(report, trials=trials, front=[], recommended={"picks": {}, "baseline": None})
+
+
+def test_a_study_in_which_nothing_completed_says_why():
+    report = failed_study()
+    page = report_page.render(report)
+    assert all(
+        text in page for text in ("Nothing to recommend: no configuration completed.", "3 crashed", "no module named")
+    )
+    assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
+
+
+def test_without_a_baseline_no_speedup_is_stated():
+    report = study_report()
+    bare = {name: pick | {"speedup": None, "speedup_ci95": None, "reasons": []} for name, pick in report.picks.items()}
+    trials = [
+        report.trials[0] | {"outcome": "oom", "reason": "over the memory limit", "metrics": {}},
+        *report.trials[1:],
+    ]
+    report = replace(report, recommended={"picks": bare, "baseline": None}, trials=trials)
+    for text in (report_page.render(report).partition("<script")[0], render(report), printed(report, 80)):
+        assert "the baseline did not complete (oom: over the memory limit)" in " ".join(text.split())
+        assert not re.search(r"\d[×x] better|\d\.\d\d[×x]", text)
+
+
+def test_a_baseline_that_nothing_beats_is_kept():
+    report = study_report()
+    base = {**report.baseline, "speedup": 1.0, "speedup_ci95": [1.0, 1.0]}
+    report = replace(report, recommended={"picks": {"recommended": base, "drop_in": base}, "baseline": base})
+    assert "Keep your configuration" in report_page.render(report)
+    assert "the baseline itself" in render(report) and "the baseline itself" in printed(report, 80)
+
+
+def test_one_objective_is_enough_for_a_report():
+    report = study_report()
+
+    def cut(point):
+        return point | {"metrics": {name: value for name, value in point["metrics"].items() if name == "samples_per_s"}}
+
+    picks = {name: cut(pick) for name, pick in report.picks.items()}
+    recommended = {"picks": picks, "baseline": report.baseline}
+    study = {**report.study, "objectives": ["samples_per_s"]}
+    given = {"study": study, "trials": list(map(cut, report.trials)), "recommended": recommended}
+    report = replace(report, front=[picks["highest_throughput"]], **given)
+    assert all("samples/s" in text for text in (report_page.render(report), render(report), printed(report, 80)))
+
+
+def test_the_readme_names_machine_front_picks_and_the_way_back_and_no_path_of_this_machine(report):
+    text = render(report)
+    assert all(words in text for words in ("AMD EPYC 9654", "2 ranks", "30 trials in 3 min 42 s"))
+    assert "autotune run studies/code-gpt/study.yaml" in text
+    assert all(f"| {point['trial']} |" in text for point in report.front)
+    assert all(change in text for pick in report.picks.values() for change in pick["script_side_changes"])
+    assert all(f"{pick['speedup']:.2f}x" in text for pick in report.picks.values())
+    assert "/home" not in text and "/tmp" not in text and len(text) < 10_000
+
+
+def test_the_readme_table_has_one_cell_a_column(report):
+    rows = [line for line in render(report).splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1 and len(rows) == 2 + len(report.table())
+
+
+def test_a_readme_of_a_study_with_html_in_its_name_is_inert(report):
+    text = render(replace(report, study={**report.study, "name": EVIL}))
+    assert "\\<img" in text.splitlines()[0] and "<script>" not in text.replace("\\<script", "").split("```")[0]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_answer_cuts_no_number_at_any_width(report, width):
+    lines = printed(report, width).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = " ".join(lines)
+    for name in OBJECTIVES:
+        scale = metric_scale(name, [point["metrics"][name] for point in report.table()])
+        assert all(scale.number(point["metrics"][name]) in shown for point in report.table())
+
+
+def test_the_answer_shows_picks_speedup_interval_and_what_was_written_in_plain_ascii(report):
+    text = printed(report, 80, ["studies/code-gpt/ds_config.json"])
+    assert "\x1b" not in text and text.isascii()
+    text, pick = " ".join(text.split()), report.picks["highest_throughput"]
+    low, high = pick["speedup_ci95"]
+    assert f"{pick['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput" in text
+    assert all(words in text for words in ("<- baseline", "recommended", "studies/code-gpt/ds_config.json"))
+
+
+def test_a_path_longer_than_the_line_goes_on_in_the_next(report):
+    path = "/very" + "/long" * 30 + "/ds_config.json"
+    assert path in printed(report, 80, [path]).replace("\n", "")
+
+
+def test_a_path_below_the_working_directory_is_printed_relative(report, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "\n  studies/x/README.md" in printed(report, 80, [str(tmp_path / "studies/x/README.md")])
+
+
+def test_a_name_with_rich_markup_is_printed_as_it_is(report):
+    assert "[red]x[/red]" in printed(replace(report, study={**report.study, "name": "[red]x[/red]"}), 80)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "shown"),
+    [
+        ("step_time_s", [0.0482, 0.131], ["48.2 ms", "131.0 ms"]),
+        ("step_time_s", [2.5], ["2.50 s"]),
+        ("time_to_loss_s", [0.761, 3.66], ["0.761 s", "3.660 s"]),
+        ("step_time_s", [0.9, 31.0], ["0.900 s", "31.000 s"]),
+        ("peak_memory_bytes", [326 * MIB, 700 * MIB], ["326 MiB", "700 MiB"]),
+        ("peak_memory_bytes", [1.5 * 2**30, 70 * 2**30], ["1.50 GiB", "70.00 GiB"]),
+        ("samples_per_s", [12.34, 436.5], ["12.3 samples/s", "436.5 samples/s"]),
+        ("tokens_per_s", [27_936.0], ["27,936 tokens/s"]),
+        ("time_to_loss_s", [0.0], ["0.00 s"]),
+    ],
+)
+def test_values_that_are_compared_share_unit_and_decimals(metric, values, shown):
+    scale = metric_scale(metric, values)
+    assert [scale.quantity(value) for value in values] == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(8.42, "8.4 s"), (59.97, "1 min"), (222.4, "3 min 42 s"), (7500, "2 h 5 min")]
+)
+def test_a_wall_time_is_said_in_two_units(seconds, shown):
+    assert format_duration(seconds) == shown

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.scoring import step_times
 from autotune.space.candidate import AUTOCAST
+from autotune.trial.failures import means_lost_peer, means_other_dtype
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, PHASES, Exit, Outcome, RankReport, TrialResult
 
@@ -39,24 +40,10 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
     )
 
 
-# Messages of gloo, NCCL and torch's store in a rank whose peer died.
-ECHOES = (
-    "closed by peer", "reset by peer", "connection refused", "broken pipe", "remote process exited",
-    "nccl communicator was aborted", "socket timeout", "failed to recv", "diststoreerror", "distnetworkerror",
-    "distbackenderror",
-)  # fmt: skip
-# Messages of torch if 16-bit weights meet tensors of another type, or an operation has no 16-bit version.
-DTYPE_MISMATCHES = (
-    "expected scalar type", "expected both tensors to have", "same dtype", "same data type", "and bias type",
-    "and weight type", "not implemented for 'bfloat16'", "not implemented for 'half'",
-    "low precision dtypes not supported",
-)  # fmt: skip
-
-
 def is_dtype_mismatch(result: TrialResult) -> bool:
     """Returns whether a trial with 16-bit weights crashed because a tensor of the model has another type."""
-    mixed = any(words in result.reason.lower() for words in DTYPE_MISMATCHES)
-    return mixed and result.outcome is Outcome.CRASHED and result.candidate.get("precision") in AUTOCAST
+    mixed = means_other_dtype(result.reason) and result.candidate.get("precision") in AUTOCAST
+    return mixed and result.outcome is Outcome.CRASHED
 
 
 def merge(
@@ -165,7 +152,7 @@ def _silent_end(rank: int, end: Exit, phase: str) -> tuple[Outcome, str, str, in
 
 
 def _is_echo(report: RankReport) -> bool:
-    return report.outcome is Outcome.CRASHED and any(echo in report.reason.lower() for echo in ECHOES)
+    return report.outcome is Outcome.CRASHED and means_lost_peer(report.reason)
 
 
 def _first_phase(found: Mapping[int, RankReport], entered: Mapping[int, str], end: Exit) -> str:

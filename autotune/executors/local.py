@@ -33,6 +33,8 @@ class LocalExecutor:
         environment: Variables that the user's launch command sets, for the server and its trials.
     """
 
+    patience_s = 0.0
+
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.cold_reason = ""
         self.mark = new_mark()

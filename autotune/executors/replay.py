@@ -138,6 +138,7 @@ class ReplayExecutor:
             self._rng.shuffle(some)
 
     mark = cold_reason = ""
+    patience_s = 0.0
 
     def start(self) -> None:
         """Does nothing."""

@@ -25,9 +25,11 @@ OPTIONS = {
     "python": "the interpreter on the hosts (default: this one)",
     "address": "where the others reach the first host (default: its name in the hostfile)",
     "idle": "seconds after which agents whose coordinator is gone end (default: 600)",
+    "patience": "seconds that a study waits for a host that cannot be reached any more (default: 1800)",
 }
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 END_TIMEOUT_S = 15.0
+LINK_FAILED = 255
 
 
 class Hosts:
@@ -44,6 +46,7 @@ class Hosts:
     def __init__(self, options: dict[str, str], hosts: Sequence[str]) -> None:
         self.options, self.hosts = options, list(hosts)
         self._running: dict[str, tuple[Spool, list[subprocess.Popen[bytes]]]] = {}
+        self._reached: set[str] = set()
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Waits for a turn among the studies of this machine; nothing else manages the hosts."""
@@ -84,12 +87,16 @@ class Hosts:
     def standing(self, job: str) -> JobState:
         """Returns `running`, or `lost` once a connection has ended."""
         if job not in self._running:
-            return JobState(Status.LOST, "ssh: the run that held the connections is over")
+            return JobState(Status.TAKEN, "ssh: the run that held the connections is over")
         spool, processes = self._running[job]
         for node, process in enumerate(processes):
             if (code := process.poll()) is not None:
                 words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {_last_line(spool, node)}"
-                return JobState(Status.LOST, words)
+                if code != LINK_FAILED and code > 0:
+                    return JobState(Status.LOST, words)  # the agent's own status
+                return JobState(Status.TAKEN if self.hosts[node] in self._reached else Status.REFUSED, words)
+            if spool.said(node):
+                self._reached.add(self.hosts[node])
         return JobState(Status.RUNNING)
 
     def end(self, job: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,12 +58,11 @@ class Trials:
         until(lambda: {"node-0.json", "node-1.json"} <= self.folder.names() and job.poll() is Status.RUNNING, 30)
         return job
 
-    def lost(self, job: base.Job, timeout_s: float = 30.0) -> str:
-        """Why a trial was lost, as its result will have it."""
-        until(lambda: job.poll() is Status.LOST, timeout_s)
-        result = base.conclude(self.folder, REQUEST, job.reason)
-        assert result.outcome is Outcome.LOST
-        return result.reason
+    def why_taken(self, job: base.Job, timeout_s: float = 30.0) -> str:
+        """Returns why Slurm took a trial's nodes away."""
+        until(lambda: job.poll() is Status.TAKEN, timeout_s)
+        assert base.conclude(self.folder, REQUEST, job.reason).outcome is Outcome.LOST
+        return job.reason
 
 
 @pytest.fixture
@@ -101,14 +99,14 @@ def test_a_cancelled_wait_leaves_no_job(trials: Trials) -> None:
 def test_a_trial_whose_nodes_go_to_a_more_urgent_job_is_lost_to_it(trials: Trials) -> None:
     job = trials.running()
     trials.cluster.call("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=true")
-    assert "ended as PREEMPTED (another job took its place)" in trials.lost(job)
+    assert "ended as PREEMPTED (another job took its place)" in trials.why_taken(job)
 
 
 @pytest.mark.system
 def test_a_job_that_somebody_cancels_is_lost_and_the_next_trial_gets_another(trials: Trials) -> None:
     job = trials.running()
     trials.cluster.call("scancel", "--user=root")
-    assert "ended as CANCELLED (somebody cancelled it)" in trials.lost(job)
+    assert "ended as CANCELLED (somebody cancelled it)" in trials.why_taken(job)
     (executor,) = trials.executors
     until(lambda: set(trials.cluster.states()) == {"idle"}, 30)
     trials.folder = TrialDir(trials.root / "0001")
@@ -123,7 +121,7 @@ def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
     job = trials.running()
     trials.cluster.nodes["n2"].send_signal(signal.SIGKILL)
     try:
-        assert "ended as NODE_FAIL (a node failed)" in trials.lost(job, 90)
+        assert "ended as NODE_FAIL (a node failed)" in trials.why_taken(job, 90)
     finally:
         trials.cluster.nodes["n2"].wait()
         trials.cluster.start_node("n2")
@@ -131,20 +129,19 @@ def test_a_trial_on_a_node_whose_daemon_dies_is_lost(trials: Trials) -> None:
 
 
 @pytest.mark.system
-def test_a_job_that_no_node_can_take_is_refused_in_slurms_words(trials: Trials) -> None:
-    result = base.run(trials.executor(partition="single"), trials.folder.path, REQUEST)
-    assert result.outcome is Outcome.CRASHED
-    assert re.search(r"can never start: Partition(NodeLimit|Config) \(the partition", result.reason), result.reason
-
-
-@pytest.mark.system
-def test_more_nodes_than_there_are_are_refused_in_slurms_words(trials: Trials) -> None:
-    request = TrialRequest(target=REQUEST.target, world_size=5, nodes=5)
-    result = base.run(trials.executor(nodes=5), trials.folder.path, request)
-    assert result.outcome is Outcome.CRASHED
-    assert re.search(
-        r"^slurm: (.*can never start: PartitionConfig \(the partition has fewer nodes|.*[Nn]ode)", result.reason
-    ), result.reason
+@pytest.mark.parametrize(
+    ("nodes", "options", "words"),
+    [
+        (2, {"partition": "single"}, r"can never start: Partition(NodeLimit|Config) \(the partition"),
+        (5, {}, r"^slurm: (.*can never start: PartitionConfig \(the partition has fewer nodes|.*[Nn]ode)"),
+    ],
+)
+def test_what_no_node_can_take_is_refused_in_slurms_words(
+    trials: Trials, nodes: int, options: dict[str, str], words: str
+) -> None:
+    request = TrialRequest(target=REQUEST.target, world_size=nodes, nodes=nodes)
+    with pytest.raises(UserError, match=words):
+        base.run(trials.executor(nodes, **options), trials.folder.path, request)
 
 
 @pytest.mark.system
@@ -239,7 +236,11 @@ def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
     [
         ("PENDING", "Priority", Status.QUEUED, "slurm: job 7 is pending: Priority"),
         ("PENDING", "AssocMaxNodePerJobLimit", Status.REFUSED, "slurm: job 7 can never start: AssocMaxNodePerJobLimit"),
-        ("TIMEOUT", "TimeLimit", Status.LOST, "slurm: job 7 ended as TIMEOUT (its time limit was reached)"),
+        ("TIMEOUT", "TimeLimit", Status.TAKEN, "slurm: job 7 ended as TIMEOUT (its time limit was reached)"),
+        ("PREEMPTED", "None", Status.TAKEN, "slurm: job 7 ended as PREEMPTED (another job took its place)"),
+        ("NODE_FAIL", "None", Status.TAKEN, "slurm: job 7 ended as NODE_FAIL (a node failed)"),
+        ("CANCELLED", "None", Status.TAKEN, "slurm: job 7 ended as CANCELLED (somebody cancelled it)"),
+        ("OUT_OF_MEMORY", "None", Status.LOST, "slurm: job 7 ended as OUT_OF_MEMORY (it went over the job's memory)"),
         ("FAILED", "NonZeroExitCode", Status.LOST, "slurm: job 7 ended as FAILED, exit status 1:0: NonZeroExitCode"),
         ("COMPLETED", "None", Status.EXITED, "slurm: job 7 ended before the trial did"),
         ("RUNNING", "None", Status.RUNNING, ""),

@@ -21,14 +21,8 @@ from scipy.stats import kendalltau
 ROOT = Path(__file__).parent.parent
 # Dense FLOP/s by the data sheets at 16 bits; without one the measured matrix product has to do.
 PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "V100": 125e12,
-}
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12,
+}  # fmt: skip
 SIXTEEN_BITS = ("bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 NEAR_BEST = 0.02
 
@@ -123,30 +117,27 @@ def peak_flops(card: str, precision: str, measured: dict[str, float]) -> float:
 
 def forecast(rows: list[Row], name: str) -> dict[str, Any] | None:
     """Errors of what was expected before any trial, or after those that came before each."""
-    pairs = {
-        metric: [(row["expected"][name][metric], row[metric]) for row in rows if row.get(metric)]
-        for metric in ("peak_memory_bytes", "step_time_s")
-    }
-    if not any(pairs.values()):
+    found: dict[str, Any] = {}
+    for metric in ("peak_memory_bytes", "step_time_s"):
+        pairs = [(row["expected"][name][metric], row[metric]) for row in rows if row.get(metric)]
+        found[metric] = errors(pairs)
+    if not any(found.values()):
         return None
-    times = pairs["step_time_s"]
     tau = (
-        kendalltau([said["value"] for said, _ in times], [real for _, real in times]).statistic
-        if len(times) > 2
+        kendalltau([said["value"] for said, _ in pairs], [real for _, real in pairs]).statistic
+        if len(pairs) > 2
         else None
     )
-    return {metric: errors(some) for metric, some in pairs.items()} | {"step_time_kendall_tau": tau, "n": len(times)}
+    return found | {"step_time_kendall_tau": tau, "n": len(pairs)}
 
 
 def errors(pairs: list[tuple[dict[str, float], float]]) -> dict[str, float] | None:
     if not pairs:
         return None
     off = sorted(abs(said["value"] / real - 1) for said, real in pairs)
-    return {
-        "error_median": statistics.median(off),
-        "error_p95": off[min(len(off) - 1, int(0.95 * len(off)))],
-        "interval_90_holds": statistics.mean(said["low"] <= real <= said["high"] for said, real in pairs),
-    }
+    holds = statistics.mean(said["low"] <= real <= said["high"] for said, real in pairs)
+    p95 = off[min(len(off) - 1, int(0.95 * len(off)))]
+    return {"error_median": statistics.median(off), "error_p95": p95, "interval_90_holds": holds}
 
 
 def startup(rows: list[Row]) -> dict[str, Any] | None:
@@ -174,12 +165,8 @@ def search(rows: list[Row]) -> dict[str, Any] | None:
     trials = [row for row in rows if row["part"] == "search trial"]
     if end is None or not trials:
         return None
-    rates = [
-        (row["ended_s"], row["samples_per_step"] / row["step_time_s"])
-        for row in trials
-        if row["outcome"] == "complete" and row["step_time_s"]
-    ]
-    rates.sort()
+    done = [row for row in trials if row["outcome"] == "complete" and row["step_time_s"]]
+    rates = sorted((row["ended_s"], row["samples_per_step"] / row["step_time_s"]) for row in done)
     best = max((rate for _, rate in rates), default=None)
     near = next(((n, at) for n, (at, rate) in enumerate(rates, 1) if best and rate >= (1 - NEAR_BEST) * best), None)
     baseline = next((row for row in trials if int(row["trial"]) == 0 and row["step_time_s"]), None)

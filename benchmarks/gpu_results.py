@@ -12,7 +12,6 @@ import re
 import statistics
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,9 @@ def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
         "rates": {name: model["machine"][name] for name in ("flops", "memory_bytes_per_s", "host_bytes_per_s", "op_s")},
         "forecast": {name: forecast(complete, name) for name in ("before", "after")},
         "best_flops_share": max(utilised, default=None),
-        "events_over_wall": spread(events),
+        "events_over_wall": {"median": statistics.median(events), "lowest": min(events), "highest": max(events)}
+        if events
+        else None,
         "most_alloc_retries": max((row["alloc_retries"] or 0 for row in table), default=None),
         "configurations": table,
     }
@@ -92,18 +93,15 @@ def configuration(row: Row, model: Row, card: str) -> dict[str, Any]:
     precision = row["candidate"].get("precision", "fp32")
     accumulation = int(row["candidate"].get("gradient_accumulation_steps", 1))
     inner, boundary = (row["micro_step_s"].get(name, 0.0) for name in ("inner", "boundary"))
-    joules = row.get("joules_per_step")
-    tokens = row["tokens_per_step"]
-    return {
-        "words": row["words"], "part": row["part"], "step_time_s": seconds, "ci95_s": row["ci95_s"], "samples_per_s": rate,
-        "tokens_per_s": tokens / seconds if tokens else None,
-        "flops_share": model["profile"]["flops_per_sample"] * rate / peak_flops(card, precision, model["machine"]["flops"]),
-        "peak_reserved_bytes": row["reserved_memory_bytes"], "peak_memory_bytes": row["peak_memory_bytes"],
-        "alloc_retries": row["alloc_retries"],
+    joules, tokens = row.get("joules_per_step"), row["tokens_per_step"]
+    peak = peak_flops(card, precision, model["machine"]["flops"])
+    same = ("words", "part", "step_time_s", "ci95_s", "peak_memory_bytes", "alloc_retries")
+    return {name: row[name] for name in same} | {
+        "samples_per_s": rate, "tokens_per_s": tokens / seconds if tokens else None,
+        "flops_share": model["profile"]["flops_per_sample"] * rate / peak, "peak_reserved_bytes": row["reserved_memory_bytes"],
         "events_over_wall": ((accumulation - 1) * inner + boundary) / seconds if boundary else None,
         "joules_per_sample": joules / samples if joules is not None else None,
-        "watts": joules / seconds if joules is not None else None,
-        "startup_s": row["wall_s"] - row["n_steps"] * seconds,
+        "watts": joules / seconds if joules is not None else None, "startup_s": row["wall_s"] - row["n_steps"] * seconds,
     }  # fmt: skip
 
 
@@ -181,19 +179,14 @@ def search(rows: list[Row]) -> dict[str, Any] | None:
 
 def honesty(rows: list[Row]) -> dict[str, Any] | None:
     """Step time in a plain script as a ratio to what the trial claimed: above 1, the claim was too good."""
+    if not rows:
+        return None
     by_configuration: dict[str, list[float]] = {}
     for row in rows:
         by_configuration.setdefault(json.dumps(row["candidate"], sort_keys=True), []).append(row["ratio"])
-    if not rows:
-        return None
     medians = [statistics.median(ratios) for ratios in by_configuration.values()]
     worst = max(abs(ratio - 1) for ratio in medians)
     return {"plain_over_claimed": medians, "worst": worst, "rounds": min(map(len, by_configuration.values()))}
-
-
-def spread(values: Iterable[float]) -> dict[str, float] | None:
-    found = sorted(values)
-    return {"median": statistics.median(found), "lowest": found[0], "highest": found[-1]} if found else None
 
 
 def slug(card: str) -> str:

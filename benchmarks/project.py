@@ -26,9 +26,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import ROOT, complete, request_of, write
 from scipy.stats import kendalltau
@@ -58,15 +58,8 @@ CANDIDATES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Place:
-    """Somewhere to measure.
-
-    Attributes:
-        name: What it is.
-        ranks: Ranks.
-        per_node: Ranks of a node; 0 for all of them on this machine, as it is.
-    """
+class Place(NamedTuple):
+    """Somewhere to measure: ranks, and how many of them are on a node (0: all on this machine, as it is)."""
 
     name: str
     ranks: int
@@ -78,8 +71,8 @@ HERE = Place("4 ranks", 4)
 NODES = (Place("2 nodes of 1", 2, 1), Place("2 nodes of 2", 4, 2))
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
@@ -88,34 +81,19 @@ def nodes(rate: str) -> Iterator[None]:
     names = ["autotune-node0", "autotune-node1"]
     try:
         for name in names:
-            run("ip", "netns", "add", name)
-        run(
-            "ip",
-            "link",
-            "add",
-            "atnode0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "atnode1",
-            "netns",
-            names[1],
-        )
+            run(f"ip netns add {name}")
+        run(f"ip link add atnode0 netns {names[0]} type veth peer name atnode1 netns {names[1]}")
         for n, name in enumerate(names):
-            run("ip", "-n", name, "addr", "add", f"10.231.7.{n + 1}/24", "dev", f"atnode{n}")
+            run(f"ip -n {name} addr add 10.231.7.{n + 1}/24 dev atnode{n}")
             for device in ("lo", f"atnode{n}"):
-                run("ip", "-n", name, "link", "set", device, "up")
+                run(f"ip -n {name} link set {device} up")
             # A deep queue: what waits must not be dropped, or TCP's recovery would be measured.
-            shape = ["dev", f"atnode{n}", "root", "tbf", "rate", rate, "burst", "256kb", "limit", "64mb"]
-            run("tc", "-n", name, "qdisc", "replace", *shape)
+            run(f"tc -n {name} qdisc replace dev atnode{n} root tbf rate {rate} burst 256kb limit 64mb")
         yield
     finally:
         for name in names:
             with contextlib.suppress(subprocess.CalledProcessError):
-                run("ip", "netns", "del", name)
+                run(f"ip netns del {name}")
 
 
 def can_shape() -> str:
@@ -139,13 +117,10 @@ class Rig:
 
     def executor(self, place: Place) -> LocalExecutor:
         if place.per_node not in self._executors:
-            environment = {
-                "OMP_NUM_THREADS": "1", "AUTOTUNE_RANKS_PER_NODE": str(place.per_node),
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-            }  # fmt: skip
-            self._executors[place.per_node] = LocalExecutor(
-                ["torch", "project_nodes"], self.folder / f"server{place.per_node}.log", environment
-            )
+            paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+            own = {"OMP_NUM_THREADS": "1", "AUTOTUNE_RANKS_PER_NODE": str(place.per_node), "PYTHONPATH": paths}
+            log = self.folder / f"server{place.per_node}.log"
+            self._executors[place.per_node] = LocalExecutor(["torch", "project_nodes"], log, own)
         return self._executors[place.per_node]
 
     def step_s(self, place: Place, candidate: Candidate) -> float | None:

@@ -27,7 +27,7 @@ from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.space import SearchSpace
-from autotune.study.runner import ENDLESS_SAMPLES
+from autotune.study.measure import ENDLESS_SAMPLES
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import Plan, plan, profiled
 from autotune.study.spec.spec import StudySpec

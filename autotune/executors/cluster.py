@@ -376,7 +376,7 @@ class RefusedJob:
         self.reason, self._status = reason, status
 
     def poll(self) -> Status:
-        """Returns the reason as a status."""
+        """Returns the status."""
         return self._status
 
     def cancel(self) -> None:

@@ -328,9 +328,8 @@ class Machine:
         code = self._process.poll() if self._process else None
         if code is None:
             return ""
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1][:300] if lines else "it said nothing"
-        return f"the agent of machine {self._node} ended with status {code}: {last}"
+        said = files.last_line(self._log)
+        return f"the agent of machine {self._node} ended with status {code}: {said}"
 
     def stop(self) -> None:
         """Ends the agent and everything that it runs."""

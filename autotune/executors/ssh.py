@@ -17,7 +17,6 @@ from autotune.executors.cluster import JobState
 from autotune.executors.local import machine_turn
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files
-from autotune.system.files import read_text
 from autotune.trial.folder import TrialDir, read_record
 
 OPTIONS = {
@@ -91,7 +90,7 @@ class Hosts:
         spool, processes = self._running[job]
         for node, process in enumerate(processes):
             if (code := process.poll()) is not None:
-                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {_last_line(spool, node)}"
+                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {files.last_line(_log(spool, node))}"
                 if code != LINK_FAILED and code > 0:
                     return JobState(Status.LOST, words)  # the agent's own status
                 return JobState(Status.TAKEN if self.hosts[node] in self._reached else Status.REFUSED, words)
@@ -116,15 +115,8 @@ class Hosts:
         """Does nothing: the hosts share this file system."""
 
 
-def _log(spool: Spool, node: int) -> str:
-    return str(spool.path / f"ssh-{node}.log")
-
-
-def _last_line(spool: Spool, node: int) -> str:
-    with contextlib.suppress(OSError), open(_log(spool, node), errors="replace") as file:
-        lines = [line.strip() for line in file if line.strip()]
-        return lines[-1][:300] if lines else "it said nothing"
-    return "it said nothing"
+def _log(spool: Spool, node: int) -> Path:
+    return spool.path / f"ssh-{node}.log"
 
 
 # `HOST` or `USER@HOST`.
@@ -138,7 +130,7 @@ def read_hostfile(path: Path) -> dict[str, int | None]:
         SpecError: It cannot be read; names the line.
     """
     hosts: dict[str, int | None] = {}
-    for number, line in enumerate(read_text(path, "--hostfile").splitlines(), 1):
+    for number, line in enumerate(files.read_text(path, "--hostfile").splitlines(), 1):
         text = line.partition("#")[0].strip()
         found = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d{0,4}))?", text)
         if text and (found is None or not HOST.fullmatch(found[1])):  # ssh takes -oProxyCommand=... as an option

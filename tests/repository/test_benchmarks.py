@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import subprocess
@@ -140,3 +142,13 @@ def test_the_script_of_all_tuners_trains_what_its_json_says_and_prints_its_steps
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if "MEASURED " in line).partition("MEASURED ")[2])
     assert len(found["times_s"]) == 3 and found["samples_per_step"] == 4
+
+
+def test_what_benchmarks_import_of_the_package_is_there():
+    """A table of an hour is not begun anew every week, so nobody would notice a name that has moved."""
+    for path in sorted(BENCHMARKS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autotune"):
+                found = importlib.import_module(node.module)
+                for name in [alias.name for alias in node.names if not hasattr(found, alias.name)]:
+                    importlib.import_module(f"{node.module}.{name}")

@@ -86,18 +86,9 @@ def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    environment |= {
-        "PRINT_LOSSES": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-        "OMP_NUM_THREADS": threads,
-    }
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    cpu = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "OMP_NUM_THREADS": threads}
+    environment = os.environ | there | cpu | {"PRINT_LOSSES": "1"}
     command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
     running = [
         _start(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd) for rank in range(ranks)

@@ -293,6 +293,7 @@ class ClusterExecutor:
             allocation.touch()
             write_record(path, said | self._owner())
             self._held.append(allocation)
+            self._was_granted = True
 
 
 class ClusterJob:
@@ -326,6 +327,8 @@ class ClusterJob:
             if self._has_ended():  # between the two checks
                 return self._end()
             self.reason = self._allocation.why_lost()
+            if standing.status is Status.TAKEN:
+                self._on_queue(self.reason)
             return Status.LOST if standing.status is Status.EXITED else standing.status
         if self._folder.node(0).name in self._folder.names():
             return Status.RUNNING

@@ -234,7 +234,8 @@ class _Group:
             try:
                 said = ray.get(reference)
             except ray.exceptions.RayError as error:
-                return Status.TAKEN, " ".join(str(error).split())[:300]
+                gone = isinstance(error, ray.exceptions.RayActorError)  # with its process or its machine
+                return Status.TAKEN if gone else Status.LOST, " ".join(str(error).split())[:300]
             if isinstance(said, str) and said:
                 return Status.LOST, said
         if len(done) == len(waiting):

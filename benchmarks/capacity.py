@@ -1,4 +1,4 @@
-"""What studies cost beyond their trials: storage, driver time and messages, measured where that is possible here, then extrapolated.
+"""Measures what studies cost beyond their trials (storage, driver time, messages), and extrapolates it.
 
 `python benchmarks/capacity.py [--trials 2000]` measures (1) one study that grows, with trials that take no time:
 processor seconds of the driver, statements to the database and bytes for each trial, by how many were told before; (2)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: results with the machine they were measured on, a warm engine, trials with and without it."""
+"""Shared by all benchmarks: results with their machine and date, a warm engine, trials with and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sixteen coordinators on one study in PostgreSQL, killed at random: what asking and telling takes, and whether a trial is lost.
+"""Kills 50 of 16 coordinators of one study in PostgreSQL at random: times asking and telling, counts lost trials.
 
 `python benchmarks/coordinators.py [--trials 1000] [--workers 16] [--kills 50] [--seconds 1] [--sampler random]`: starts
 a server of its own on loopback. The trials do nothing for SECONDS each, give or take a half.

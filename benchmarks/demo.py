@@ -1,4 +1,4 @@
-"""How long the example study takes once everything is installed, what of it is probe and checks, and how many trials it tunes.
+"""Times the example study on a machine with everything installed, and the share of its probe and its checks.
 
 `python benchmarks/demo.py`. Of the trials' seconds, `noise` is the probe of the gradient noise scale, `reference` and
 `gate` are the quality gate's, `branch` the branches', `repeat` the finalists' rounds.

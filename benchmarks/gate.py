@@ -1,4 +1,4 @@
-"""Does the quality gate catch injected faults, and does it leave clean numerics alone? On real trials of two small models.
+"""Counts the injected faults that the quality gate refuses, and the clean numerics that it passes, on two small models.
 
 `python benchmarks/gate.py faults`: the learning rate x 30, bf16 sums over 64 micro-steps, sign compression without
 error feedback, two wrong loss scales, on a transformer under Adam and a net under SGD, over several seeds: each has to

@@ -1,4 +1,4 @@
-"""Is the noise scale that the ranks measure the true one? Every stage, two precisions, one and two ranks, against brute force.
+"""Compares the noise scale that ranks measure with brute force, at every stage, two precisions, one and two ranks.
 
 `python benchmarks/noise_scale.py`: on a small model whose weights stand still, the ratio of the measured noise scale to
 the one computed from every sample's own gradient.

@@ -1,4 +1,4 @@
-"""Is the batch that goodput ranks first really the first at a target loss? Eight (batch, learning rate) settings on four tasks.
+"""Ranks eight (batch, learning rate) settings on four tasks by goodput, and by the measured time to a target loss.
 
 `python benchmarks/time_to_target.py [TASK ...]`: for each task the noise scale is measured by a probe at the baseline's
 batch, which with the step times gives the predicted time to the loss that the baseline reaches after a fixed number of

@@ -1,4 +1,4 @@
-"""A study of 1,000 trials, looked at: the report's time, size and smoothness, and the dashboard's page beside plain optuna-dashboard's.
+"""Times the report and the dashboard of a study of 1,000 trials, and how smoothly the report's page moves.
 
 python benchmarks/views.py [TRIALS]
 """

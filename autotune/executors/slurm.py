@@ -39,7 +39,8 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 # Reasons of a pending job that can never start.
 NEVER = re.compile(
-    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed|(QOS|Assoc)(Max|Min).*PerJob.*"
+    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
+    r"|(QOS|Assoc)(Max|Min).*PerJob.*"
 )
 # States of a job that Slurm or a person ended: no configuration causes them.
 TAKEN = {

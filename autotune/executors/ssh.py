@@ -90,7 +90,8 @@ class Hosts:
         spool, processes = self._running[job]
         for node, process in enumerate(processes):
             if (code := process.poll()) is not None:
-                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {files.last_line(_log(spool, node))}"
+                said = files.last_line(_log(spool, node))
+                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {said}"
                 if code != LINK_FAILED and code > 0:
                     return JobState(Status.LOST, words)  # the agent's own status
                 return JobState(Status.TAKEN if self.hosts[node] in self._reached else Status.REFUSED, words)

@@ -7,16 +7,17 @@ import re
 # Memory that ran out, by every name that torch, CUDA, NCCL, the C++ library and Linux give it.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|(can't|cannot|could not|unable to|failed to) (allocate|alloc) |std::bad_alloc|bad allocation"
-    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(STATUS_)?(ALLOC_FAILED|MEMORY_ERROR)|cudaErrorMemoryAllocation"
+    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(STATUS_)?(ALLOC_FAILED|MEMORY_ERROR)"
+    r"|cudaErrorMemoryAllocation"
     r"|cuda(Malloc|HostAlloc|MallocHost|HostRegister)\w* failed|Failed to CUDA (c|m|host )?alloc|NCCL.*malloc failed"
-    r"|Unable to allocate .* for an array|defaultCPUAllocator|pin(ned|_)? ?memory.*(alloc|resource)|mmap.*Errno 12|\bENOMEM\b"
-    r"|HIPBLAS_STATUS_ALLOC|hipErrorOutOfMemory|RESOURCE_EXHAUSTED",
+    r"|Unable to allocate .* for an array|defaultCPUAllocator|pin(ned|_)? ?memory.*(alloc|resource)"
+    r"|mmap.*Errno 12|\bENOMEM\b|HIPBLAS_STATUS_ALLOC|hipErrorOutOfMemory|RESOURCE_EXHAUSTED",
     re.IGNORECASE,
 )
 # Libraries that keep workspaces beside torch's cache report a full device so; a broken driver or library does, too.
 _MAYBE_OUT_OF_MEMORY = re.compile(
-    r"(CUBLAS|CUDNN|CUSOLVER)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|unable to find an engine to execute this computation"
-    r"|GET was unable to find an engine|Unable to find a valid cuDNN algorithm",
+    r"(CUBLAS|CUDNN|CUSOLVER)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|unable to find an engine"
+    r"|Unable to find a valid cuDNN algorithm",
     re.IGNORECASE,
 )
 # A device with a larger free share is not full.

@@ -1,4 +1,4 @@
-"""Runs a training script as it is, with what a CPU needs; `--measure N` ends it after N optimizer steps and prints how long they took.
+"""Runs a training script as it is on a CPU; `--measure N` ends it after N optimizer steps and prints their times.
 
 `torchrun ... launch.py [--measure N] SCRIPT ARGS...`. A step is taken from one boundary to the next, everything between
 included: data, forward, backward, step. The script knows nothing of it, and no code of autotune's runs.

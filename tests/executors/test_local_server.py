@@ -1,4 +1,4 @@
-"""The warm server of the local engine: its start, its turns, and what becomes of trials when it or its driver is killed."""
+"""The warm server of the local engine: its start, its turns, and its trials when it or its driver is killed."""
 
 from __future__ import annotations
 

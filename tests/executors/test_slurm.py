@@ -1,4 +1,4 @@
-"""What becomes of a trial when Slurm has other plans for its nodes; the ranks are left out, a stand-in takes the orders."""
+"""What becomes of a trial when Slurm takes its nodes away; a stand-in of the agent takes the orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans and measures the training scripts in `models/scripts/` in real ranks, each probed once however many tests ask for it."""
+"""Plans and measures the training scripts in `models/scripts/` in real ranks; each is probed once for all tests."""
 
 from __future__ import annotations
 

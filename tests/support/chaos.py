@@ -1,4 +1,4 @@
-"""Random kills in the middle of real small studies; after each study it is looked whether anything was lost, doubled or left behind.
+"""Kills processes at random in small real studies, and checks that nothing is lost, doubled or left behind.
 
 `python tests/support/chaos.py [--kills 200] [--seed 0] [--minutes 60] [--only N] [--keep]`. Struck are the
 driver (SIGKILL, Ctrl-C or SIGTERM), the warm server, single ranks, the database (PostgreSQL killed and started again;

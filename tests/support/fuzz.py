@@ -1,4 +1,4 @@
-"""Readers of what a person writes, under a coverage-guided fuzzer: each input ends in plain data or a `UserError` of one line.
+"""Fuzzes the readers of user input, guided by coverage: each input ends in plain data or a `UserError` of one line.
 
     pip install atheris
     python tests/support/fuzz.py --seconds 60

@@ -6,7 +6,8 @@ import re
 
 # Memory that ran out, by every name that torch, CUDA, NCCL, the C++ library and Linux give it.
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|(can't|cannot|could not|unable to|failed to) (allocate|alloc) |std::bad_alloc|bad allocation"
+    r"out of memory|(can't|cannot|could not|unable to|failed to) allocate .*(memory|byte|\d ?[KMG]i?B)"
+    r"|std::bad_alloc|bad allocation"
     r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(STATUS_)?(ALLOC_FAILED|MEMORY_ERROR)"
     r"|cudaErrorMemoryAllocation"
     r"|cuda(Malloc|HostAlloc|MallocHost|HostRegister)\w* failed|Failed to CUDA (c|m|host )?alloc|NCCL.*malloc failed"

@@ -61,6 +61,7 @@ Expected all tensors to be on the same device, but found at least two devices, c
 cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned
 index 50304 is out of bounds for dimension 0 with size 50304
 [Errno 28] No space left on device
+cannot allocate port 29500 to rank 0
 """.splitlines()
 
 

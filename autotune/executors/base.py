@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import StrEnum
@@ -72,6 +73,31 @@ class Job(Protocol):
 
     def cancel(self) -> None:
         """Ends all ranks and waits for that. May be called twice."""
+
+
+class EndedJob:
+    """A job that has ended before anybody asks: replayed, or without machines (`taken`, `refused`).
+
+    Args:
+        status: Its state.
+        reason: Why, in the engine's words.
+    """
+
+    def __init__(self, status: Status, reason: str = "") -> None:
+        self.reason, self._status = reason, status
+
+    def poll(self) -> Status:
+        """Returns the state."""
+        return self._status
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+@contextlib.contextmanager
+def no_turn(_: Callable[[], None]) -> Iterator[None]:
+    """Does not wait: the engine gives a machine to one job at a time, or measures nothing."""
+    yield
 
 
 class Executor(Protocol):

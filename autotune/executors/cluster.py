@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -190,7 +190,7 @@ class ClusterExecutor:
                 reason = f"{self.engine.name}: {refusal}"
                 if self._was_granted:
                     self.waits(reason)
-                return RefusedJob(reason, Status.TAKEN if self._was_granted else Status.REFUSED)
+                return base.EndedJob(Status.TAKEN if self._was_granted else Status.REFUSED, reason)
             job = ClusterJob(allocation, folder, request.nodes, self.waits, held=self.engine.hold)
             allocation.at_work = job
         said = {"engine": self.engine.name, "id": allocation.job, "spool": str(allocation.spool.path), "key": key}
@@ -372,20 +372,6 @@ class ClusterJob:
             time.sleep(LOOK_S)
 
 
-class RefusedJob:
-    """A trial for which the engine has no machines, at present (`taken`) or ever (`refused`)."""
-
-    def __init__(self, reason: str, status: Status) -> None:
-        self.reason, self._status = reason, status
-
-    def poll(self) -> Status:
-        """Returns the status."""
-        return self._status
-
-    def cancel(self) -> None:
-        """Does nothing."""
-
-
 def _may_be_taken_away(end: Exit) -> bool:
     """Returns whether ranks ended in a way that may mean that the engine took their machine away."""
     own = {-9} if end.killed else set()
@@ -401,12 +387,6 @@ def settings_for(modules: Sequence[str], environment: dict[str, str], idle_s: fl
     return Settings(
         modules=[*modules], environment={**environment}, exported=exported, working_dir=where, idle_s=idle_s
     )
-
-
-@contextlib.contextmanager
-def no_turn(_: Callable[[], None]) -> Iterator[None]:
-    """Does not wait: the engine gives a machine to one job at a time."""
-    yield
 
 
 def seconds(options: dict[str, str], name: str, usual: float) -> float:

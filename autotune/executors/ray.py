@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
-from autotune.executors.cluster import JobState, Refused, no_turn
+from autotune.executors.base import Status, no_turn
+from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
 from autotune.system import files
 from autotune.trial.folder import TrialDir, read_record, write_record

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
+from autotune.executors.base import EndedJob, Status, no_turn
 from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -134,6 +133,7 @@ class ReplayExecutor:
 
     mark = cold_reason = ""
     patience_s = 0.0
+    turn = staticmethod(no_turn)
 
     def start(self) -> None:
         """Does nothing."""
@@ -141,7 +141,7 @@ class ReplayExecutor:
     def find(self, folder: TrialDir) -> None:
         """Returns None: a replayed trial ends at once."""
 
-    def submit(self, folder: TrialDir) -> ReplayJob:
+    def submit(self, folder: TrialDir) -> EndedJob:
         """Writes the reports and the exit that the ranks and their agent would write.
 
         Raises:
@@ -164,12 +164,7 @@ class ReplayExecutor:
         good = report.outcome in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
         codes = dict.fromkeys(range(request.world_size), 0 if good else 1)
         write_record(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
-        return ReplayJob()
-
-    @contextlib.contextmanager
-    def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Does not wait: nothing is measured."""
-        yield
+        return EndedJob(Status.EXITED)
 
     def build_ops(self, names: Sequence[str]) -> str | None:
         """Compiles nothing."""
@@ -232,14 +227,3 @@ class ReplayExecutor:
             return [1.0] * n
         middles = (np.arange(len(row.losses)) + 0.5) / len(row.losses)
         return [float(loss) for loss in np.interp((np.arange(n) + 0.5) / n, middles, row.losses)]
-
-
-class ReplayJob:
-    """A trial that has already ended."""
-
-    def poll(self) -> Status:
-        """Returns `exited`."""
-        return Status.EXITED
-
-    def cancel(self) -> None:
-        """Does nothing."""

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
-from autotune.executors.cluster import JobState, Refused, no_turn
+from autotune.executors.base import Status, no_turn
+from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.trial.folder import TrialDir
 

@@ -9,8 +9,8 @@ from support.instant import Instant, report, runner_of
 
 from autotune.errors import UserError
 from autotune.executors import base
-from autotune.executors.base import MachinesGone, Status
-from autotune.executors.cluster import ClusterExecutor, JobState, Refused, no_turn, settings_for
+from autotune.executors.base import MachinesGone, Status, no_turn
+from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
 from autotune.executors.node_agent import Spool
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate

@@ -61,9 +61,7 @@ bench: engines ## measure the README's figures and write its table (NAME=ask: on
 PAGES := README.md docs/develop/comparison.md docs/clusters.md
 
 pages: $(STAMP) ## write the tables of README.md, docs/clusters.md and docs/develop/comparison.md from benchmarks/results
-	@PYTHONPATH=. $(RUN) benchmarks/figures.py
-	@PYTHONPATH=. $(RUN) benchmarks/comparison.py
-	@PYTHONPATH=. $(RUN) benchmarks/capacity.py --only-page
+	@$(RUN) benchmarks/figures.py
 
 pages-current: $(STAMP) ## fail if `make pages` changes a page
 	@mkdir -p .cache/pages && cp $(PAGES) .cache/pages/

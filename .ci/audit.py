@@ -1,4 +1,4 @@
-"""Reads what `pip-audit --format json` found: fails on a known vulnerability, and where most packages could not be looked up at all."""
+"""Reads what `pip-audit --format json` found; fails on a known vulnerability, or if most packages were not found."""
 
 from __future__ import annotations
 

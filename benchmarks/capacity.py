@@ -1,48 +1,39 @@
-"""What studies cost beyond their trials: storage, driver time and messages, measured where that is possible here, then extrapolated.
+"""Measures what studies cost beyond their trials (storage, driver time, messages), and extrapolates it.
 
 `python benchmarks/capacity.py [--trials 2000]` measures (1) one study that grows, with trials that take no time:
 processor seconds of the driver, statements to the database and bytes for each trial, by how many were told before; (2)
 what real trials leave in the study's folder, by ranks; (3) studies side by side on one PostgreSQL server (where it is
-installed). It writes `results/capacity.json` and the tables of `docs/clusters.md`; what stands there beyond the
-measured range is a straight line through it, and says so.
+installed). `figures.py` makes the tables of `docs/clusters.md` of it; what stands there beyond the measured range is
+a straight line through it, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 import numpy as np
 import sqlalchemy
-from common import RESULTS, between, write
+from common import ROOT, complete, engine, request_of, write
 from support import postgres
 from support.coordinate import SPACE
 from support.instant import Instant, plan_of, spec_of
 
-from autotune.executors import base
-from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
 from autotune.study.events import EventSink, Progress
 from autotune.study.runner import Runner
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
 
-TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "model.py"
-PAGE = Path(__file__).parent.parent / "docs" / "clusters.md"
-BEGIN, END = "<!-- made by `python benchmarks/capacity.py` -->", "<!-- end -->"
+TARGET = ROOT / "studies" / "code-gpt" / "model.py"
 # Sampler -> the share of the trials that it is measured over: one that learns from all of them takes long.
 SAMPLERS = {"physics": 0.25, "random": 1.0}
 WINDOW = 50
@@ -63,12 +54,9 @@ class Meter(EventSink):
         self.statements += 1
 
     def ended(self, progress: Progress) -> None:
-        size = (
-            sum(f.stat().st_size for f in self.database.parent.glob(f"{self.database.name}*")) if self.database else 0
-        )
-        self.rows.append(
-            {"told": progress.n_told, "cpu_s": time.process_time(), "statements": self.statements, "bytes": size}
-        )
+        files = self.database.parent.glob(f"{self.database.name}*") if self.database else ()
+        used = {"cpu_s": time.process_time(), "statements": self.statements}
+        self.rows.append(used | {"bytes": sum(file.stat().st_size for file in files)})
 
 
 @contextmanager
@@ -82,14 +70,9 @@ def counted(storage: Any, meter: Meter) -> Iterator[None]:
 
 def study(folder: Path, url: str, name: str, sampler: str, n_trials: int, meter: Meter) -> None:
     """A study whose trials take no time, until so many are told."""
-    plain = {
-        "memory_filter": False,
-        "stop_trials": False,
-        "stop_below": 0,
-        "finalists": 0,
-        "objectives": ["latency", "throughput", "memory"],
-    }
-    spec = spec_of(name=name, trials=n_trials, sampler=sampler, space=[SPACE], **plain)
+    plain = {"memory_filter": False, "stop_trials": False, "stop_below": 0, "finalists": 0}
+    objectives = ["latency", "throughput", "memory"]
+    spec = spec_of(name=name, trials=n_trials, sampler=sampler, space=[SPACE], objectives=objectives, **plain)
     storage = records.open_storage(url)
     ledger = StudyLeases(storage, name)
     with counted(storage, meter), ledger.leading(lambda _: None):
@@ -113,22 +96,13 @@ def growing(sampler: str, n_trials: int) -> dict[str, Any]:
 def footprints() -> dict[str, Any]:
     """(2): files and bytes of a real trial, by ranks."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        executor = LocalExecutor(["torch"], Path(name) / "server.log")
-        try:
-            for ranks in RANKS:
-                candidate = Candidate(micro_batch_size=2, zero_stage=1)
-                request = TrialRequest(
-                    target=str(TARGET), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=ranks, max_steps=10,
-                    budget_s=60,
-                )  # fmt: skip
-                folder = Path(name) / str(ranks)
-                result = base.run(executor, folder, request)
-                assert result.outcome is Outcome.COMPLETE, result.reason
-                files = [path for path in folder.rglob("*") if path.is_file()]
-                found[str(ranks)] = {"files": len(files), "bytes": sum(path.stat().st_size for path in files)}
-        finally:
-            executor.close()
+    with engine("torch") as (executor, root):
+        for ranks in RANKS:
+            folder = root / str(ranks)
+            request = request_of(TARGET, Candidate(micro_batch_size=2, zero_stage=1), world_size=ranks, max_steps=10)
+            complete(executor, folder, request)
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            found[str(ranks)] = {"files": len(files), "bytes": sum(path.stat().st_size for path in files)}
     return found
 
 
@@ -162,26 +136,17 @@ def together(n_studies: int) -> dict[str, float]:
         failed = [process.exitcode for process in processes if process.exitcode]
         if failed:
             raise RuntimeError(f"{len(failed)} of {n_studies} studies failed")
-        return {
-            "trials_per_s": n_studies * TRIALS_EACH / wall,
-            "connections": most,
-            "connections_per_study": most / n_studies,
-        }
-
-
-def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Offset and slope of the straight line through points."""
-    slope, offset = np.polyfit(np.array(x, dtype=float), np.array(y, dtype=float), 1)
-    return float(offset), float(slope)
+        rate = n_studies * TRIALS_EACH / wall
+        return {"trials_per_s": rate, "connections": most, "connections_per_study": most / n_studies}
 
 
 def extrapolated(found: dict[str, Any]) -> dict[str, Any]:
     """What the measured range leads to expect of many trials, devices and studies."""
-    ahead: dict[str, Any] = {}
+    ahead: dict[str, Any] = {"to": {"trials": TRIALS, "devices": DEVICES, "studies": STUDIES}}
     for sampler, by in found["growing"].items():
         n = [float(key) for key in by]
-        offset, slope = line(n, [row["cpu_s"] for row in by.values()])
-        offset_b, slope_b = line(n, [row["bytes"] for row in by.values()])
+        slope, offset = np.polyfit(n, [row["cpu_s"] for row in by.values()], 1).tolist()
+        slope_b, offset_b = np.polyfit(n, [row["bytes"] for row in by.values()], 1).tolist()
         last = max(by, key=int)
         ahead[sampler] = {
             "cpu_s_of_the_last_trial": offset + slope * TRIALS, "cpu_s": TRIALS * offset + slope * TRIALS**2 / 2,
@@ -189,7 +154,7 @@ def extrapolated(found: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
     prints = found["footprints"]
     for key in ("files", "bytes"):
-        offset, slope = line([float(n) for n in prints], [row[key] for row in prints.values()])
+        slope, offset = np.polyfit([float(n) for n in prints], [row[key] for row in prints.values()], 1).tolist()
         ahead[f"trial_{key}_per_rank"], ahead[f"trial_{key}"] = slope, offset + slope * DEVICES
     if found.get("together"):
         best = max(found["together"].values(), key=lambda row: row["trials_per_s"])
@@ -199,74 +164,19 @@ def extrapolated(found: dict[str, Any]) -> dict[str, Any]:
     return ahead
 
 
-def size(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.3g} TB"
-
-
-def tables(found: dict[str, Any]) -> str:
-    """The page's tables."""
-    where, ahead = found["measured_on"], found["extrapolated"]
-    lines = [f"Measured on {where['cores']} cores of {where['processor']}, {where['date']}.", ""]
-    lines += [
-        "| told before | sampler | driver, processor time a trial | statements a trial | database bytes a trial |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for sampler, by in found["growing"].items():
-        lines += [
-            f"| {int(n):,} | {sampler} | {row['cpu_s']:.2f} s | {row['statements']:.0f} | {size(row['bytes'])} |"
-            for n, row in by.items()
-        ]
-        end = ahead[sampler]
-        lines.append(
-            f"| {TRIALS:,} (extrapolated) | {sampler} | {end['cpu_s_of_the_last_trial']:.2f} s; {end['cpu_s'] / 3600:.1f} h for all |"
-            f" {end['statements'] / TRIALS:.0f} | {size(end['bytes'] / TRIALS)}; {size(end['bytes'])} for all |"
-        )
-    lines += ["", "| ranks of a trial | files | bytes |", "| --- | --- | --- |"]
-    lines += [f"| {ranks} | {row['files']} | {size(row['bytes'])} |" for ranks, row in found["footprints"].items()]
-    lines.append(f"| {DEVICES:,} (extrapolated) | {ahead['trial_files']:.0f} | {size(ahead['trial_bytes'])} |")
-    if found.get("together"):
-        lines += [
-            "",
-            "| studies at once, one PostgreSQL | trials told per second, all together | connections |",
-            "| --- | --- | --- |",
-        ]
-        lines += [f"| {n} | {row['trials_per_s']:.1f} | {row['connections']} |" for n, row in found["together"].items()]
-        lines.append(
-            f"| {STUDIES} (extrapolated, with drivers and server on these cores) | a trial of each study every"
-            f" {ahead['seconds_between_trials_of_a_study']:.0f} s | {ahead['connections']:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def with_tables(text: str, found: dict[str, Any]) -> str:
-    """The page with the tables between its marks.
-
-    Raises:
-        ValueError: It has no marks.
-    """
-    return between(text, BEGIN, END, f"\n{tables(found)}\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=2000)
-    parser.add_argument("--only-page", action="store_true", help="measure nothing; write the page of what was measured")
     arguments = parser.parse_args()
-    if not arguments.only_page:
-        found: dict[str, Any] = {
-            "growing": {sampler: growing(sampler, int(share * arguments.trials)) for sampler, share in SAMPLERS.items()}
-        }
-        found["footprints"] = footprints()
-        if postgres.binaries() is None:
-            print("PostgreSQL is not installed, so studies side by side are left out", file=sys.stderr)
-        else:
-            found["together"] = {str(n): together(n) for n in SIDE_BY_SIDE}
-        write("capacity", found | {"extrapolated": extrapolated(found)})
-    PAGE.write_text(with_tables(PAGE.read_text(), json.loads((RESULTS / "capacity.json").read_text())))
+    found: dict[str, Any] = {
+        "growing": {sampler: growing(sampler, int(share * arguments.trials)) for sampler, share in SAMPLERS.items()},
+        "footprints": footprints(),
+    }
+    if postgres.binaries() is None:
+        print("PostgreSQL is not installed, so studies side by side are left out", file=sys.stderr)
+    else:
+        found["together"] = {str(n): together(n) for n in SIDE_BY_SIDE}
+    write("capacity", found | {"extrapolated": extrapolated(found)})
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
-"""What the benchmarks share: where results go, and what they were measured on."""
+"""Shared by all benchmarks: results with their machine and date, a warm engine, trials with and without it."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune.system.machine import extensions_dir, has_cuda_device
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.space.candidate import Candidate
+from autotune.system.machine import extensions_dir, has_cuda_device, processor_name
 from autotune.trial.folder import write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,11 +30,9 @@ sys.path.insert(0, str(ROOT / "tests"))  # what stands in for engines and machin
 
 def write(name: str, figures: dict[str, Any]) -> None:
     """Writes `results/NAME.json` with the machine and the date, and prints it."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = names[0].partition(":")[2].strip() if names else platform.machine()
     where = {
         "date": datetime.date.today().isoformat(),
-        "processor": processor,
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_at_end": os.getloadavg()[0],
         "versions": {package: metadata.version(package) for package in ("torch", "deepspeed", "optuna")},
@@ -38,17 +43,29 @@ def write(name: str, figures: dict[str, Any]) -> None:
     print(text)
 
 
-def between(text: str, begin: str, end: str, body: str) -> str:
-    """A page with something else between two of its lines.
+@contextlib.contextmanager
+def engine(*modules: str) -> Iterator[tuple[LocalExecutor, Path]]:
+    """Starts a warm server that has imported some modules; yields it and a folder for trials."""
+    with tempfile.TemporaryDirectory() as name:
+        executor = LocalExecutor(list(modules), Path(name) / "server.log")
+        try:
+            executor.start()
+            yield executor, Path(name)
+        finally:
+            executor.close()
 
-    Raises:
-        ValueError: It has no such lines.
-    """
-    before, first, rest = text.partition(begin)
-    _, last, after = rest.partition(end)
-    if not first or not last:
-        raise ValueError(f"the page has no lines {begin!r} and {end!r}")
-    return f"{before}{begin}\n{body}\n{end}{after}"
+
+def request_of(target: Path, candidate: Candidate, **fields: Any) -> TrialRequest:
+    """Returns the request for a trial of a candidate; its steps, not its seconds, end it unless `budget_s` is given."""
+    given = {"ds_config": candidate.to_deepspeed(), "budget_s": 1e6} | fields
+    return TrialRequest(target=str(target), candidate=candidate.values(), **given)
+
+
+def complete(executor: base.Executor, folder: Path, request: TrialRequest) -> TrialResult:
+    """Runs a trial that has to complete."""
+    result = base.run(executor, folder, request)
+    assert result.outcome is Outcome.COMPLETE, f"{request.candidate}: {result.outcome}: {result.reason}"
+    return result
 
 
 def plain_environment() -> dict[str, str]:

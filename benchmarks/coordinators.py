@@ -1,4 +1,4 @@
-"""Sixteen coordinators on one study in PostgreSQL, killed at random: what asking and telling takes, and whether a trial is lost.
+"""Kills 50 of 16 coordinators of one study in PostgreSQL at random: times asking and telling, counts lost trials.
 
 `python benchmarks/coordinators.py [--trials 1000] [--workers 16] [--kills 50] [--seconds 1] [--sampler random]`: starts
 a server of its own on loopback. The trials do nothing for SECONDS each, give or take a half.
@@ -16,11 +16,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from common import write
@@ -28,12 +26,14 @@ from optuna.trial import TrialState
 from sqlalchemy import text
 from support import postgres
 from support.coordinate import coordinate
+from support.zoo import wait_until
 
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.storage import leases, records
 
 FORK = multiprocessing.get_context("fork")
 LAST = 100
+TIMES = ("wait_s", "decide_s", "claim_s", "tell_s")
 
 
 def worker(role: str, folder: Path, options: argparse.Namespace, url: str) -> Any:
@@ -53,7 +53,7 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
     rng, start = random.Random(0), time.perf_counter()
     workers = [worker("lead" if n == 0 else "help", folder, options, url) for n in range(options.workers)]
     storage = records.open_storage(url)
-    until(lambda: n_told(storage) > 0)
+    wait_until(lambda: n_told(storage) > 0, 60)
     killed = 0
     # Spread over the study, by trials told; the leader is spared here, `test_shared.py` kills it.
     while killed < options.kills and n_told(storage) < options.trials - 2 * options.workers:
@@ -71,38 +71,25 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
     trials, told = study.get_trials(deepcopy=False), records.told_trials(study)
     keys = [t.user_attrs[CANDIDATE_ATTR] for t in told]
     begun = {t.user_attrs[CANDIDATE_ATTR] for t in trials if CANDIDATE_ATTR in t.user_attrs}
+    numbers, states = {t.number for t in trials}, [t.state for t in trials if CANDIDATE_ATTR in t.user_attrs]
     return {
-        "wall_s": wall_s,
-        "kills": killed,
-        "told": len(told),
-        "told_twice_or_duplicate": len(keys) - len(set(keys)),
-        "begun_and_never_told": len(begun - set(keys)),
-        "left_running": sum(t.state is TrialState.RUNNING for t in trials),
-        "failed_and_run_again": sum(t.state is TrialState.FAIL and CANDIDATE_ATTR in t.user_attrs for t in trials),
-        "numbers_twice": len(trials) - len({t.number for t in trials}),
+        "wall_s": wall_s, "kills": killed, "told": len(told), "told_twice_or_duplicate": len(keys) - len(set(keys)),
+        "begun_and_never_told": len(begun - set(keys)), "failed_and_run_again": states.count(TrialState.FAIL),
+        "left_running": sum(t.state is TrialState.RUNNING for t in trials), "numbers_twice": len(trials) - len(numbers),
         "leases_left": [lease.name for lease in leases.leases(storage, "s")],
         "outcomes": Counter(records.told_data(t)["outcome"] for t in told),
-        "exit_codes": Counter(process.exitcode for process in workers),
-        **times(folder, options.trials),
-    }
+        "exit_codes": Counter(process.exitcode for process in workers), **times(folder, options.trials),
+    }  # fmt: skip
 
 
 def times(folder: Path, n_trials: int) -> dict[str, Any]:
     """Medians over all trials, and over the last hundred."""
-    rows = [
-        json.loads(line)
-        for path in folder.glob("times-*.jsonl")
-        for line in path.read_text().splitlines()
-        if line.endswith("}")
-    ]
+    lines = [line for path in folder.glob("times-*.jsonl") for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
     found: dict[str, Any] = {}
     for label, first in (("all", 0), (f"last_{LAST}", n_trials - LAST)):
-        asked, told = (
-            [r for r in rows if "claim_s" in r and r["n"] >= first],
-            [r for r in rows if "tell_s" in r and r["n"] >= first],
-        )
-        names = dict.fromkeys(("wait_s", "decide_s", "claim_s"), asked) | {"tell_s": told}
-        medians = {name: statistics.median(r[name] for r in where) for name, where in names.items() if where}
+        each = {name: [r[name] for r in rows if name in r and r["n"] >= first] for name in TIMES}
+        medians = {name: statistics.median(seconds) for name, seconds in each.items() if seconds}
         found[label] = medians | {"ask_and_tell_s": medians["decide_s"] + medians["tell_s"]}
     return {"median_s": found}
 
@@ -118,20 +105,10 @@ def n_told(storage: Any) -> int:
         return int(connection.execute(count, {"study": study._study_id}).scalar())
 
 
-def until(fact: Callable[[], bool], timeout_s: float = 60) -> None:
-    end = time.monotonic() + timeout_s
-    while not fact():
-        if time.monotonic() > end:
-            raise TimeoutError
-        time.sleep(0.1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    for name, usual in {"trials": 1000, "workers": 16, "kills": 50, "seconds": 1.0}.items():
+        parser.add_argument(f"--{name}", type=type(usual), default=usual)
     parser.add_argument("--sampler", default="random")
     options = parser.parse_args()
     programs = postgres.binaries()

@@ -1,4 +1,4 @@
-"""How long the example study takes once everything is installed, what of it is probe and checks, and how many trials it tunes.
+"""Times the example study on a machine with everything installed, and the share of its probe and its checks.
 
 `python benchmarks/demo.py`. Of the trials' seconds, `noise` is the probe of the gradient noise scale, `reference` and
 `gate` are the quality gate's, `branch` the branches', `repeat` the finalists' rounds.
@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import write
+from common import ROOT, write
 
-STUDY = Path(__file__).parent.parent / "studies" / "code-gpt"
+STUDY = ROOT / "studies" / "code-gpt"
 
 CHECKS = ("noise", "reference", "gate", "branch")
 
@@ -45,19 +45,10 @@ def main() -> None:
         found = json.loads(done.stdout)
         pick = found["picks"]["recommended"]
         spent = seconds(folder / "trials")
-        write(
-            "demo",
-            {
-                "wall_s": wall,
-                "n_trials": found["study"]["n_trials"],
-                "trials_wall_s": found["study"]["wall_s"],
-                "seconds_by_role": spent,
-                "probe_and_checks_share": sum(spent.get(role, 0.0) for role in CHECKS) / wall,
-                "recommended": pick["candidate"],
-                "speedup": pick["speedup"],
-                "speedup_ci95": pick["speedup_ci95"],
-            },
-        )
+        share = sum(spent.get(role, 0.0) for role in CHECKS) / wall
+        figures = {"wall_s": wall, "n_trials": found["study"]["n_trials"], "trials_wall_s": found["study"]["wall_s"]}
+        figures |= {"seconds_by_role": spent, "probe_and_checks_share": share, "recommended": pick["candidate"]}
+        write("demo", figures | {"speedup": pick["speedup"], "speedup_ci95": pick["speedup_ci95"]})
 
 
 if __name__ == "__main__":

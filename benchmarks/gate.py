@@ -1,4 +1,4 @@
-"""Does the quality gate catch injected faults, and does it leave clean numerics alone? On real trials of two small models.
+"""Counts the injected faults that the quality gate refuses, and the clean numerics that it passes, on two small models.
 
 `python benchmarks/gate.py faults`: the learning rate x 30, bf16 sums over 64 micro-steps, sign compression without
 error feedback, two wrong loss scales, on a transformer under Adam and a net under SGD, over several seeds: each has to
@@ -9,25 +9,23 @@ to `results/gate.json`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write
+from common import RESULTS, engine, request_of, write
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.scoring.convergence import quality_gate
 from autotune.space.candidate import Candidate
-from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
 
 STEPS, REPLICATES, RANKS = 40, 2, 2
-SEEDS = {"faults": range(3), "clean": range(5)}
 
 TASKS = {
     "transformer, Adam": '''
@@ -141,9 +139,9 @@ class Bench:
         target = self.folder / f"model_{self.n}.py"
         target.write_text(MODEL.format(task=TASKS[task], **({"rate": 1, "scale": 1.0, "sign": False} | (fault or {}))))
         candidate = Candidate.of({"micro_batch_size": 32, **knobs})
-        request = TrialRequest(
-            target=str(target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=RANKS, seed=seed,
-            max_steps=STEPS, min_samples=10**12, budget_s=120.0, check_gradient=True, replicate=replicate,
+        request = request_of(
+            target, candidate, world_size=RANKS, seed=seed, max_steps=STEPS, min_samples=10**12, budget_s=120.0,
+            check_gradient=True, replicate=replicate,
         )  # fmt: skip
         return base.run(self.executor, self.folder / str(self.n), request)
 
@@ -162,50 +160,47 @@ def refusal(own: TrialResult, references: list[TrialResult]) -> str:
     return "" if found.passed else found.reason
 
 
-def faults(bench: Bench) -> Iterator[tuple[str, bool, str]]:
-    for task in TASKS:
-        for seed in SEEDS["faults"]:
-            at: dict[int, list[TrialResult]] = {}
-            for name, (fault, knobs) in FAULTS.items():
-                micro = 64 if knobs.get("micro_batch_size") == 1 else 32
-                if micro not in at:
-                    at[micro] = bench.references(task, seed, micro)
-                why = refusal(bench.run(task, seed, knobs, fault), at[micro])
-                yield name, bool(why), why
+Verdict = tuple[str, bool, str]  # the pair, whether it is refused, and why
 
 
-def clean(bench: Bench) -> Iterator[tuple[str, bool, str]]:
-    for task in TASKS:
-        for seed in SEEDS["clean"]:
-            references = bench.references(task, seed, 32)
-            for name, knobs in CLEAN.items():
-                why = refusal(bench.run(task, seed, knobs), references)
-                yield name, bool(why), why
+def faults(bench: Bench) -> Iterator[Verdict]:
+    for task, seed in itertools.product(TASKS, range(3)):
+        references = {micro: bench.references(task, seed, micro) for micro in (32, 64)}
+        for name, (fault, knobs) in FAULTS.items():
+            micro = 64 if knobs.get("micro_batch_size") == 1 else 32
+            why = refusal(bench.run(task, seed, knobs, fault), references[micro])
+            yield name, bool(why), why
+
+
+def clean(bench: Bench) -> Iterator[Verdict]:
+    for task, seed in itertools.product(TASKS, range(5)):
+        references = bench.references(task, seed, 32)
+        for name, knobs in CLEAN.items():
+            why = refusal(bench.run(task, seed, knobs), references)
+            yield name, bool(why), why
+
+
+def scored(found: Iterator[Verdict]) -> dict[str, Any]:
+    start, rows, by_kind = time.perf_counter(), list[Verdict](), dict[str, list[int]]()
+    for row in found:
+        rows.append(row)
+        print(*row, sep="; ", flush=True)
+        kind = by_kind.setdefault(row[0], [0, 0])
+        kind[0] += row[1]
+        kind[1] += 1
+    return {
+        "refused": sum(hit for _, hit, _ in rows), "of": len(rows), "by_kind": by_kind, "seconds": time.perf_counter() - start,
+        "for_example": {name: why for name, _, why in rows if why},
+    }  # fmt: skip
 
 
 def main() -> None:
-    parts = sys.argv[1:] or ["faults", "clean"]
     path = RESULTS / "gate.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
     figures.pop("measured_on", None)
-    with tempfile.TemporaryDirectory() as name:
-        executor = LocalExecutor(["torch"], Path(name) / "server.log")
-        try:
-            for part in parts:
-                start, rows = time.perf_counter(), list[tuple[str, bool, str]]()
-                for row in {"faults": faults, "clean": clean}[part](Bench(executor, Path(name))):
-                    rows.append(row)
-                    print(*row, sep="; ", flush=True)
-                by_name = {
-                    name: [sum(hit for n, hit, _ in rows if n == name), sum(n == name for n, _, _ in rows)]
-                    for name, _, _ in rows
-                }
-                figures[part] = {
-                    "refused": sum(hit for _, hit, _ in rows), "of": len(rows), "by_kind": by_name, "seconds": time.perf_counter() - start,
-                    "for_example": {name: why for name, _, why in rows if why},
-                }  # fmt: skip
-        finally:
-            executor.close()
+    with engine("torch") as (executor, folder):
+        for part in sys.argv[1:] or ["faults", "clean"]:
+            figures[part] = scored({"faults": faults, "clean": clean}[part](Bench(executor, folder)))
     write("gate", figures)
 
 

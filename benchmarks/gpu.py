@@ -19,19 +19,18 @@ import tarfile
 import tempfile
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from common import plain_trial
+from common import complete, plain_trial, request_of
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.forecast.predictor import Forecast, Predictor, settings_of
+from autotune.forecast.predictor import Predictor, settings_of
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study.setup.engine import executor_for
@@ -49,7 +48,7 @@ DRY_CARDS_GIB = {"tiny": 0.06, "small": 0.12}
 MOST_SAMPLES = 512
 # A part is begun only if so much is left for it.
 LEAST_S = 30.0
-PARTS = ("grid", "startup", "limits", "search", "honesty", "larger", "ops")
+PARTS = ("grid", "startup", "limits", "search", "honesty", "larger")
 
 
 @dataclass(frozen=True)
@@ -81,25 +80,21 @@ TINY = {"gpt-tiny": Size(2, 32, 2, 16, 64, 2), "gpt-small": Size(2, 64, 2, 32, 6
 class Output:
     """The results, one line each, on the disk as soon as they are there."""
 
+    SHOWN = ("model", "words", "outcome", "step_time_s", "reason", "error")
+
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "results.jsonl"
+        self.folder, self.path, self.start = folder, folder / "results.jsonl", time.monotonic()
         self.path.unlink(missing_ok=True)
-        self.start = time.monotonic()
 
     def write(self, part: str, **what: Any) -> None:
-        line = {"part": part, "at_s": round(time.monotonic() - self.start, 2), **what}
+        at_s = round(time.monotonic() - self.start, 2)
         with self.path.open("a") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+            file.write(json.dumps({"part": part, "at_s": at_s, **what}, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        shown = {
-            key: value
-            for key, value in what.items()
-            if key in ("model", "words", "outcome", "step_time_s", "reason", "error")
-        }
-        print(f"{line['at_s']:7.1f} s  {part}  {json.dumps(shown)}", flush=True)
+        shown = {key: value for key, value in what.items() if key in self.SHOWN}
+        print(f"{at_s:7.1f} s  {part}  {json.dumps(shown)}", flush=True)
 
 
 class Energy:
@@ -112,35 +107,27 @@ class Energy:
     EVERY_S = 0.02
 
     def __init__(self, read: Callable[[], float] | None = None) -> None:
-        self.times: list[float] = []
-        self.joules: list[float] = []
+        self.times, self.joules = list[float](), list[float]()
         self._read, self._stopped = read or self._nvml(), threading.Event()
         if self._read is not None:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def between(self, start: float, end: float) -> float | None:
-        """Joules between two instants of `time.time()`, between readings by straight lines; None where they were not all seen."""
+        """Joules between two instants of `time.time()`, interpolated linearly; None where they were not all seen."""
         n = len(self.joules)
-        times = self.times[:n]
-        if n < 2 or start < times[0] or end > times[-1]:
+        if n < 2 or start < self.times[0] or end > self.times[n - 1]:
             return None
-        return self._at(end, times) - self._at(start, times)
+        first, last = np.interp([start, end], self.times[:n], self.joules[:n])
+        return float(last - first)
 
     def close(self) -> None:
         self._stopped.set()
 
-    def _at(self, when: float, times: list[float]) -> float:
-        i = min(max(bisect_left(times, when), 1), len(times) - 1)
-        span = times[i] - times[i - 1]
-        share = (when - times[i - 1]) / span if span else 0.0
-        return self.joules[i - 1] + share * (self.joules[i] - self.joules[i - 1])
-
     def _watch(self) -> None:
         assert self._read is not None
         while not self._stopped.is_set():
-            # The reading last: whoever counts the readings finds a time for each.
             self.times.append(time.time())
-            self.joules.append(self._read())
+            self.joules.append(self._read())  # last, so that each reading has a time
             self._stopped.wait(self.EVERY_S)
 
     @staticmethod
@@ -156,80 +143,68 @@ class Energy:
         return None
 
 
-@dataclass
 class Bench:
     """One model with its study's plan, an engine, and what was learned of it so far."""
 
-    name: str
-    size: Size
-    found: Plan
-    executor: LocalExecutor
-    folder: Path
-    output: Output
-    energy: Energy
-    trial_budget_s: float
-    predictors: dict[str, Predictor] = field(default_factory=dict)
-    n: int = 0
-
-    def __post_init__(self) -> None:
-        workload = self.found.workload
-        assert workload.profile is not None and workload.machine is not None, self.found.notes
-        for name in ("before", "after"):  # any trial
-            self.predictors[name] = Predictor(workload.profile, workload.machine, settings_of(self.found.base_config))
+    def __init__(self, name: str, size: Size, found: Plan, executor: LocalExecutor, folder: Path, run: Run) -> None:
+        self.name, self.size, self.found, self.executor, self.folder = name, size, found, executor, folder
+        self.output, self.energy, self.trial_budget_s, self.n = run.output, run.energy, run.trial_budget_s, 0
+        workload = found.workload
+        assert workload.profile is not None and workload.machine is not None, found.notes
+        self.predictors = {  # before and after any trial
+            name: Predictor(workload.profile, workload.machine, settings_of(found.base_config))
+            for name in ("before", "after")
+        }
 
     def measure(
         self, part: str, knobs: dict[str, Any], *, cap_bytes: int | None = None, max_steps: int = 1000
     ) -> TrialResult | None:
         """One trial, written with what was expected of it; None where the configuration cannot run here."""
         candidate = Candidate.of(knobs)
-        row: dict[str, Any] = {
+        row = {
             "model": self.name,
             "words": candidate.describe(),
             "candidate": candidate.values(),
             "cap_bytes": cap_bytes,
         }
-        reason = why_illegal(candidate, replace(self.found.setting, global_batch=None))
-        if reason is not None:
+        if reason := why_illegal(candidate, replace(self.found.setting, global_batch=None)):
             self.output.write(part, **row, outcome="illegal", reason=reason)
             return None
         self.n += 1
         path = self.folder / "measured" / f"{self.n:04d}"
-        request = TrialRequest(
-            target=str(self.found.spec.target), candidate=candidate.values(), ds_config=self.found.ds_config(candidate), world_size=1,
-            budget_s=self.trial_budget_s, max_steps=max_steps, deadline_s=90.0, device_memory_bytes=cap_bytes,
-        )  # fmt: skip
+        request = self.request(
+            candidate, budget_s=self.trial_budget_s, max_steps=max_steps, device_memory_bytes=cap_bytes
+        )
         row["expected"] = {name: self.expected(name, candidate) for name in self.predictors}
         result = base.run(self.executor, path, request)
-        row |= {
-            "outcome": str(result.outcome),
-            "reason": result.reason,
-            "wall_s": result.wall_s,
-            "startup_s": result.startup_s,
-        }
+        row |= {name: getattr(result, name) for name in ("outcome", "reason", "wall_s", "startup_s")}
         if result.outcome is Outcome.COMPLETE and result.steps is not None:
             row |= self.figures(result, path)
-            self.predictors["after"].learn(
-                candidate, peak_memory_bytes=result.peak_memory_bytes, step_time_s=result.steps.median_s
-            )
+            seen = {"peak_memory_bytes": result.peak_memory_bytes, "step_time_s": result.steps.median_s}
+            self.predictors["after"].learn(candidate, **seen)
         self.output.write(part, **row)
         return result
 
+    def request(self, candidate: Candidate, **fields: Any) -> TrialRequest:
+        config = self.found.ds_config(candidate)
+        return request_of(self.found.spec.target, candidate, ds_config=config, deadline_s=90.0, **fields)
+
     def expected(self, name: str, candidate: Candidate) -> dict[str, Any]:
-        predictor = self.predictors[name]
-        return {
-            "peak_memory_bytes": total(predictor.memory(candidate)),
-            "step_time_s": total(predictor.step_time(candidate)),
-        }
+        predictor, found = self.predictors[name], {}
+        for metric, said in (
+            ("peak_memory_bytes", predictor.memory(candidate).total), ("step_time_s", predictor.step_time(candidate).total),
+        ):  # fmt: skip
+            found[metric] = {"value": said.value, "low": said.low, "high": said.high}
+        return found
 
     def figures(self, result: TrialResult, path: Path) -> dict[str, Any]:
         assert result.steps is not None
+        same = ("samples_per_step", "tokens_per_step", "micro_step_s", "phase_times_s", "peak_memory_bytes")
+        found = {name: getattr(result, name) for name in (*same, "memory_by_phase_bytes", "alloc_retries")}
         report = json.loads(TrialDir(path).report(0).read_text())
-        return {
+        return found | {
             "step_time_s": result.steps.median_s, "ci95_s": result.steps.ci95_s, "n_steps": result.steps.n_steps,
-            "samples_per_step": result.samples_per_step, "tokens_per_step": result.tokens_per_step,
-            "micro_step_s": result.micro_step_s, "phase_times_s": result.phase_times_s,
-            "peak_memory_bytes": result.peak_memory_bytes, "memory_by_phase_bytes": result.memory_by_phase_bytes,
-            "reserved_memory_bytes": report.get("reserved_memory_bytes"), "alloc_retries": result.alloc_retries,
+            "reserved_memory_bytes": report.get("reserved_memory_bytes"),
             "final_loss": result.losses[-1] if result.losses else None, "joules_per_step": self.joules_per_step(path),
         }  # fmt: skip
 
@@ -242,10 +217,6 @@ class Bench:
         time.sleep(2 * Energy.EVERY_S)
         joules = self.energy.between(steps[0][1], steps[-1][1])
         return joules / (steps[-1][0] - steps[0][0]) if joules is not None else None
-
-
-def total(said: Forecast) -> dict[str, float]:
-    return {"value": said.total.value, "low": said.total.low, "high": said.total.high}
 
 
 class Run:
@@ -290,7 +261,7 @@ class Run:
         scratch = self.folder / "scratch" / name
         with executor_for(spec, scratch) as executor:
             found = profiled(plan(spec, executor, scratch), executor, scratch)
-            bench = Bench(name, size, found, executor, scratch, self.output, self.energy, self.trial_budget_s)
+            bench = Bench(name, size, found, executor, scratch, self)
             self.output.write(
                 "model", model=name, size=asdict(size), notes=found.notes, profile=asdict(found.workload.profile),  # type: ignore[arg-type]
                 machine=asdict(found.workload.machine), base_config=found.base_config,  # type: ignore[arg-type]
@@ -307,30 +278,23 @@ class Run:
 
     def grid(self, bench: Bench) -> None:
         """Every stage, precision and way to save memory once, against its forecast."""
-        for knobs in grid(bench.size)[: 6 if self.dry else None]:
-            if self.left_s < 20 and not self.dry:
-                return
-            bench.measure("grid", knobs)
+        self.measure(bench, "grid", grid(bench.size)[: 6 if self.dry else None])
+
+    def measure(self, bench: Bench, part: str, wanted: list[dict[str, Any]]) -> None:
+        for knobs in wanted:
+            if self.dry or self.left_s > 20:
+                bench.measure(part, knobs)
 
     def startup(self, bench: Bench) -> None:
         """What a trial takes beyond its steps: warm, and as torchrun starts it."""
-        candidate = Candidate(micro_batch_size=bench.size.micro, zero_stage=1)
-        config = bench.found.ds_config(candidate)
-        request = TrialRequest(
-            target=str(bench.found.spec.target),
-            candidate=candidate.values(),
-            ds_config=config,
-            max_steps=7,
-            budget_s=1e6,
-            deadline_s=90.0,
-        )
+        candidate, target = Candidate(micro_batch_size=bench.size.micro, zero_stage=1), bench.found.spec.target
+        request = bench.request(candidate, max_steps=7)
         for number in range(1 if self.dry else 3):
             began = time.perf_counter()
-            result = base.run(bench.executor, bench.folder / f"startup-{number}", request)
-            assert result.outcome is Outcome.COMPLETE, result.reason
-            warm = time.perf_counter() - began - sum(result.step_times_s)
-            wall, times = plain_trial(bench.found.spec.target, config, bench.folder, 7, ranks=1)
-            self.output.write("startup", warm_s=warm, torchrun_s=wall - sum(times), startup_s=result.startup_s)
+            result = complete(bench.executor, bench.folder / f"startup-{number}", request)
+            warm_s = time.perf_counter() - began - sum(result.step_times_s)
+            wall_s, times = plain_trial(target, request.ds_config, bench.folder, 7, ranks=1)
+            self.output.write("startup", warm_s=warm_s, torchrun_s=wall_s - sum(times), startup_s=result.startup_s)
 
     def limits(self, bench: Bench) -> None:
         """The largest micro-batch that really runs under each cap, beside the one that was foretold; above it memory really ends."""
@@ -378,36 +342,22 @@ class Run:
         folder = bench.found.spec.target.parent
         budget = max(10.0, min(150.0, self.left_s - 20))
         trials = ["--trials", "4"] if self.dry else []
-        command = [
-            sys.executable,
-            "-c",
-            "from autotune.cli.app import main; main()",
-            "run",
-            str(folder / "study.yaml"),
-            *trials,
-        ]
+        command = [sys.executable, "-m", "autotune.cli", "run", str(folder / "study.yaml"), *trials]
         began = time.time()
         command += ["--time-budget", f"{budget:.0f}s", "--fresh", "--json"]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         print(done.stderr[-3000:], flush=True)
+        same = ("candidate", "outcome", "reason", "samples_per_step", "peak_memory_bytes", "wall_s")
         for path in sorted(folder.glob("trials/[0-9]*/result.json")):
             result = json.loads(path.read_text())
-            self.output.write(
-                "search trial", trial=path.parent.name, candidate=result["candidate"], outcome=result["outcome"], reason=result["reason"],
-                step_time_s=(result["steps"] or {}).get("median_s"), samples_per_step=result["samples_per_step"],
-                peak_memory_bytes=result["peak_memory_bytes"], wall_s=result["wall_s"], ended_s=path.stat().st_mtime - began,
-            )  # fmt: skip
-        ran_s = sum(
-            json.loads(path.read_text())["wall_s"] for path in folder.glob("trials/**/result.json")
-        )  # measured again, too
+            row = {name: result[name] for name in same} | {"step_time_s": (result["steps"] or {}).get("median_s")}
+            self.output.write("search trial", trial=path.parent.name, ended_s=path.stat().st_mtime - began, **row)
+        results = folder.glob("trials/**/result.json")
+        ran_s = sum(json.loads(path.read_text())["wall_s"] for path in results)  # those measured again, too
         self.output.write(
-            "search",
-            model=bench.name,
-            exit_status=done.returncode,
-            wall_s=time.time() - began,
-            trials_s=ran_s,
+            "search", model=bench.name, exit_status=done.returncode, wall_s=time.time() - began, trials_s=ran_s,
             budget_s=budget,
-        )
+        )  # fmt: skip
         with tarfile.open(self.output.folder / "study.tar.gz", "w:gz") as archive:
             for path in sorted(folder.iterdir()):
                 if path.is_file() and path.suffix in (".yaml", ".py", ".json", ".md") and path.name != "report.json":
@@ -428,44 +378,22 @@ class Run:
                 result = bench.measure("honesty trial", candidate.values())
                 if result is None or result.steps is None:
                     break
-                _, times = plain_trial(
-                    bench.found.spec.target, config, bench.folder, min(60, len(result.step_times_s) + 5), ranks=1
-                )
-                plain = float(np.median(times[5:] or times))
-                claimed = result.steps.median_s
-                self.output.write(
-                    "honesty", candidate=candidate.values(), claimed_s=claimed, plain_s=plain, ratio=plain / claimed
-                )
+                steps = min(60, len(result.step_times_s) + 5)
+                _, times = plain_trial(bench.found.spec.target, config, bench.folder, steps, ranks=1)
+                plain_s, claimed_s = float(np.median(times[5:] or times)), result.steps.median_s
+                row = {"candidate": candidate.values(), "claimed_s": claimed_s, "plain_s": plain_s}
+                self.output.write("honesty", **row, ratio=plain_s / claimed_s)
 
     def larger(self, name: str, size: Size) -> None:
         """A few configurations of a larger model, those that save most memory too."""
         with self.bench(name, size) as bench:
-            for knobs in larger(size)[: 2 if self.dry else None]:
-                if self.left_s < 20 and not self.dry:
-                    return
-                bench.measure("larger", knobs)
-
-    def ops(self, bench: Bench) -> None:
-        """DeepSpeed's compiled Adams, which take a minute or more to build, against torch's."""
-        if self.dry or self.left_s < 150:
-            self.output.write(
-                "ops", error="not run: building takes minutes" if self.dry else "not run: the time was over"
-            )
-            return
-        began = time.time()
-        failure = bench.executor.build_ops(["fused_adam", "cpu_adam"])
-        self.output.write("ops", built_s=time.time() - began, error=failure)
-        if failure is None:
-            optimizer = {"type": "AdamW", "params": {"lr": 3e-4}}
-            bench.found = replace(bench.found, base_config={**bench.found.base_config, "optimizer": optimizer})
-            for knobs in ({"zero_stage": 1}, {"zero_stage": 2, "offload_optimizer": "cpu"}):
-                bench.measure("ops trial", {"micro_batch_size": bench.size.micro, "precision": "bf16", **knobs})
+            self.measure(bench, "larger", larger(size)[: 2 if self.dry else None])
 
 
 def grid(size: Size) -> list[dict[str, Any]]:
     """The configurations of the first model, what tells most first."""
     plain = {"micro_batch_size": size.micro, "precision": "bf16"}
-    many = {**plain, "micro_batch_size": 4 * size.micro}
+    many = {"micro_batch_size": 4 * size.micro}
     changes: list[dict[str, Any]] = [
         {}, {"zero_stage": 1}, {"precision": "fp16", "zero_stage": 1}, {"precision": "fp32"}, {"zero_stage": 3}, {"checkpoint_every": 1},
         {"zero_stage": 2}, {"precision": "torch_autocast"}, {"zero_stage": 2, "offload_optimizer": "cpu"},
@@ -474,14 +402,10 @@ def grid(size: Size) -> list[dict[str, Any]]:
         {"precision": "fp16"}, {"precision": "fp16", "zero_stage": 3},
     ]  # fmt: skip
     sixteen = {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
-    found = [{**plain, **change} for change in changes]
-    return [
-        *found,
-        many,
-        {**many, "checkpoint_every": 1},
-        {**many, "checkpoint_every": 2},
-        {**plain, "zero_stage": 1, **sixteen},
-    ]
+    changes += [
+        {"zero_stage": 1, **sixteen}, many, {**many, "checkpoint_every": 1}, {**many, "checkpoint_every": 2},
+    ]  # fmt: skip
+    return [{**plain, **change} for change in changes]
 
 
 def larger(size: Size) -> list[dict[str, Any]]:
@@ -499,24 +423,15 @@ def write_study(folder: Path, size: Size, *, dry: bool) -> Path:
     text, n = re.subn(r"^LAYERS, WIDTH.*$", size.line, MODEL.read_text(), flags=re.MULTILINE)
     assert n == 1, "gpu_model.py has no line of sizes"
     (folder / "model.py").write_text(text)
+    optimizer = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": size.micro, "bf16": {"enabled": True}, "optimizer": optimizer}
     study = {
-        "target": "model.py",
-        "ranks": 1,
-        "base_config": {
-            "train_micro_batch_size_per_gpu": size.micro,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}},
-        },
+        "target": "model.py", "ranks": 1, "base_config": config, "global_batch": "free", "seed": 0,
         "space": ["batch", "zero", "precision", "checkpointing", "offload"],
-        "global_batch": "free",
-        "objectives": ["latency", "throughput", "memory"],
-        "trials": 4 if dry else 40,
-        "trial_budget_s": 0.2 if dry else 2,
-        "trial_deadline_s": 90,
-        "finalists": 1 if dry else 3,
-        "repeats": 1 if dry else 2,
-        "seed": 0,
-    }
+        "objectives": ["latency", "throughput", "memory"], "trial_deadline_s": 90,
+        **({"trials": 4, "trial_budget_s": 0.2, "finalists": 1, "repeats": 1} if dry else
+           {"trials": 40, "trial_budget_s": 2, "finalists": 3, "repeats": 2}),
+    }  # fmt: skip
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     return path

@@ -12,7 +12,6 @@ import re
 import statistics
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,8 @@ from scipy.stats import kendalltau
 ROOT = Path(__file__).parent.parent
 # Dense FLOP/s by the data sheets at 16 bits; without one the measured matrix product has to do.
 PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "V100": 125e12,
-}
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12,
+}  # fmt: skip
 SIXTEEN_BITS = ("bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 NEAR_BEST = 0.02
 
@@ -85,7 +78,9 @@ def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
         "rates": {name: model["machine"][name] for name in ("flops", "memory_bytes_per_s", "host_bytes_per_s", "op_s")},
         "forecast": {name: forecast(complete, name) for name in ("before", "after")},
         "best_flops_share": max(utilised, default=None),
-        "events_over_wall": spread(events),
+        "events_over_wall": {"median": statistics.median(events), "lowest": min(events), "highest": max(events)}
+        if events
+        else None,
         "most_alloc_retries": max((row["alloc_retries"] or 0 for row in table), default=None),
         "configurations": table,
     }
@@ -98,18 +93,15 @@ def configuration(row: Row, model: Row, card: str) -> dict[str, Any]:
     precision = row["candidate"].get("precision", "fp32")
     accumulation = int(row["candidate"].get("gradient_accumulation_steps", 1))
     inner, boundary = (row["micro_step_s"].get(name, 0.0) for name in ("inner", "boundary"))
-    joules = row.get("joules_per_step")
-    tokens = row["tokens_per_step"]
-    return {
-        "words": row["words"], "part": row["part"], "step_time_s": seconds, "ci95_s": row["ci95_s"], "samples_per_s": rate,
-        "tokens_per_s": tokens / seconds if tokens else None,
-        "flops_share": model["profile"]["flops_per_sample"] * rate / peak_flops(card, precision, model["machine"]["flops"]),
-        "peak_reserved_bytes": row["reserved_memory_bytes"], "peak_memory_bytes": row["peak_memory_bytes"],
-        "alloc_retries": row["alloc_retries"],
+    joules, tokens = row.get("joules_per_step"), row["tokens_per_step"]
+    peak = peak_flops(card, precision, model["machine"]["flops"])
+    same = ("words", "part", "step_time_s", "ci95_s", "peak_memory_bytes", "alloc_retries")
+    return {name: row[name] for name in same} | {
+        "samples_per_s": rate, "tokens_per_s": tokens / seconds if tokens else None,
+        "flops_share": model["profile"]["flops_per_sample"] * rate / peak, "peak_reserved_bytes": row["reserved_memory_bytes"],
         "events_over_wall": ((accumulation - 1) * inner + boundary) / seconds if boundary else None,
         "joules_per_sample": joules / samples if joules is not None else None,
-        "watts": joules / seconds if joules is not None else None,
-        "startup_s": row["wall_s"] - row["n_steps"] * seconds,
+        "watts": joules / seconds if joules is not None else None, "startup_s": row["wall_s"] - row["n_steps"] * seconds,
     }  # fmt: skip
 
 
@@ -123,30 +115,27 @@ def peak_flops(card: str, precision: str, measured: dict[str, float]) -> float:
 
 def forecast(rows: list[Row], name: str) -> dict[str, Any] | None:
     """Errors of what was expected before any trial, or after those that came before each."""
-    pairs = {
-        metric: [(row["expected"][name][metric], row[metric]) for row in rows if row.get(metric)]
-        for metric in ("peak_memory_bytes", "step_time_s")
-    }
-    if not any(pairs.values()):
+    found: dict[str, Any] = {}
+    for metric in ("peak_memory_bytes", "step_time_s"):
+        pairs = [(row["expected"][name][metric], row[metric]) for row in rows if row.get(metric)]
+        found[metric] = errors(pairs)
+    if not any(found.values()):
         return None
-    times = pairs["step_time_s"]
     tau = (
-        kendalltau([said["value"] for said, _ in times], [real for _, real in times]).statistic
-        if len(times) > 2
+        kendalltau([said["value"] for said, _ in pairs], [real for _, real in pairs]).statistic
+        if len(pairs) > 2
         else None
     )
-    return {metric: errors(some) for metric, some in pairs.items()} | {"step_time_kendall_tau": tau, "n": len(times)}
+    return found | {"step_time_kendall_tau": tau, "n": len(pairs)}
 
 
 def errors(pairs: list[tuple[dict[str, float], float]]) -> dict[str, float] | None:
     if not pairs:
         return None
     off = sorted(abs(said["value"] / real - 1) for said, real in pairs)
-    return {
-        "error_median": statistics.median(off),
-        "error_p95": off[min(len(off) - 1, int(0.95 * len(off)))],
-        "interval_90_holds": statistics.mean(said["low"] <= real <= said["high"] for said, real in pairs),
-    }
+    holds = statistics.mean(said["low"] <= real <= said["high"] for said, real in pairs)
+    p95 = off[min(len(off) - 1, int(0.95 * len(off)))]
+    return {"error_median": statistics.median(off), "error_p95": p95, "interval_90_holds": holds}
 
 
 def startup(rows: list[Row]) -> dict[str, Any] | None:
@@ -174,12 +163,8 @@ def search(rows: list[Row]) -> dict[str, Any] | None:
     trials = [row for row in rows if row["part"] == "search trial"]
     if end is None or not trials:
         return None
-    rates = [
-        (row["ended_s"], row["samples_per_step"] / row["step_time_s"])
-        for row in trials
-        if row["outcome"] == "complete" and row["step_time_s"]
-    ]
-    rates.sort()
+    done = [row for row in trials if row["outcome"] == "complete" and row["step_time_s"]]
+    rates = sorted((row["ended_s"], row["samples_per_step"] / row["step_time_s"]) for row in done)
     best = max((rate for _, rate in rates), default=None)
     near = next(((n, at) for n, (at, rate) in enumerate(rates, 1) if best and rate >= (1 - NEAR_BEST) * best), None)
     baseline = next((row for row in trials if int(row["trial"]) == 0 and row["step_time_s"]), None)
@@ -194,19 +179,14 @@ def search(rows: list[Row]) -> dict[str, Any] | None:
 
 def honesty(rows: list[Row]) -> dict[str, Any] | None:
     """Step time in a plain script as a ratio to what the trial claimed: above 1, the claim was too good."""
+    if not rows:
+        return None
     by_configuration: dict[str, list[float]] = {}
     for row in rows:
         by_configuration.setdefault(json.dumps(row["candidate"], sort_keys=True), []).append(row["ratio"])
-    if not rows:
-        return None
     medians = [statistics.median(ratios) for ratios in by_configuration.values()]
     worst = max(abs(ratio - 1) for ratio in medians)
     return {"plain_over_claimed": medians, "worst": worst, "rounds": min(map(len, by_configuration.values()))}
-
-
-def spread(values: Iterable[float]) -> dict[str, float] | None:
-    found = sorted(values)
-    return {"median": statistics.median(found), "lowest": found[0], "highest": found[-1]} if found else None
 
 
 def slug(card: str) -> str:

@@ -1,4 +1,4 @@
-"""Is the noise scale that the ranks measure the true one? Every stage, two precisions, one and two ranks, against brute force.
+"""Compares the noise scale that ranks measure with brute force, at every stage, two precisions, one and two ranks.
 
 `python benchmarks/noise_scale.py`: on a small model whose weights stand still, the ratio of the measured noise scale to
 the one computed from every sample's own gradient.
@@ -9,19 +9,15 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import statistics
-import tempfile
-from pathlib import Path
 
 import torch
-from common import write
+from common import ROOT, engine, request_of, write
 
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor
 from autotune.scoring.convergence.noise_scale import noise_scale_of
 from autotune.space.candidate import Candidate
-from autotune.trial.request import TrialRequest
 
-TARGET = Path(__file__).parent.parent / "tests" / "models" / "still.py"
+TARGET = ROOT / "tests" / "models" / "still.py"
 MICRO, STEPS = 512, 120
 
 
@@ -43,30 +39,18 @@ def brute_force() -> float:
 
 def main() -> None:
     truth, ratios = brute_force(), {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        executor = LocalExecutor(["torch"], folder / "server.log")
-        try:
-            for ranks, precision, stage in itertools.product((1, 2), ("fp32", "bf16"), range(4)):
-                candidate = Candidate(
-                    micro_batch_size=MICRO,
-                    gradient_accumulation_steps=4 // ranks,
-                    precision=precision,
-                    zero_stage=stage,
-                )
-                request = TrialRequest(
-                    target=str(TARGET), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), world_size=ranks, noise=True,
-                    max_steps=STEPS, min_samples=10**12, budget_s=120.0,
-                )  # fmt: skip
-                result = base.run(executor, folder / f"{ranks}-{precision}-{stage}", request)
-                assert result.noise is not None, result.reason
-                ratios[f"{ranks} ranks, {precision}, ZeRO {stage}"] = noise_scale_of(result.noise).samples / truth
-        finally:
-            executor.close()
-    write(
-        "noise_scale",
-        {"brute_force_samples": truth, "ratio": ratios, "median_ratio": statistics.median(ratios.values())},
-    )
+    with engine("torch") as (executor, folder):
+        for ranks, precision, stage in itertools.product((1, 2), ("fp32", "bf16"), range(4)):
+            knobs = {"micro_batch_size": MICRO, "gradient_accumulation_steps": 4 // ranks, "precision": precision}
+            candidate = Candidate.of({**knobs, "zero_stage": stage})
+            request = request_of(
+                TARGET, candidate, world_size=ranks, noise=True, max_steps=STEPS, min_samples=10**12, budget_s=120.0
+            )
+            result = base.run(executor, folder / f"{ranks}-{precision}-{stage}", request)
+            assert result.noise is not None, result.reason
+            ratios[f"{ranks} ranks, {precision}, ZeRO {stage}"] = noise_scale_of(result.noise).samples / truth
+    median = statistics.median(ratios.values())
+    write("noise_scale", {"brute_force_samples": truth, "ratio": ratios, "median_ratio": median})
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, plain_trial, write
+from common import ROOT, complete, engine, plain_trial, request_of, write
 from rich.console import Console
 
-from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, settings_for
 from autotune.executors.local import LocalExecutor
@@ -47,7 +46,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.result import TrialResult
 from autotune.trial.workload import Script
 
 CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
@@ -57,28 +56,11 @@ ZERO_1 = Candidate(micro_batch_size=8, zero_stage=1)
 Figures = dict[str, Any]
 
 
-def request_of(target: Path, candidate: Candidate, **fields: Any) -> TrialRequest:
-    given = {"world_size": RANKS, "ds_config": candidate.to_deepspeed(), "budget_s": 1e6} | fields
-    return TrialRequest(target=str(target), candidate=candidate.values(), **given)
-
-
 def timed(executor: Executor, folder: Path, request: TrialRequest) -> tuple[float, TrialResult]:
-    """Runs a trial to its end; returns its wall seconds, seen from the driver, and its result."""
+    """Runs a trial; returns its wall seconds, seen from the driver, and its result."""
     start = time.perf_counter()
-    result = base.run(executor, folder, request)
-    wall_s = time.perf_counter() - start
-    assert result.outcome is Outcome.COMPLETE, result.reason
-    return wall_s, result
-
-
-@contextlib.contextmanager
-def warm_server(folder: Path) -> Iterator[LocalExecutor]:
-    executor = LocalExecutor(["torch", "deepspeed"], folder / "server.log")
-    try:
-        executor.start()
-        yield executor
-    finally:
-        executor.close()
+    result = complete(executor, folder, request)
+    return time.perf_counter() - start, result
 
 
 def compared(pairs: Sequence[tuple[float, float]], ours: str, theirs: str) -> Figures:
@@ -91,10 +73,10 @@ def compared(pairs: Sequence[tuple[float, float]], ours: str, theirs: str) -> Fi
 def startup(folder: Path, rounds: int) -> Figures:
     pairs = []
     start = time.perf_counter()
-    with warm_server(folder) as executor:
+    with engine("torch", "deepspeed") as (executor, _):
         server_s = time.perf_counter() - start
         for number in range(rounds + 1):  # the first round only warms up
-            request = request_of(CODE_GPT, ZERO_1, max_steps=START_UP_STEPS)
+            request = request_of(CODE_GPT, ZERO_1, world_size=RANKS, max_steps=START_UP_STEPS)
             wall_s, result = timed(executor, folder / str(number), request)
             plain_s, times = plain_trial(CODE_GPT, ZERO_1.to_deepspeed(), folder, START_UP_STEPS)
             pairs.append((plain_s - sum(times), wall_s - sum(result.step_times_s)))
@@ -109,7 +91,7 @@ def hooks(folder: Path, rounds: int) -> Figures:
         "ZeRO 2, accumulation 8": Candidate(micro_batch_size=1, gradient_accumulation_steps=8, zero_stage=2),
     }
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    with warm_server(folder) as executor:
+    with engine("torch", "deepspeed") as (executor, _):
         for number in range(rounds):
             for name, candidate in candidates.items():
                 script = Script(
@@ -118,7 +100,9 @@ def hooks(folder: Path, rounds: int) -> Figures:
                     gradient_accumulation_steps=candidate.gradient_accumulation_steps,
                 )  # fmt: skip
                 # More steps and samples are asked for than the script has, so that the trial does not end before it.
-                request = request_of(PLAIN_TRIAL, candidate, script=script, max_steps=10 * n_steps, min_samples=10**12)
+                request = request_of(
+                    PLAIN_TRIAL, candidate, world_size=RANKS, script=script, max_steps=10 * n_steps, min_samples=10**12
+                )
                 trial = folder / f"{number}-{name}"
                 _, result = timed(executor, trial, request)
                 assert result.observed is not None and result.observed.mismatch(candidate, RANKS) is None
@@ -139,10 +123,10 @@ def claim(folder: Path, rounds: int) -> Figures:
         "a small model": (SMALL, Candidate(micro_batch_size=8), 400),  # steps of milliseconds
     }
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    with warm_server(folder) as executor:
+    with engine("torch", "deepspeed") as (executor, _):
         for number in range(rounds):
             for name, (target, candidate, steps) in cases.items():
-                request = request_of(target, candidate, max_steps=steps, min_samples=10**9)
+                request = request_of(target, candidate, world_size=RANKS, max_steps=steps, min_samples=10**9)
                 _, result = timed(executor, folder / f"{number}-{name}", request)
                 assert result.steps is not None
                 _, times = plain_trial(target, candidate.to_deepspeed(), folder, steps)
@@ -223,7 +207,7 @@ def executors(folder: Path, rounds: int) -> Figures:
                         executor, nodes = found[name]
                         if number == 0:
                             executor.start()
-                        request = request_of(CODE_GPT, ZERO_1, nodes=nodes, max_steps=START_UP_STEPS)
+                        request = request_of(CODE_GPT, ZERO_1, world_size=RANKS, nodes=nodes, max_steps=START_UP_STEPS)
                         wall_s, result = timed(executor, folder / f"{name}-{number}", request)
                         beyond_s = wall_s - sum(result.step_times_s)
                         trials[name].append({"engine_s": wall_s - result.wall_s, "beyond_steps_s": beyond_s})

@@ -40,10 +40,9 @@ MICRO, ACCUMULATION, STAGES = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), (0, 1, 2, 
 MOST_SAMPLES = 64  # of an optimizer step and rank
 # Adam as torch has it, since DeepSpeed's own is compiled first.
 BASE: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_accumulation_steps": 1,
+    "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-}
+}  # fmt: skip
 TRIALS, TRIAL_STEPS, SETUP = 16, 12, 3
 JUDGED_STEPS = 24
 
@@ -90,7 +89,7 @@ def torchrun(training: Training, config: dict[str, Any], folder: Path, steps: in
     return statistics.median(found["times_s"][SETUP:]), found["samples_per_step"]
 
 
-def loop(training: Training, folder: Path, sampler: Any) -> dict[str, Any]:
+def loop(training: Training, folder: Path, sampler: str) -> dict[str, Any]:
     """Optuna with a process for each trial, over the incumbent's space."""
     import optuna
 
@@ -98,11 +97,8 @@ def loop(training: Training, folder: Path, sampler: Any) -> dict[str, Any]:
     configs: dict[int, dict[str, Any]] = {}
 
     def objective(asked: Any) -> float:
-        micro, accumulation = (
-            asked.suggest_categorical("micro", MICRO),
-            asked.suggest_categorical("accumulation", ACCUMULATION),
-        )
-        stage = asked.suggest_categorical("stage", STAGES)
+        micro, stage = asked.suggest_categorical("micro", MICRO), asked.suggest_categorical("stage", STAGES)
+        accumulation = asked.suggest_categorical("accumulation", ACCUMULATION)
         if micro * accumulation > MOST_SAMPLES:
             raise optuna.TrialPruned
         candidate = Candidate(micro_batch_size=micro, gradient_accumulation_steps=accumulation, zero_stage=stage)
@@ -112,26 +108,11 @@ def loop(training: Training, folder: Path, sampler: Any) -> dict[str, Any]:
             raise optuna.TrialPruned
         return found[1] / found[0]
 
-    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study = optuna.create_study(direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=0))
     while sum(t.state.name == "COMPLETE" for t in study.trials) < TRIALS:
         study.optimize(objective, n_trials=1)
-    return {
-        "config": configs[study.best_trial.number],
-        "claimed_samples_per_s": study.best_value,
-        "trials": len(configs),
-    }
-
-
-def tpe(training: Training, folder: Path) -> dict[str, Any]:
-    import optuna
-
-    return loop(training, folder, optuna.samplers.TPESampler(seed=0))
-
-
-def random(training: Training, folder: Path) -> dict[str, Any]:
-    import optuna
-
-    return loop(training, folder, optuna.samplers.RandomSampler(seed=0))
+    best = study.best_trial
+    return {"config": configs[best.number], "claimed_samples_per_s": best.value, "trials": len(configs)}
 
 
 def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
@@ -144,11 +125,8 @@ def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
         "overwrite": True, "results_dir": str(results), "exps_dir": str(experiments), "mp_size": 1,
         "max_train_batch_size": RANKS * MOST_SAMPLES, "arg_mappings": {},
     }  # fmt: skip
-    config = {
-        **{key: value for key, value in training.base.items() if key != "gradient_accumulation_steps"},
-        "autotuning": tuning,
-    }
-    config |= {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": "all"}}
+    config = {key: value for key, value in training.base.items() if key != "gradient_accumulation_steps"}
+    config |= {"autotuning": tuning, "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": "all"}}
     write_record(folder / "tuned.json", config)
     # It ends what failed by `pkill` over `pdsh`, by name: here its own launcher has ended it already.
     harmless = folder / "bin" / "pdsh"
@@ -158,18 +136,8 @@ def deepspeed(training: Training, folder: Path) -> dict[str, Any]:
     environment = plain_environment() | {"LOCAL_SIZE": str(RANKS), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     environment["PATH"] = os.pathsep.join([str(harmless.parent), str(Path(sys.executable).parent), environment["PATH"]])
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [
-        sys.executable,
-        str(launcher),
-        "--autotuning",
-        "tune",
-        "--num_gpus",
-        str(RANKS),
-        "--num_nodes",
-        "1",
-        str(LAUNCH),
-    ]
-    command += training.command(folder / "tuned.json")
+    command = [sys.executable, str(launcher), "--autotuning", "tune", "--num_gpus", str(RANKS), "--num_nodes", "1"]
+    command += [str(LAUNCH), *training.command(folder / "tuned.json")]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     best = results / "ds_config_optimal.json"
@@ -196,7 +164,7 @@ def ours(training: Training, folder: Path, space: list[Any], **changes: Any) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "AUTOTUNE_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-c", "from autotune.cli.app import main; main()", "run", str(path), "--fresh", "--json"]
+    command = [sys.executable, "-m", "autotune.cli", "run", str(path), "--fresh", "--json"]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     if done.returncode:
@@ -204,12 +172,8 @@ def ours(training: Training, folder: Path, space: list[Any], **changes: Any) -> 
     pick = json.loads((path.parent / "recommended.json").read_text())["picks"]["recommended"]
     n = len(list(path.parent.glob("trials/[0-9]*/result.json")))
     changes = [change for change in pick["script_side_changes"] if change.startswith("Activation checkpointing")]
-    return {
-        "config": pick["ds_config"],
-        "claimed_samples_per_s": pick["metrics"]["samples_per_s"],
-        "trials": n,
-        "not_in_the_json": changes,
-    }
+    claimed = pick["metrics"]["samples_per_s"]
+    return {"config": pick["ds_config"], "claimed_samples_per_s": claimed, "trials": n, "not_in_the_json": changes}
 
 
 SIZES = {"micro_batch_size": {"choices": list(MICRO)}, "gradient_accumulation_steps": {"choices": list(ACCUMULATION)}}
@@ -217,26 +181,14 @@ SIZES = {"micro_batch_size": {"choices": list(MICRO)}, "gradient_accumulation_st
 KNOBS = [{**SIZES, "zero_stage": {"choices": list(STAGES)}}]
 
 
-def autotune(training: Training, folder: Path) -> dict[str, Any]:
-    return ours(training, folder, KNOBS)
-
-
-def autotune_quick(training: Training, folder: Path) -> dict[str, Any]:
-    """For who wants an answer now: the baseline and three trials, and nothing measured again."""
-    return ours(training, folder, KNOBS, trials=4, finalists=0)
-
-
-def autotune_all(training: Training, folder: Path) -> dict[str, Any]:
-    return ours(training, folder, [SIZES, "zero", "precision"])
-
-
+# The incumbent's space; the same for who wants an answer now: the baseline, three trials, nothing measured again; ours.
 TUNERS: dict[str, Callable[[Training, Path], dict[str, Any]]] = {
     "deepspeed": deepspeed,
-    "tpe": tpe,
-    "random": random,
-    "autotune": autotune,
-    "autotune-quick": autotune_quick,
-    "autotune-all": autotune_all,
+    "tpe": lambda training, folder: loop(training, folder, "TPESampler"),
+    "random": lambda training, folder: loop(training, folder, "RandomSampler"),
+    "autotune": lambda training, folder: ours(training, folder, KNOBS),
+    "autotune-quick": lambda training, folder: ours(training, folder, KNOBS, trials=4, finalists=0),
+    "autotune-all": lambda training, folder: ours(training, folder, [SIZES, "zero", "precision"]),
 }
 
 

@@ -3,13 +3,13 @@
 python benchmarks/planted.py [ROUNDS]
 """
 
+import itertools
 import sys
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common import write
+from common import ROOT, complete, engine, request_of, write
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
@@ -18,10 +18,8 @@ from autotune.space.candidate import Candidate
 from autotune.study.setup import profile_cache
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
-ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "tests" / "models"
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
 TRACED_STEPS = 2
@@ -60,57 +58,34 @@ def known(case: Planted, executor: LocalExecutor, folder: Path, config: dict[str
     return profile_cache.measure_missing(workload, case.target, config, case.ranks, executor, folder)[0]
 
 
+def measured(case: Planted, executor: LocalExecutor, folder: Path, rounds: int) -> dict[str, Any]:
+    """What `diagnose` says of a case's trials, without a trace and with one."""
+    config = {} if "def optimizer" in case.target.read_text() else ADAMW
+    workload, candidate = known(case, executor, folder, config), Candidate.of(case.knobs)
+    request = request_of(
+        case.target, candidate, ds_config=candidate.to_deepspeed(config), world_size=case.ranks, budget_s=1.0
+    )
+    row: dict[str, Any] = {"expected": case.verdicts, "verdicts": [], "traced_verdicts": [], "shares": []}
+    for n, steps in itertools.product(range(rounds), (0, TRACED_STEPS)):
+        path = folder / f"{n}-{steps}"
+        with executor.turn(lambda: None):
+            result = complete(executor, path, replace(request, traced_steps=steps))
+        said = diagnosis.of_result(result, path, workload)
+        print(f"{case.name}, round {n + 1}{', traced' if steps else ''}: {said.bound_by}", file=sys.stderr, flush=True)
+        row["traced_verdicts" if steps else "verdicts"].append(said.bound_by)
+        row["shares"].append({part.name: round(part.share, 3) for part in said.parts if part.share is not None})
+    return row
+
+
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        executor = LocalExecutor([], folder / "server.log")
-        executor.start()
-        try:
-            workloads = {}
-            for n in range(rounds):
-                for case in CASES:
-                    config = {} if "def optimizer" in case.target.read_text() else ADAMW
-                    if case.name not in workloads:
-                        workloads[case.name] = known(case, executor, folder / case.name, config)
-                    candidate = Candidate.of(case.knobs)
-                    request = TrialRequest(
-                        target=str(case.target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(config),
-                        world_size=case.ranks, budget_s=1.0,
-                    )  # fmt: skip
-                    row = found.setdefault(
-                        case.name, {"expected": case.verdicts, "verdicts": [], "traced_verdicts": [], "shares": []}
-                    )
-                    for steps in (0, TRACED_STEPS):
-                        path = folder / case.name / f"{n}-{steps}"
-                        with executor.turn(lambda: None):
-                            result = base.run(executor, path, replace(request, traced_steps=steps))
-                        assert result.outcome is Outcome.COMPLETE, f"{case.name}: {result.reason}"
-                        said = diagnosis.of_result(result, path, workloads[case.name])
-                        print(
-                            f"round {n + 1}: {case.name}{' traced' if steps else ''}: {said.bound_by}",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                        row["traced_verdicts" if steps else "verdicts"].append(said.bound_by)
-                        row["shares"].append(
-                            {part.name: round(part.share, 3) for part in said.parts if part.share is not None}
-                        )
-        finally:
-            executor.close()
-    right = {
-        kind: [all(verdict in row["expected"] for verdict in row[kind]) for row in found.values()]
-        for kind in ("verdicts", "traced_verdicts")
-    }
-    write(
-        "bottleneck",
-        {
-            "rounds": rounds,
-            "right": {kind: f"{sum(all_)} of {len(all_)}" for kind, all_ in right.items()},
-            "cases": found,
-        },
-    )
+    with engine() as (executor, folder):
+        found = {case.name: measured(case, executor, folder / case.name, rounds) for case in CASES}
+    right = {}
+    for kind in ("verdicts", "traced_verdicts"):
+        n = sum(set(row[kind]) <= set(row["expected"]) for row in found.values())
+        right[kind] = f"{n} of {len(found)}"
+    write("bottleneck", {"rounds": rounds, "right": right, "cases": found})
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import write
+from common import ROOT, complete, request_of, write
 from scipy.stats import kendalltau
 
 from autotune.executors import base
@@ -45,37 +45,21 @@ from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 
-TARGET = Path(__file__).parent.parent / "studies" / "code-gpt" / "study.yaml"
+TARGET = ROOT / "studies" / "code-gpt" / "study.yaml"
 STEPS = 8
-BUCKET = "zero_optimization.reduce_bucket_size"
 CANDIDATES = [
-    Candidate.of(knobs)
-    for knobs in (
-        {"micro_batch_size": 2},
-        {"micro_batch_size": 8},
-        {"micro_batch_size": 4, "zero_stage": 1},
-        {"micro_batch_size": 2, "zero_stage": 1, "gradient_accumulation_steps": 4},
-        {"micro_batch_size": 2, "zero_stage": 2, "gradient_accumulation_steps": 3},
-        {"micro_batch_size": 4, "zero_stage": 3},
-        {"micro_batch_size": 4, "precision": "bf16", "zero_stage": 1},
-        {"micro_batch_size": 8, "precision": "bf16", "zero_stage": 2},
-        {"micro_batch_size": 4, "precision": "torch_autocast", "zero_stage": 1},
-        {"micro_batch_size": 4, "checkpoint_every": 1, "zero_stage": 1},
-        {"micro_batch_size": 4, "zero_stage": 2, BUCKET: 65536},
-        {"micro_batch_size": 2, "zero_stage": 3, "gradient_accumulation_steps": 2},
+    Candidate.of({"micro_batch_size": micro, "zero_stage": stage, **more})
+    for micro, stage, more in (
+        (2, 0, {}), (8, 0, {}), (4, 1, {}), (2, 1, {"gradient_accumulation_steps": 4}),
+        (2, 2, {"gradient_accumulation_steps": 3}), (4, 3, {}), (4, 1, {"precision": "bf16"}),
+        (8, 2, {"precision": "bf16"}), (4, 1, {"precision": "torch_autocast"}), (4, 1, {"checkpoint_every": 1}),
+        (4, 2, {"zero_optimization.reduce_bucket_size": 65536}), (2, 3, {"gradient_accumulation_steps": 2}),
     )
-]
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Place:
-    """Somewhere to measure.
-
-    Attributes:
-        name: What it is.
-        ranks: Ranks.
-        per_node: Ranks of a node; 0 for all of them on this machine, as it is.
-    """
+class Place(NamedTuple):
+    """Somewhere to measure: ranks, and how many of them are on a node (0: all on this machine, as it is)."""
 
     name: str
     ranks: int
@@ -87,8 +71,8 @@ HERE = Place("4 ranks", 4)
 NODES = (Place("2 nodes of 1", 2, 1), Place("2 nodes of 2", 4, 2))
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
@@ -97,33 +81,19 @@ def nodes(rate: str) -> Iterator[None]:
     names = ["autotune-node0", "autotune-node1"]
     try:
         for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "atnode0", "netns", names[0], "type", "veth", "peer", "name", "atnode1", "netns", names[1])
+            run(f"ip netns add {name}")
+        run(f"ip link add atnode0 netns {names[0]} type veth peer name atnode1 netns {names[1]}")
         for n, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.231.7.{n + 1}/24", "dev", f"atnode{n}")
+            run(f"ip -n {name} addr add 10.231.7.{n + 1}/24 dev atnode{n}")
             for device in ("lo", f"atnode{n}"):
-                ip("-n", name, "link", "set", device, "up")
+                run(f"ip -n {name} link set {device} up")
             # A deep queue: what waits must not be dropped, or TCP's recovery would be measured.
-            shape = [
-                "qdisc",
-                "replace",
-                "dev",
-                f"atnode{n}",
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "256kb",
-                "limit",
-                "64mb",
-            ]
-            subprocess.run(["tc", "-n", name, *shape], check=True, capture_output=True, text=True)
+            run(f"tc -n {name} qdisc replace dev atnode{n} root tbf rate {rate} burst 256kb limit 64mb")
         yield
     finally:
         for name in names:
             with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)
+                run(f"ip netns del {name}")
 
 
 def can_shape() -> str:
@@ -147,20 +117,17 @@ class Rig:
 
     def executor(self, place: Place) -> LocalExecutor:
         if place.per_node not in self._executors:
-            environment = {
-                "OMP_NUM_THREADS": "1", "AUTOTUNE_RANKS_PER_NODE": str(place.per_node),
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-            }  # fmt: skip
-            self._executors[place.per_node] = LocalExecutor(
-                ["torch", "project_nodes"], self.folder / f"server{place.per_node}.log", environment
-            )
+            paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+            own = {"OMP_NUM_THREADS": "1", "AUTOTUNE_RANKS_PER_NODE": str(place.per_node), "PYTHONPATH": paths}
+            log = self.folder / f"server{place.per_node}.log"
+            self._executors[place.per_node] = LocalExecutor(["torch", "project_nodes"], log, own)
         return self._executors[place.per_node]
 
     def step_s(self, place: Place, candidate: Candidate) -> float | None:
-        request = TrialRequest(
-            target=str(self.spec.target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(self.foreseen.base_config),
-            world_size=place.ranks, budget_s=1e6, max_steps=STEPS, deadline_s=60.0,
-        )  # fmt: skip
+        config = candidate.to_deepspeed(self.foreseen.base_config)
+        request = request_of(
+            self.spec.target, candidate, ds_config=config, world_size=place.ranks, max_steps=STEPS, deadline_s=60.0
+        )
         result = base.run(self.executor(place), self.folder / f"{next(self.n):04d}", request)
         if result.outcome is not Outcome.COMPLETE or result.steps is None:
             print(f"{place.name}: {candidate.describe()}: {result.outcome} {result.reason}", file=sys.stderr)
@@ -169,8 +136,7 @@ class Rig:
 
     def rates(self, place: Place) -> Machine:
         path = self.folder / f"rates-{next(self.n)}"
-        result = base.run(self.executor(place), path, TrialRequest(target="", mode="rates", world_size=place.ranks))
-        assert result.outcome is Outcome.COMPLETE, result.reason
+        complete(self.executor(place), path, TrialRequest(target="", mode="rates", world_size=place.ranks))
         return read_record(TrialDir(path).machine, Machine)
 
     def close(self) -> None:
@@ -236,10 +202,8 @@ def main() -> None:
                 keep(rows, place, candidate=candidate.values(), step_s=step)
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
         kept = [json.loads(line) for line in rows.read_text().splitlines()]
-    write(
-        "project",
-        {"rate": arguments.rate, "nodes_not_run": why_not, **figures(kept, foreseen, rate_bytes(arguments.rate))},
-    )
+    told = figures(kept, foreseen, rate_bytes(arguments.rate))
+    write("project", {"rate": arguments.rate, "nodes_not_run": why_not, **told})
 
 
 def keep(rows: Path, place: Place, **what: Any) -> None:
@@ -267,12 +231,9 @@ def figures(rows: list[dict[str, Any]], foreseen: ForecastInputs, rate: float) -
     for place in (HERE, *NODES):
         if place.name in medians:
             found[place.name] = compared(medians[place.name], projected(foreseen, learned, machines, place, rate))
-    found["links"] = {
-        name: {"alpha_s": m.link_alpha_s, "bytes_per_s": m.link_bytes_per_s} for name, m in machines.items()
-    }
-    found["sources"] = {
-        place.name: {c.describe(): step for c, step in medians[place.name].items()} for place in SOURCES
-    }
+    links = {name: {"alpha_s": m.link_alpha_s, "bytes_per_s": m.link_bytes_per_s} for name, m in machines.items()}
+    sources = {place.name: {c.describe(): step for c, step in medians[place.name].items()} for place in SOURCES}
+    found |= {"links": links, "sources": sources}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Puts the ranks of a trial onto "nodes", network namespaces that `project.py` has made; the trial server imports it before it forks.
+"""Puts the ranks of a trial into the network namespaces ("nodes") of `project.py`; the trial server imports it first.
 
 A rank joins its namespace between meeting the others at the store, whose connections stay where they were made, and
 opening those of the collectives.

@@ -1,12 +1,9 @@
 """Re-tuning on simulated machines: what it finds in a fifth of a cold search's trials, and how seldom it is wrong.
 
-`warm`: six kinds of change on the three machines of `search_simulated.py`; the re-tuning's search is told what a study
-    of 30 trials
-found before the change, is held to the knobs that the change touches, and gets 6 trials; a cold search of the changed
-machine gets
-30. Compared is the true compromise of what each recommends. `moved`: whole re-tunings of one study whose trials scatter
-    by
-1 % and share a drift of 5 %; nothing has changed, or the configuration in use has become 5 % slower.
+`warm`: six kinds of change on the three machines of `search_simulated.py`. The re-tuning's search is told what a study
+of 30 trials found before the change, is held to the knobs that the change touches, and gets 6 trials; a cold search of
+the changed machine gets 30. Compared is the true compromise of what each recommends. `moved`: whole re-tunings of one
+study whose trials scatter by 1 % and share a drift of 5 %; nothing changed, or the configuration in use is 5 % slower.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
@@ -44,6 +41,7 @@ from autotune.trial.profile import Profile
 from autotune.trial.result import Outcome
 
 COLD_TRIALS, SHARE = 30, 0.2
+COUNTS = ("unchanged_replaced", "unchanged_searched", "regression_found", "regression_left", "regression_replaced")
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,8 @@ class Moved(World):
 
 def sequence(world: World) -> World:
     p = world.profile
-    return replace(
-        world, profile=replace(Profile.guess(p.n_parameters, p.n_trainable, p.n_blocks, 2 * p.sequence), guessed=False)
-    )
+    longer = Profile.guess(p.n_parameters, p.n_trainable, p.n_blocks, 2 * p.sequence)
+    return replace(world, profile=replace(longer, guessed=False))
 
 
 def width(world: World) -> World:
@@ -75,11 +72,8 @@ def width(world: World) -> World:
 
 def ranks(world: World) -> World:
     n = 2 * world.setting.world_size
-    return replace(
-        world,
-        setting=replace(world.setting, world_size=n, ranks_per_node=n),
-        nominal=replace(world.nominal, world_size=n),
-    )
+    setting = replace(world.setting, world_size=n, ranks_per_node=n)
+    return replace(world, setting=setting, nominal=replace(world.nominal, world_size=n))
 
 
 def memory(world: World) -> World:
@@ -87,31 +81,30 @@ def memory(world: World) -> World:
 
 
 def version(world: World) -> World:
-    factors = {
-        ("zero_stage", 2): 1.15,
-        ("zero_stage", 3): 0.9,
-        (ZERO + "overlap_comm", True): 1.1,
-        ("zero_stage", 1): 1.03,
-    }
-    return Moved(**vars(world), factors=factors)
+    stages = {("zero_stage", 1): 1.03, ("zero_stage", 2): 1.15, ("zero_stage", 3): 0.9}
+    return Moved(**vars(world), factors=stages | {(ZERO + "overlap_comm", True): 1.1})
+
+
+def fp32(world: World) -> World:
+    return replace(world, default=replace(world.default, precision="fp32"))
 
 
 def without_bf16(world: World) -> World:
-    return replace(world, setting=replace(world.setting, bf16=False), default=replace(world.default, precision="fp32"))
+    return fp32(replace(world, setting=replace(world.setting, bf16=False)))
+
+
+def same(world: World) -> World:
+    return world
 
 
 # What changes, from what to what, and which part of a fingerprint says so.
 CHANGES: dict[str, tuple[str, Callable[[World], World], Callable[[World], World]]] = {
-    "sequence length": ("lengths", lambda world: world, sequence),
-    "ranks": ("ranks", lambda world: world, ranks),
-    "memory limit": ("memory limit", lambda world: world, memory),
-    "model width": ("parameters", lambda world: world, width),
-    "precision support": (
-        "bf16",
-        without_bf16,
-        lambda world: replace(world, default=replace(world.default, precision="fp32")),
-    ),
-    "DeepSpeed version": ("deepspeed", lambda world: world, version),
+    "sequence length": ("lengths", same, sequence),
+    "ranks": ("ranks", same, ranks),
+    "memory limit": ("memory limit", same, memory),
+    "model width": ("parameters", same, width),
+    "precision support": ("bf16", without_bf16, fp32),
+    "DeepSpeed version": ("deepspeed", same, version),
 }
 
 
@@ -132,7 +125,7 @@ def measure(table: Table, candidate: Candidate, rng: np.random.Generator) -> Obs
     metrics["peak_memory_bytes"] = float(table.sizes[row] * np.exp(rng.normal(0, 0.005)))
     micro = micro_steps(table, row, candidate, rng)
     return Observation(
-        candidate=candidate, metrics=metrics, inner_s=micro.get("inner"), boundary_s=micro.get("boundary")
+        candidate=candidate, metrics=metrics, **{f"{name}_s": micro.get(name) for name in ("inner", "boundary")}
     )
 
 
@@ -167,19 +160,18 @@ def good(table: Table, told: Sequence[Observation]) -> list[Candidate]:
     return sorted((c for c, k in zip(done, kept, strict=True) if k), key=lambda c: cost(table, c))
 
 
-def one(world: World, change: str, seed: int, tables: dict[Any, Table]) -> dict[str, float]:
+def one(world: World, change: str, seed: int, tables: dict[Any, tuple[Table, Table]]) -> dict[str, float]:
     part, before, after = CHANGES[change]
     old, new = before(world), after(world)
-    for w, key in ((old, (world.name, change, 0)), (new, (world.name, change, 1))):
-        if key not in tables:
-            tables[key] = Table(w)
-    was, now = tables[world.name, change, 0], tables[world.name, change, 1]
+    if (world.name, change) not in tables:
+        tables[world.name, change] = Table(old), Table(new)
+    was, now = tables[world.name, change]
     rng = np.random.default_rng((seed, 5))
-    earlier_guide = guide_of(old, AnalyticPrior(old.profile, old.nominal), was.candidates)
-    earlier = search(was, earlier_guide, [old.default], COLD_TRIALS, rng)
-    cold = search(
-        now, guide_of(new, AnalyticPrior(new.profile, new.nominal), now.candidates), [new.default], COLD_TRIALS, rng
+    earlier_guide, guide = (
+        guide_of(w, AnalyticPrior(w.profile, w.nominal), t.candidates) for w, t in ((old, was), (new, now))
     )
+    earlier = search(was, earlier_guide, [old.default], COLD_TRIALS, rng)
+    cold = search(now, guide, [new.default], COLD_TRIALS, rng)
     incumbent, front = best(was, earlier), good(was, earlier)
     touches = PARTS[part].touches
     space = narrowed(world.space, None if "" in touches else touches, [c.values() for c in [*front, new.default]])
@@ -199,7 +191,7 @@ def one(world: World, change: str, seed: int, tables: dict[Any, Table]) -> dict[
 
 
 def warm(n_seeds: int, changes: Sequence[str]) -> dict[str, Any]:
-    tables: dict[Any, Table] = {}
+    tables: dict[Any, tuple[Table, Table]] = {}
     found = {}
     for change in changes:
         runs = [one(world, change, seed, tables) for world in simulation.worlds() for seed in range(n_seeds)]
@@ -233,14 +225,7 @@ class Noisy(Instant):
 
 
 def moved(n: int) -> dict[str, Any]:
-    counts = {
-        "unchanged_replaced": 0,
-        "unchanged_searched": 0,
-        "regression_found": 0,
-        "regression_left": 0,
-        "regression_replaced": 0,
-    }
-    rounds = []
+    counts, rounds = Counter[str](), []
     for seed in range(n):
         if seed and seed % 10 == 0:
             print(seed, counts, file=sys.stderr, flush=True)
@@ -264,13 +249,12 @@ def moved(n: int) -> dict[str, Any]:
             if decision.verdict is RetuneVerdict.IMPROVED:
                 continue
             incumbent = Candidate.of(first.picks["recommended"]["candidate"])
-            decision = again(
-                Noisy(2000 + seed, lambda c, incumbent=incumbent: 1.05 if c.precision == incumbent.precision else 1.0)
-            )
+            slower = lambda c, used=incumbent.precision: 1.05 if c.precision == used else 1.0  # noqa: E731
+            decision = again(Noisy(2000 + seed, slower))
             counts["regression_found"] += decision.standing.moved
             counts["regression_left"] += not decision.standing.moved
             counts["regression_replaced"] += decision.verdict is RetuneVerdict.IMPROVED
-    return {"retunings": n, **counts, "mean_rounds": float(np.mean(rounds))}
+    return {"retunings": n, **{name: counts[name] for name in COUNTS}, "mean_rounds": float(np.mean(rounds))}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Is the batch that goodput ranks first really the first at a target loss? Eight (batch, learning rate) settings on four tasks.
+"""Ranks eight (batch, learning rate) settings on four tasks by goodput, and by the measured time to a target loss.
 
 `python benchmarks/time_to_target.py [TASK ...]`: for each task the noise scale is measured by a probe at the baseline's
 batch, which with the step times gives the predicted time to the loss that the baseline reaches after a fixed number of
@@ -12,20 +12,17 @@ import json
 import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import RESULTS, write
-from gate import TASKS
+from common import RESULTS, complete, engine, request_of, write
+from gate import MODEL, TASKS
 from scipy.stats import kendalltau
 
-from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.noise_scale import efficiency, noise_scale_of
 from autotune.space.candidate import Candidate
-from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
 
 BATCHES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -69,17 +66,6 @@ def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.05 * RATE, momentum=0.9)
 """,
 }
-MODEL = """
-import torch, torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
-RATE = 1.0
-{task}
-def model():
-    return Net()
-def loss(model, batch):
-    return plain_loss(model, batch)
-"""
 RATES = {"net, SGD": 0.2, "transformer, Adam": 1.0, "regression, Adam": 1.0, "digits CNN, SGD": 0.2}
 
 
@@ -90,20 +76,22 @@ class Task:
         self.name, self.executor, self.folder = name, executor, folder
         folder.mkdir()
         self.target = folder / "model.py"
-        self.target.write_text(MODEL.format(task=(TASKS | OWN)[name]).replace("RATE = 1.0", f"RATE = {RATES[name]}"))
+        self.target.write_text(MODEL.format(task=(TASKS | OWN)[name], rate=RATES[name], scale=1.0, sign=False))
 
     def run(self, batch: int, max_steps: int, label: str, **what: object) -> TrialResult:
         steps = 8 if what.get("noise") else 1
         candidate = Candidate(micro_batch_size=batch // steps, gradient_accumulation_steps=steps)
         rate = LearningRate(rule=RULES[self.name], baseline_batch=BASELINE)
-        request = TrialRequest(
-            target=str(self.target), candidate=candidate.values(), ds_config=candidate.to_deepspeed(), max_steps=max_steps,
-            min_samples=10**12, budget_s=250.0, learning_rate_factor=rate.factor(batch), **what,
-        )  # fmt: skip
-        result = base.run(self.executor, self.folder / f"{label}-{batch}", request)
-        if result.outcome != "complete":
-            raise RuntimeError(f"{self.name}, batch {batch}: {result.outcome}: {result.reason}")
-        return result
+        request = request_of(
+            self.target,
+            candidate,
+            max_steps=max_steps,
+            min_samples=10**12,
+            budget_s=250.0,
+            learning_rate_factor=rate.factor(batch),
+            **what,
+        )
+        return complete(self.executor, self.folder / f"{label}-{batch}", request)
 
     def measure(self) -> dict[str, object]:
         probe = self.run(BASELINE, 400, "noise", noise=True)
@@ -117,14 +105,8 @@ class Task:
             below = np.flatnonzero(loss <= target)
             needed = float(at[below[0]]) if len(below) else math.inf
             step_s = result.steps.median_s
-            rows.append(
-                {
-                    "batch": batch,
-                    "step_s": step_s,
-                    "predicted_s": wanted / batch * step_s,
-                    "measured_s": needed / batch * step_s,
-                }
-            )
+            seconds = {"predicted_s": wanted / batch * step_s, "measured_s": needed / batch * step_s}
+            rows.append({"batch": batch, "step_s": step_s, **seconds})
             print(self.name, rows[-1], flush=True)
         # What never got there comes last.
         tau = kendalltau([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]).statistic
@@ -151,14 +133,10 @@ def main() -> None:
     path = RESULTS / "time_to_target.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
     figures.pop("measured_on", None)
-    with tempfile.TemporaryDirectory() as name:
-        executor = LocalExecutor(["torch"], Path(name) / "server.log")
-        try:
-            for i, task in enumerate(sys.argv[1:] or RULES):
-                figures[task] = Task(task, executor, Path(name) / str(i)).measure()
-                write("time_to_target", figures)
-        finally:
-            executor.close()
+    with engine("torch") as (executor, folder):
+        for i, task in enumerate(sys.argv[1:] or RULES):
+            figures[task] = Task(task, executor, folder / str(i)).measure()
+            write("time_to_target", figures)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import request_of
 from pydantic import TypeAdapter
 
 from autotune.executors import base
@@ -26,13 +27,12 @@ from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.space import SearchSpace
-from autotune.study.runner import ENDLESS_SAMPLES
+from autotune.study.measure import ENDLESS_SAMPLES
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import Plan, plan, profiled
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage.records import SearchRecord
 from autotune.trial import folder
-from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.target import inspect_target
 from autotune.trial.workload import Workload
@@ -47,23 +47,16 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
     table = path.with_suffix(".csv.gz")
     rows = read_table(table) if table.exists() else []
     with tempfile.TemporaryDirectory() as scratch, executor_for(spec, Path(scratch)) as executor:
-        found = profiled(
-            plan(spec, executor, Path(scratch)), executor, Path(scratch)
-        )  # what a study's search starts from
+        found = profiled(plan(spec, executor, Path(scratch)), executor, Path(scratch))  # where a study's search starts
         keep_plan(found, path)
-        legal = [
-            c
-            for c in found.space.candidates(found.baseline)
-            if why_illegal(c, found.setting) is None and c != found.baseline
-        ]
+        every = found.space.candidates(found.baseline)
+        legal = [c for c in every if why_illegal(c, found.setting) is None and c != found.baseline]
         if at_most is not None and len(legal) > at_most - 1:
             legal = random.Random(0).sample(legal, at_most - 1)
         done = {(row.candidate, row.repeat) for row in rows}
         first = run(found, executor, Path(scratch) / "trials" / "first", found.baseline, ENDLESS_SAMPLES)
         if first.outcome is not Outcome.COMPLETE:
-            sys.exit(
-                f"truth: the baseline did not complete ({first.outcome}: {first.reason}), so nothing can be compared with it"
-            )
+            sys.exit(f"truth: the baseline, with which all is compared, ended so: {first.outcome}: {first.reason}")
         reference = Reference.of(first)
         n_samples = len(first.step_times_s) * (first.samples_per_step or 0)
         total, start = (len(legal) + 1) * repeats, time.monotonic()
@@ -80,18 +73,16 @@ def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | Non
                     print(f"{len(rows)} of {total}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     write_table(table, rows)
     n_complete = sum(row.outcome is Outcome.COMPLETE for row in rows)
-    print(
-        f"{table}: {len(rows)} measurements of {len({row.candidate for row in rows})} configurations, {n_complete} complete"
-    )
+    n_configurations = len({row.candidate for row in rows})
+    print(f"{table}: {len(rows)} measurements of {n_configurations} configurations, {n_complete} complete")
 
 
 def run(found: Plan, executor: Any, path: Path, candidate: Candidate, n_samples: int) -> TrialResult:
     """One trial, as a study runs it."""
     spec = found.spec
-    request = TrialRequest(
-        target=str(spec.target), candidate=candidate.values(), ds_config=found.ds_config(candidate), world_size=found.world_size,
-        seed=spec.seed, budget_s=spec.trial_budget_s, min_samples=n_samples, deadline_s=spec.trial_deadline_s,
-        script=found.script(candidate),
+    request = request_of(
+        spec.target, candidate, ds_config=found.ds_config(candidate), world_size=found.world_size, seed=spec.seed,
+        budget_s=spec.trial_budget_s, min_samples=n_samples, deadline_s=spec.trial_deadline_s, script=found.script(candidate),
     )  # fmt: skip
     with executor.turn(lambda: None):
         return base.run(executor, path, request)
@@ -100,11 +91,8 @@ def run(found: Plan, executor: Any, path: Path, candidate: Candidate, n_samples:
 def row_of(candidate: Candidate, repeat: int, result: TrialResult, reference: Reference) -> Row:
     """A trial as a line of the table."""
     estimates = metrics.measure(result, reference)
-    values = {
-        name: estimate.value
-        for name, estimate in estimates.items()
-        if name in ("step_time_s", "peak_memory_bytes", "time_to_loss_s")
-    }
+    names = ("step_time_s", "peak_memory_bytes", "time_to_loss_s")
+    values = {name: estimates[name].value for name in names if name in estimates}
     values |= {f"{name}_s": seconds for name, seconds in result.micro_step_s.items()}
     if result.steps is not None:
         values |= {"ci95_s": result.steps.ci95_s, "n_steps": result.steps.n_steps}

@@ -2,42 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune.errors import printable
+from autotune.errors import UserError, printable
 from autotune.executors.conclude import joined, merge
 from autotune.system import files, redaction
+from autotune.trial.failures import means_out_of_memory
 from autotune.trial.folder import TrialDir, ends, phases, read_record, reports, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome, TrialResult
 
 POLL_S = 0.01
+TICK_S = 0.2
 # The agent kills a trial at its deadline; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
+# While machines are away, the engine is asked for others at these intervals, from the first to the last.
+RETRY_S = (2.0, 60.0)
+# A trial that loses its machines so often stops the study: its configuration may be the cause, which nobody can tell.
+MAX_OUTAGES = 5
 
 
 class Status(StrEnum):
-    """State of a job."""
+    """State of a job.
+
+    `LOST`: an agent or a warm server died, which the configuration may have caused. `TAKEN`: the engine says that it
+    took the machines away, or has none at present. `REFUSED`: the engine can never run the job.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
     EXITED = "exited"
     LOST = "lost"
+    TAKEN = "taken"
     REFUSED = "refused"
+
+
+UNDER_WAY = (Status.QUEUED, Status.RUNNING)
+
+
+class MachinesGone(UserError):
+    """The engine took the machines of a trial away, or has none; the trial was not measured and runs again later.
+
+    Attributes:
+        had_begun: The trial ran when the machines went away.
+    """
+
+    had_begun = False
 
 
 class Job(Protocol):
     """One trial in the hands of an engine.
 
     Attributes:
-        reason: Why it waits, was lost or was refused, in the engine's words.
+        reason: Why it waits, was lost, taken away or refused, in the engine's words.
     """
 
     reason: str
@@ -49,15 +75,42 @@ class Job(Protocol):
         """Ends all ranks and waits for that. May be called twice."""
 
 
+class EndedJob:
+    """A job that has ended before anybody asks: replayed, or without machines (`taken`, `refused`).
+
+    Args:
+        status: Its state.
+        reason: Why, in the engine's words.
+    """
+
+    def __init__(self, status: Status, reason: str = "") -> None:
+        self.reason, self._status = reason, status
+
+    def poll(self) -> Status:
+        """Returns the state."""
+        return self._status
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+@contextlib.contextmanager
+def no_turn(_: Callable[[], None]) -> Iterator[None]:
+    """Does not wait: the engine gives a machine to one job at a time, or measures nothing."""
+    yield
+
+
 class Executor(Protocol):
     """An engine that runs trials; it exchanges files with the ranks in the trial's folder.
 
     Attributes:
         mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
         cold_reason: Why ranks are not forked from a warm server; empty if they are.
+        patience_s: Time for which a trial waits for machines that the engine does not have at present.
     """
 
     mark: str
+    patience_s: float
 
     @property
     def cold_reason(self) -> str:  # noqa: D102
@@ -99,25 +152,50 @@ def run(
         on_tick: Called five times a second while it runs (heartbeats, progress).
 
     Raises:
+        UserError: The engine can never run it.
+        MachinesGone: The engine takes its machines away again and again, or has had none for `patience_s`.
         KeyboardInterrupt: Passed on after the ranks were stopped.
         OSError: The disk is full, or refused a file; that says nothing about the trial.
     """
-    folder = TrialDir(path)
+    folder, n_outages = TrialDir(path), 0
     if (left := _left(executor, folder)) is not None and left[1] == request:
-        return _watch(left[0], folder, request, on_tick)
-    forget(executor, path)
-    # Only the ranks may read a secret that the user put on the command line.
-    secret = request.script is not None and redaction.redact(request.script.arguments) != request.script.arguments
-    write_record(folder.request, request, sync=False, private=secret)
-    write_record(folder.ds_config, request.ds_config, sync=False)
-    return _watch(executor.submit(folder), folder, request, on_tick)
+        try:
+            return _watch(left[0], folder, request, on_tick)
+        except MachinesGone:
+            n_outages += 1
+    away_since, pause_s = time.monotonic(), RETRY_S[0]
+    while True:
+        forget(executor, path)
+        # Only the ranks may read a secret that the user put on the command line.
+        secret = request.script is not None and redaction.redact(request.script.arguments) != request.script.arguments
+        write_record(folder.request, request, sync=False, private=secret)
+        write_record(folder.ds_config, request.ds_config, sync=False)
+        try:
+            return _watch(executor.submit(folder), folder, request, on_tick)
+        except MachinesGone as gone:
+            if gone.had_begun:
+                n_outages, away_since, pause_s = n_outages + 1, time.monotonic(), RETRY_S[0]
+            if n_outages >= MAX_OUTAGES or time.monotonic() - away_since >= executor.patience_s:
+                raise MachinesGone(f"{gone}; the same command continues the study once they are back") from None
+        _pause(pause_s, on_tick)
+        pause_s = min(2 * pause_s, RETRY_S[1])
+
+
+def _pause(seconds: float, on_tick: Callable[[], None]) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        on_tick()
+        time.sleep(TICK_S)
 
 
 def resume(executor: Executor, path: Path, on_tick: Callable[[], None] = lambda: None) -> TrialResult | None:
     """Resumes a trial whose coordinator died; None if the engine does not know it or lost it."""
     folder = TrialDir(path)
     left = _left(executor, folder)
-    return _watch(left[0], folder, left[1], on_tick) if left is not None else None
+    try:
+        return _watch(left[0], folder, left[1], on_tick) if left is not None else None
+    except MachinesGone:
+        return None
 
 
 def forget(executor: Executor, path: Path) -> None:
@@ -136,17 +214,17 @@ def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | No
     except (FileNotFoundError, ValueError):
         return None
     job = executor.find(folder)
-    return (job, request) if job is not None and job.poll() not in (Status.LOST, Status.REFUSED) else None
+    return (job, request) if job is not None and job.poll() in (*UNDER_WAY, Status.EXITED) else None
 
 
 def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None]) -> TrialResult:
     status, started, ticked, over = Status.RUNNING, None, 0.0, False
     try:
-        while (status := job.poll()) in (Status.QUEUED, Status.RUNNING):
+        while (status := job.poll()) in UNDER_WAY:
             now = time.monotonic()
             if status is Status.RUNNING:
                 started = started or now  # neither the engine's start nor its queue counts
-            if now - ticked > 0.2:
+            if now - ticked > TICK_S:
                 ticked = now
                 on_tick()
             if started is not None and now - started > request.deadline_s + AGENT_GRACE_S:
@@ -154,14 +232,18 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
             time.sleep(POLL_S)
         over = True
     finally:
-        if status in (Status.QUEUED, Status.RUNNING):
+        if status in UNDER_WAY:
             job.cancel()
             if not over:  # the user stopped it: nothing to resume
                 folder.job.unlink(missing_ok=True)
     shutil.rmtree(folder.scratch, ignore_errors=True)
-    result = conclude(folder, request, job.reason if status in (Status.LOST, Status.REFUSED) else "")
     if status is Status.REFUSED:
-        result = replace(result, outcome=Outcome.CRASHED)
+        raise UserError(shown(job.reason))
+    result = conclude(folder, request, job.reason if status in (Status.LOST, Status.TAKEN) else "")
+    if result.outcome is Outcome.LOST and status is Status.TAKEN:
+        gone = MachinesGone(shown(job.reason))
+        gone.had_begun = started is not None
+        raise gone
     if result.outcome in (Outcome.CRASHED, Outcome.LOST):
         files.check_space(folder.path, result.reason)
     write_record(folder.result, result)
@@ -186,7 +268,14 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
             end = Exit(codes={}, killed="lost")
     if lost:
         end = replace(end, killed="lost", note=lost)
-    result = merge(request, reports(folder, request.world_size), end, phases(folder))
+    found = reports(folder, request.world_size)
+    result = merge(request, found, end, phases(folder))
+    rank = result.failed_rank
+    if rank is not None and rank not in found and end.codes.get(rank) == -signal.SIGABRT:
+        # An exception of C++ that nobody catches aborts the process; only its log says which.
+        said = (files.tail(folder.log(rank), 4096) or b"").decode(errors="replace")
+        if means_out_of_memory(said):
+            result = replace(result, outcome=Outcome.OOM, reason=f"rank {rank} was aborted: out of memory")
     # Texts of the user's code: an exception may quote a token, or hold control characters.
     result.reason = shown(result.reason)
     for texts in (result.caveats, result.side_changes, result.unreproducible):

@@ -9,14 +9,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from autotune.errors import UserError
 from autotune.executors import base
-from autotune.executors.base import Status
+from autotune.executors.base import UNDER_WAY, Status
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import processes
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
@@ -33,6 +33,8 @@ BUILD_DEADLINE_S = 1800.0
 TAKEN_AWAY = (-15, -9, 143, 137)
 # Time that an engine gets to report that it took a machine away.
 SETTLE_S = 5.0
+# Time for which a study waits for machines that went away (`patience`), before it stops.
+OUTAGE_PATIENCE_S = 1800.0
 # If the coordinator on another machine has been silent for this time, its allocation may be taken over.
 SILENT_S = 120.0
 # Prefixes of the user's variables that are passed on to other machines.
@@ -51,8 +53,8 @@ class JobState:
     """State of an engine's job.
 
     Attributes:
-        status: `queued`, `running`, `exited` (ended for any reason), `lost` (the engine took it away) or `refused` (it
-            can never start).
+        status: `queued`, `running`, `exited` (the agents ended), `lost` (an agent failed), `taken` (the engine took the
+            machines away) or `refused` (it can never start).
         reason: Why, in the engine's words.
     """
 
@@ -111,18 +113,18 @@ class Allocation:
 
     def standing(self, *, now: bool = False) -> JobState:
         """Returns the state of the engine's job, at most `ASK_S` old; with `now` the engine is asked again."""
-        final = self._standing.status not in (Status.QUEUED, Status.RUNNING)
+        final = self._standing.status not in UNDER_WAY
         if not final and (now or time.monotonic() - self._asked > ASK_S):
             self._standing, self._asked = self.engine.standing(self.job), time.monotonic()
         return self._standing
 
     def is_busy(self) -> bool:
         """Returns whether a trial of this process runs on it."""
-        return self.at_work is not None and self.at_work.poll() in (Status.QUEUED, Status.RUNNING)
+        return self.at_work is not None and self.at_work.poll() in UNDER_WAY
 
     def is_usable(self, nodes: int) -> bool:
         """Returns whether it has at least `nodes` machines and has not ended."""
-        return nodes <= self.nodes and self.standing(now=True).status in (Status.QUEUED, Status.RUNNING)
+        return nodes <= self.nodes and self.standing(now=True).status in UNDER_WAY
 
     def touch(self) -> None:
         """Tells the agents that a coordinator lives."""
@@ -159,7 +161,8 @@ class ClusterExecutor:
         on_queue: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
-        self._said = ""
+        self.patience_s = seconds(engine.options, "patience", OUTAGE_PATIENCE_S)
+        self._said, self._was_granted = "", False
         self._held: list[Allocation] = []
         self._own: list[Allocation] = []
         self._lock = threading.Lock()
@@ -183,7 +186,11 @@ class ClusterExecutor:
             try:
                 allocation = self._allocation(request.nodes)
             except Refused as refusal:
-                return RefusedJob(f"{self.engine.name}: {refusal}")
+                # What was granted before can be granted again, once the machines are back.
+                reason = f"{self.engine.name}: {refusal}"
+                if self._was_granted:
+                    self.waits(reason)
+                return base.EndedJob(Status.TAKEN if self._was_granted else Status.REFUSED, reason)
             job = ClusterJob(allocation, folder, request.nodes, self.waits, held=self.engine.hold)
             allocation.at_work = job
         said = {"engine": self.engine.name, "id": allocation.job, "spool": str(allocation.spool.path), "key": key}
@@ -233,7 +240,7 @@ class ClusterExecutor:
     def close(self) -> None:
         """Gives the machines back."""
         for allocation in (*self._own, *self._held):
-            if allocation.standing(now=True).status in (Status.QUEUED, Status.RUNNING):
+            if allocation.standing(now=True).status in UNDER_WAY:
                 self.engine.end(allocation.job)
         self._own, self._held = [], []
 
@@ -252,6 +259,7 @@ class ClusterExecutor:
         job = self.engine.launch(spool, wanted)
         write_record(spool.path / "allocation.json", self._owner() | {"id": job, "nodes": wanted})
         allocation = Allocation(self.engine, spool, job, wanted)
+        self._was_granted = True
         (self._held if self.engine.hold else self._own).append(allocation)
         return allocation
 
@@ -285,6 +293,7 @@ class ClusterExecutor:
             allocation.touch()
             write_record(path, said | self._owner())
             self._held.append(allocation)
+            self._was_granted = True
 
 
 class ClusterJob:
@@ -303,7 +312,7 @@ class ClusterJob:
     def poll(self) -> Status:
         """Returns `exited` once every machine has written its exit, `lost` if the engine took one away before."""
         now = time.monotonic()
-        if self._status in (Status.QUEUED, Status.RUNNING) and now - self._looked > LOOK_S:
+        if self._status in UNDER_WAY and now - self._looked > LOOK_S:
             self._looked = now
             self._allocation.touch()
             self._allocation.engine.exchange(self._allocation.job, self._allocation.spool, self._folder)
@@ -314,11 +323,13 @@ class ClusterJob:
         if self._has_ended():
             return self._end()
         standing = self._allocation.standing()
-        if standing.status not in (Status.QUEUED, Status.RUNNING):
+        if standing.status not in UNDER_WAY:
             if self._has_ended():  # between the two checks
                 return self._end()
             self.reason = self._allocation.why_lost()
-            return Status.REFUSED if standing.status is Status.REFUSED else Status.LOST
+            if standing.status is Status.TAKEN:
+                self._on_queue(self.reason)
+            return Status.LOST if standing.status is Status.EXITED else standing.status
         if self._folder.node(0).name in self._folder.names():
             return Status.RUNNING
         self.reason = standing.reason or f"{self._allocation.engine.name}: the machines are there, and get ready"
@@ -337,14 +348,14 @@ class ClusterJob:
         first = self._suspected_at is None
         self._suspected_at = self._suspected_at or time.monotonic()
         standing = self._allocation.standing(now=first)
-        if standing.status is Status.LOST:
+        if standing.status in (Status.LOST, Status.TAKEN):
             self.reason = standing.reason
-            return Status.LOST
+            return standing.status
         return Status.RUNNING if time.monotonic() - self._suspected_at < SETTLE_S else Status.EXITED
 
     def cancel(self) -> None:
         """Asks the agents to stop the ranks; gives the machines back if they do not."""
-        if self.poll() not in (Status.QUEUED, Status.RUNNING):
+        if self.poll() not in UNDER_WAY:
             return
         self._cancelled = True
         if self._status is Status.QUEUED and not self._held:
@@ -359,20 +370,6 @@ class ClusterJob:
                 self._allocation.engine.end(self._allocation.job)
                 return
             time.sleep(LOOK_S)
-
-
-class RefusedJob:
-    """A trial that the engine refused."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def poll(self) -> Status:
-        """Returns `refused`."""
-        return Status.REFUSED
-
-    def cancel(self) -> None:
-        """Does nothing."""
 
 
 def _may_be_taken_away(end: Exit) -> bool:
@@ -390,12 +387,6 @@ def settings_for(modules: Sequence[str], environment: dict[str, str], idle_s: fl
     return Settings(
         modules=[*modules], environment={**environment}, exported=exported, working_dir=where, idle_s=idle_s
     )
-
-
-@contextlib.contextmanager
-def no_turn(_: Callable[[], None]) -> Iterator[None]:
-    """Does not wait: the engine gives a machine to one job at a time."""
-    yield
 
 
 def seconds(options: dict[str, str], name: str, usual: float) -> float:

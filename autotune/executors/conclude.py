@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from autotune.scoring import step_times
 from autotune.space.candidate import AUTOCAST
+from autotune.trial.failures import means_lost_peer, means_other_dtype
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, PHASES, Exit, Outcome, RankReport, TrialResult
 
@@ -39,24 +40,14 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
     )
 
 
-# Messages of gloo, NCCL and torch's store in a rank whose peer died.
-ECHOES = (
-    "closed by peer", "reset by peer", "connection refused", "broken pipe", "remote process exited",
-    "nccl communicator was aborted", "socket timeout", "failed to recv", "diststoreerror", "distnetworkerror",
-    "distbackenderror",
-)  # fmt: skip
-# Messages of torch if 16-bit weights meet tensors of another type, or an operation has no 16-bit version.
-DTYPE_MISMATCHES = (
-    "expected scalar type", "expected both tensors to have", "same dtype", "same data type", "and bias type",
-    "and weight type", "not implemented for 'bfloat16'", "not implemented for 'half'",
-    "low precision dtypes not supported",
-)  # fmt: skip
-
-
 def is_dtype_mismatch(result: TrialResult) -> bool:
     """Returns whether a trial with 16-bit weights crashed because a tensor of the model has another type."""
-    mixed = any(words in result.reason.lower() for words in DTYPE_MISMATCHES)
-    return mixed and result.outcome is Outcome.CRASHED and result.candidate.get("precision") in AUTOCAST
+    mixed = means_other_dtype(result.reason) and result.candidate.get("precision") in AUTOCAST
+    return mixed and result.outcome is Outcome.CRASHED
+
+
+# What rank 0 measures for all ranks.
+OF_RANK_0 = ("step_times_s", "losses", "other_cores", "observed", "noise", "gradient")
 
 
 def merge(
@@ -71,11 +62,9 @@ def merge(
         entered: Last phase of each rank, for ranks without a report.
     """
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
-    by_phase = _highest(report.peak_memory_bytes for report in found.values())
-    peaks = [
-        *by_phase.values(),
-        *(report.reserved_memory_bytes for report in found.values() if report.reserved_memory_bytes),
-    ]
+    every = list(found.values())
+    by_phase = _highest(report.peak_memory_bytes for report in every)
+    peaks = [*by_phase.values(), *filter(None, (report.reserved_memory_bytes for report in every))]
     result = TrialResult(
         outcome=outcome,
         reason=reason,
@@ -84,37 +73,30 @@ def merge(
         candidate=request.candidate,
         world_size=request.world_size,
         wall_s=end.wall_s,
-        startup_s=_highest(report.startup_s for report in found.values()),
+        startup_s=_highest(report.startup_s for report in every),
         peak_memory_bytes=max(peaks) if peaks else None,
         memory_by_phase_bytes=by_phase,
-        caveats=sorted({caveat for report in found.values() for caveat in report.caveats}),
-        side_changes=sorted({change for report in found.values() for change in report.side_changes}),
-        unreproducible=sorted({change for report in found.values() for change in report.unreproducible}),
-        flags={name: names for report in found.values() for name, names in report.flags.items()},
+        caveats=sorted({caveat for report in every for caveat in report.caveats}),
+        side_changes=sorted({change for report in every for change in report.side_changes}),
+        unreproducible=sorted({change for report in every for change in report.unreproducible}),
+        flags={name: names for report in every for name, names in report.flags.items()},
     )
     lead = found.get(0)
     if lead is None or lead.observed is None:
         return result
     steps = step_times.summarise(lead.step_times_s)
-    timed = steps if steps.n_steps > 0 else None
-    retries = [report.alloc_retries for report in found.values() if report.alloc_retries is not None]
+    cpu_s = sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in every)
+    retries = [report.alloc_retries for report in every if report.alloc_retries is not None]
     return replace(
         result,
-        steps=timed,
-        step_times_s=lead.step_times_s,
-        cpu_s_per_step=sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in found.values())
-        if timed
-        else None,
-        losses=lead.losses,
+        **{name: getattr(lead, name) for name in OF_RANK_0},
+        steps=steps if steps.n_steps else None,
+        cpu_s_per_step=cpu_s if steps.n_steps else None,
         samples_per_step=lead.observed.samples_per_step,
         tokens_per_step=lead.observed.tokens_per_step,
-        phase_times_s=_highest(report.phase_times_s for report in found.values()),
-        micro_step_s=_highest(report.micro_step_s for report in found.values()),
+        phase_times_s=_highest(report.phase_times_s for report in every),
+        micro_step_s=_highest(report.micro_step_s for report in every),
         alloc_retries=sum(retries) if retries else None,
-        other_cores=lead.other_cores,
-        observed=lead.observed,
-        noise=lead.noise,
-        gradient=lead.gradient,
     )
 
 
@@ -165,7 +147,7 @@ def _silent_end(rank: int, end: Exit, phase: str) -> tuple[Outcome, str, str, in
 
 
 def _is_echo(report: RankReport) -> bool:
-    return report.outcome is Outcome.CRASHED and any(echo in report.reason.lower() for echo in ECHOES)
+    return report.outcome is Outcome.CRASHED and means_lost_peer(report.reason)
 
 
 def _first_phase(found: Mapping[int, RankReport], entered: Mapping[int, str], end: Exit) -> str:
@@ -176,11 +158,10 @@ def _first_phase(found: Mapping[int, RankReport], entered: Mapping[int, str], en
     return min(last.values(), key=lambda phase: PHASES.index(phase) if phase in PHASES else 0, default="")
 
 
-def _highest(tables: Any) -> dict[str, Any]:
+def _highest(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for table in tables:
-        for key, value in table.items():
-            merged[key] = max(value, merged.get(key, value))
+        merged |= {key: max(value, merged.get(key, value)) for key, value in table.items()}
     return merged
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.executors.base import Status
-from autotune.system import shared_memory
+from autotune.system import files, shared_memory
 from autotune.system.machine import extensions_dir, has_cuda_device, lock_path
 from autotune.system.processes import MARK, new_mark, sweep
 from autotune.trial.folder import TrialDir
@@ -32,6 +32,8 @@ class LocalExecutor:
         log: File for the server's own output.
         environment: Variables that the user's launch command sets, for the server and its trials.
     """
+
+    patience_s = 0.0
 
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.cold_reason = ""
@@ -69,7 +71,7 @@ class LocalExecutor:
             code = self._server.poll()
             how = "no answer" if code is None else f"exit status {code}"
             self.close()
-            raise UserError(f"the trial server did not start ({how}); see {self._log}: {_last_line(self._log)}")
+            raise UserError(f"the trial server did not start ({how}); see {self._log}: {files.last_line(self._log)}")
         self.cold_reason, self._ready = str(answer.get("reason", "")), True
 
     def submit(self, folder: TrialDir) -> LocalJob:
@@ -231,8 +233,3 @@ def machine_turn(on_wait: Callable[[], None], *, shared: bool = False) -> Iterat
                 on_wait()
                 time.sleep(0.05)
         yield
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
-    return lines[-1] if lines else "it wrote nothing"

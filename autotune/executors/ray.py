@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
-from autotune.executors.cluster import JobState, Refused, no_turn
+from autotune.executors.base import Status, no_turn
+from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
 from autotune.system import files
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -36,6 +36,7 @@ OPTIONS = {
     "grow": "yes: wait for machines that its autoscaler may add; no (default): fail at once if there are too few",
     "files": "auto (default): use a shared file system where there is one; ray: have Ray carry all files",
     "idle": "seconds after which machines whose coordinator is gone are given back (default: 600)",
+    "patience": "seconds that a study waits for machines that left the cluster (default: 1800)",
 }
 NAMESPACE = "autotune"
 ANSWER_TIMEOUT_S = 15.0
@@ -127,14 +128,14 @@ class Ray:
 
         group = self._group(job)
         if group is None:
-            return JobState(Status.LOST, f"ray: there is no placement group {job} any more")
+            return JobState(Status.TAKEN, f"ray: there is no placement group {job} any more")
         state = placement_group_table(group.group).get("state", "REMOVED")
         if state == "PENDING":
             return JobState(Status.QUEUED, f"ray: {job} waits for machines that others use")
         if state != "CREATED":
-            return JobState(Status.LOST, f"ray: placement group {job} is {state.lower()}: a machine was lost")
-        failure = group.failure()
-        return JobState(Status.LOST, f"ray: {failure}") if failure else JobState(Status.RUNNING)
+            return JobState(Status.TAKEN, f"ray: placement group {job} is {state.lower()}: a machine was lost")
+        status, failure = group.failure()
+        return JobState(status, f"ray: {failure}") if failure else JobState(Status.RUNNING)
 
     def end(self, job: str) -> None:
         """Stops the agents and gives the machines back."""
@@ -220,8 +221,11 @@ class _Group:
                 return []
         return self._apart
 
-    def failure(self) -> str:
-        """Returns why an agent ended, or an empty text; does not wait, so that the answer may be a call late."""
+    def failure(self) -> tuple[Status, str]:
+        """Returns why an agent ended, `lost` by itself or `taken` with its machine; the text is empty while all run.
+
+        It does not wait, so that the answer may be a call late.
+        """
         import ray
 
         waiting = self._states or self._started
@@ -230,12 +234,13 @@ class _Group:
             try:
                 said = ray.get(reference)
             except ray.exceptions.RayError as error:
-                return " ".join(str(error).split())[:300]
+                gone = isinstance(error, ray.exceptions.RayActorError)  # with its process or its machine
+                return Status.TAKEN if gone else Status.LOST, " ".join(str(error).split())[:300]
             if isinstance(said, str) and said:
-                return said
+                return Status.LOST, said
         if len(done) == len(waiting):
             self._states = [actor.state.remote() for actor in self.actors]
-        return ""
+        return Status.RUNNING, ""
 
     def carry(self, spool: Spool, folder: TrialDir, apart: list[int]) -> None:
         """Sends new files to each machine and writes the files that it returns."""
@@ -324,9 +329,8 @@ class Machine:
         code = self._process.poll() if self._process else None
         if code is None:
             return ""
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1][:300] if lines else "it said nothing"
-        return f"the agent of machine {self._node} ended with status {code}: {last}"
+        said = files.last_line(self._log)
+        return f"the agent of machine {self._node} ended with status {code}: {said}"
 
     def stop(self) -> None:
         """Ends the agent and everything that it runs."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import gzip
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
+from autotune.executors.base import EndedJob, Status, no_turn
 from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -71,9 +69,11 @@ def read_table(path: Path) -> list[Row]:
     Raises:
         TableError: It is missing, or not a truth table.
     """
+    import pandas as pd
+
     try:
-        with _open(path, "rt") as file:
-            return [_row(cells) for cells in csv.DictReader(file)]
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        return [_row(cells) for cells in table.to_dict("records")]
     except OSError as error:
         raise TableError(f"{path}: {error.strerror or error}") from None
     except (KeyError, ValueError, UserError) as error:
@@ -82,20 +82,14 @@ def read_table(path: Path) -> list[Row]:
 
 def write_table(path: Path, rows: Sequence[Row]) -> None:
     """Writes a truth table atomically."""
+    import pandas as pd
+
     cells = [row.to_cells() for row in rows]
     knobs = sorted({name for row in cells for name in row if name.startswith(KNOB)})
     draft = path.with_name(f".{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _open(draft, "wt", compressed=path.suffix == ".gz") as file:
-        writer = csv.DictWriter(file, [*knobs, *COLUMNS], restval="")
-        writer.writeheader()
-        writer.writerows(cells)
+    pd.DataFrame(cells, columns=[*knobs, *COLUMNS]).to_csv(draft, index=False)
     draft.replace(path)
-
-
-def _open(path: Path, mode: str, *, compressed: bool | None = None) -> Any:
-    zipped = path.suffix == ".gz" if compressed is None else compressed
-    return gzip.open(path, mode, newline="") if zipped else open(path, mode, newline="")
 
 
 def _row(cells: Mapping[str, str]) -> Row:
@@ -138,6 +132,8 @@ class ReplayExecutor:
             self._rng.shuffle(some)
 
     mark = cold_reason = ""
+    patience_s = 0.0
+    turn = staticmethod(no_turn)
 
     def start(self) -> None:
         """Does nothing."""
@@ -145,7 +141,7 @@ class ReplayExecutor:
     def find(self, folder: TrialDir) -> None:
         """Returns None: a replayed trial ends at once."""
 
-    def submit(self, folder: TrialDir) -> ReplayJob:
+    def submit(self, folder: TrialDir) -> EndedJob:
         """Writes the reports and the exit that the ranks and their agent would write.
 
         Raises:
@@ -168,12 +164,7 @@ class ReplayExecutor:
         good = report.outcome in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
         codes = dict.fromkeys(range(request.world_size), 0 if good else 1)
         write_record(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
-        return ReplayJob()
-
-    @contextlib.contextmanager
-    def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Does not wait: nothing is measured."""
-        yield
+        return EndedJob(Status.EXITED)
 
     def build_ops(self, names: Sequence[str]) -> str | None:
         """Compiles nothing."""
@@ -232,25 +223,7 @@ class ReplayExecutor:
     @staticmethod
     def _losses(row: Row, n: int) -> list[float | None]:
         """Returns a loss per step: the table's losses, interpolated linearly between the middles of their parts."""
-        noted = row.losses
-        if not noted:
+        if not row.losses:
             return [1.0] * n
-        found: list[float | None] = []
-        for step in range(n):
-            place = (step + 0.5) / n * len(noted) - 0.5
-            low = min(max(int(place), 0), len(noted) - 1)
-            high = min(low + 1, len(noted) - 1)
-            share = min(max(place - low, 0.0), 1.0)
-            found.append(noted[low] + share * (noted[high] - noted[low]))
-        return found
-
-
-class ReplayJob:
-    """A trial that has already ended."""
-
-    def poll(self) -> Status:
-        """Returns `exited`."""
-        return Status.EXITED
-
-    def cancel(self) -> None:
-        """Does nothing."""
+        middles = (np.arange(len(row.losses)) + 0.5) / len(row.losses)
+        return [float(loss) for loss in np.interp((np.arange(n) + 0.5) / n, middles, row.losses)]

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
-from autotune.executors.cluster import JobState, Refused, no_turn
+from autotune.executors.base import Status, no_turn
+from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.trial.folder import TrialDir
 
@@ -32,22 +32,28 @@ OPTIONS = {
     "python": "the interpreter on the nodes (default: this one)",
     "sbatch": "more arguments of sbatch, as they are",
     "idle": "seconds after which a job whose coordinator is gone gives its nodes back (default: 600)",
+    "patience": "seconds that a study waits when sbatch takes no job at present (default: 1800)",
 }
 PASSED = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "time")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 # Reasons of a pending job that can never start.
 NEVER = re.compile(
-    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed|(QOS|Assoc)(Max|Min).*PerJob.*"
+    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
+    r"|(QOS|Assoc)(Max|Min).*PerJob.*"
 )
-WORDS = {
+# States of a job that Slurm or a person ended: no configuration causes them.
+TAKEN = {
     "TIMEOUT": "its time limit was reached",
     "PREEMPTED": "another job took its place",
     "NODE_FAIL": "a node failed",
     "CANCELLED": "somebody cancelled it",
     "DEADLINE": "its deadline was reached",
-    "OUT_OF_MEMORY": "it went over the job's memory",
     "BOOT_FAIL": "a node did not start",
+    "REVOKED": "another cluster took it",
+}
+WORDS = TAKEN | {
+    "OUT_OF_MEMORY": "it went over the job's memory",
     "PartitionConfig": "the partition has fewer nodes, or other ones",
     "PartitionNodeLimit": "the partition gives a job fewer nodes",
     "PartitionTimeLimit": "the partition gives a job less time",
@@ -136,8 +142,8 @@ class Slurm:
         """Does nothing: the nodes share this file system."""
 
     def _past(self, job: str) -> JobState:
-        lost = JobState(Status.LOST, f"Slurm no longer knows job {job}")
-        if not _has_sacct():
+        lost = JobState(Status.TAKEN, f"Slurm no longer knows job {job}")
+        if shutil.which("sacct") is None:
             return lost
         done = _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode")
         if done.returncode or not done.stdout.strip():
@@ -184,7 +190,8 @@ def _standing(job: str, state: str, reason: str, code: str) -> JobState:
     if state == "COMPLETED":
         return JobState(Status.EXITED, f"slurm: job {job} ended before the trial did")
     words = _words(state) or (f", exit status {code}" if state == "FAILED" else "")
-    return JobState(Status.LOST, f"slurm: job {job} ended as {state}{words}{why if state not in WORDS else ''}")
+    ended = Status.TAKEN if state in TAKEN else Status.LOST
+    return JobState(ended, f"slurm: job {job} ended as {state}{words}{why if state not in WORDS else ''}")
 
 
 def _words(name: str) -> str:
@@ -203,10 +210,6 @@ def _call(*command: str, given: str | None = None) -> subprocess.CompletedProces
 def _said(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return re.sub(r"^\w+: (error|fatal): ", "", lines[-1]) if lines else f"exit status {done.returncode}"
-
-
-def _has_sacct() -> bool:
-    return shutil.which("sacct") is not None
 
 
 def _yes(options: dict[str, str], name: str) -> bool:

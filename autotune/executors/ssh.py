@@ -17,7 +17,6 @@ from autotune.executors.cluster import JobState
 from autotune.executors.local import machine_turn
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files
-from autotune.system.files import read_text
 from autotune.trial.folder import TrialDir, read_record
 
 OPTIONS = {
@@ -25,9 +24,11 @@ OPTIONS = {
     "python": "the interpreter on the hosts (default: this one)",
     "address": "where the others reach the first host (default: its name in the hostfile)",
     "idle": "seconds after which agents whose coordinator is gone end (default: 600)",
+    "patience": "seconds that a study waits for a host that cannot be reached any more (default: 1800)",
 }
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 END_TIMEOUT_S = 15.0
+LINK_FAILED = 255
 
 
 class Hosts:
@@ -44,6 +45,7 @@ class Hosts:
     def __init__(self, options: dict[str, str], hosts: Sequence[str]) -> None:
         self.options, self.hosts = options, list(hosts)
         self._running: dict[str, tuple[Spool, list[subprocess.Popen[bytes]]]] = {}
+        self._reached: set[str] = set()
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Waits for a turn among the studies of this machine; nothing else manages the hosts."""
@@ -84,12 +86,17 @@ class Hosts:
     def standing(self, job: str) -> JobState:
         """Returns `running`, or `lost` once a connection has ended."""
         if job not in self._running:
-            return JobState(Status.LOST, "ssh: the run that held the connections is over")
+            return JobState(Status.TAKEN, "ssh: the run that held the connections is over")
         spool, processes = self._running[job]
         for node, process in enumerate(processes):
             if (code := process.poll()) is not None:
-                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {_last_line(spool, node)}"
-                return JobState(Status.LOST, words)
+                said = files.last_line(_log(spool, node))
+                words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {said}"
+                if code != LINK_FAILED and code > 0:
+                    return JobState(Status.LOST, words)  # the agent's own status
+                return JobState(Status.TAKEN if self.hosts[node] in self._reached else Status.REFUSED, words)
+            if spool.said(node):
+                self._reached.add(self.hosts[node])
         return JobState(Status.RUNNING)
 
     def end(self, job: str) -> None:
@@ -109,15 +116,8 @@ class Hosts:
         """Does nothing: the hosts share this file system."""
 
 
-def _log(spool: Spool, node: int) -> str:
-    return str(spool.path / f"ssh-{node}.log")
-
-
-def _last_line(spool: Spool, node: int) -> str:
-    with contextlib.suppress(OSError), open(_log(spool, node), errors="replace") as file:
-        lines = [line.strip() for line in file if line.strip()]
-        return lines[-1][:300] if lines else "it said nothing"
-    return "it said nothing"
+def _log(spool: Spool, node: int) -> Path:
+    return spool.path / f"ssh-{node}.log"
 
 
 # `HOST` or `USER@HOST`.
@@ -131,7 +131,7 @@ def read_hostfile(path: Path) -> dict[str, int | None]:
         SpecError: It cannot be read; names the line.
     """
     hosts: dict[str, int | None] = {}
-    for number, line in enumerate(read_text(path, "--hostfile").splitlines(), 1):
+    for number, line in enumerate(files.read_text(path, "--hostfile").splitlines(), 1):
         text = line.partition("#")[0].strip()
         found = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d{0,4}))?", text)
         if text and (found is None or not HOST.fullmatch(found[1])):  # ssh takes -oProxyCommand=... as an option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 
 from optuna.distributions import BaseDistribution
 from optuna.trial import Trial, TrialState
@@ -24,6 +25,9 @@ from autotune.study.warm_start import WarmStart
 from autotune.system.signals import undisturbed
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
+
+# A candidate whose trials were lost so often is no longer the first that a run takes up.
+MAX_LOST = 3
 
 
 class Proposer:
@@ -195,11 +199,12 @@ class Proposer:
         return candidate
 
     def _lost(self) -> Candidate | None:
-        """A candidate whose trial was lost and that has not been run since."""
+        """A candidate whose trial was lost and that has not been run since; not one that was lost again and again."""
         failed = [t for t in self._state.trials() if t.state is TrialState.FAIL]
-        lost = [key for t in failed if (key := t.user_attrs.get(CANDIDATE_ATTR)) is not None]
+        lost = Counter(key for t in failed if (key := t.user_attrs.get(CANDIDATE_ATTR)) is not None)
         known = self._state.known() if lost else set()
-        return next((Candidate.from_key(key) for key in lost if key not in known), None)
+        # One that takes its coordinator down must not be the first trial of every later run.
+        return next((Candidate.from_key(key) for key, n in lost.items() if n < MAX_LOST and key not in known), None)
 
     def _first(self) -> Candidate | None:
         """The next of the other study's best configurations that is not measured here yet."""

@@ -108,14 +108,8 @@ class Teller:
         return carried_on
 
     def lost(self, candidate: Candidate) -> TrialResult:
-        """The result of a trial whose coordinator died without a trace; a second time it counts as a crash."""
-        lost = TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
-        for before in self._state.trials():
-            attrs = before.user_attrs if before.state is TrialState.FAIL else {}
-            if attrs.get(CANDIDATE_ATTR) == candidate.key and attrs.get("reason") == ABANDONED:
-                # No coincidence: this configuration kills its coordinator.
-                return replace(lost, outcome=Outcome.CRASHED, reason=f"twice: {ABANDONED}")
-        return lost
+        """The result of a trial whose coordinator died without a trace, which says nothing about the candidate."""
+        return TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
 
     def explained(self, candidate: Candidate, result: TrialResult) -> TrialResult:
         """The result, with what is done, or can be done, about its failure."""

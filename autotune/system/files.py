@@ -157,6 +157,12 @@ def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
         return None
 
 
+def last_line(path: Path) -> str:
+    """Returns the last line of a log that is not blank, at most 300 characters; `it said nothing` without one."""
+    lines = [line.strip() for line in (tail(path, 4096) or b"").decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
+
+
 def shown(path: Path) -> Path:
     """Returns a path for people: relative if it lies below the working directory."""
     with contextlib.suppress(ValueError):

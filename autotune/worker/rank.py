@@ -19,14 +19,12 @@ import torch.distributed as dist
 from autotune.errors import UserError
 from autotune.system.machine import processor_name
 from autotune.trial import workload
+from autotune.trial.failures import headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
-
-# The last one is for cuBLAS and cuDNN, whose workspaces torch does not allocate (CUBLAS_STATUS_ALLOC_FAILED).
-OOM_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory", "_status_alloc_failed")
 
 
 def complete(recorder: Recorder) -> NoReturn:
@@ -61,9 +59,8 @@ def _leave(status: int) -> NoReturn:
 
 def _classify(error: BaseException) -> tuple[Outcome, str]:
     text = str(error).strip()
-    lines = text.splitlines() or [""]
-    first = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in text.lower() for words in OOM_WORDS):
+    first = headline(text)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or means_out_of_memory(text, _free_share()):
         return Outcome.OOM, f"{type(error).__name__}: {first}"[:500]
     if isinstance(error, Diverged):
         return Outcome.DIVERGED, first
@@ -72,6 +69,15 @@ def _classify(error: BaseException) -> tuple[Outcome, str]:
     if isinstance(error, UserError):
         return Outcome.CRASHED, first
     return Outcome.CRASHED, f"{type(error).__name__}: {first}"[:500]
+
+
+def _free_share() -> float | None:
+    """Free share of this rank's GPU; None without one."""
+    with contextlib.suppress(Exception):  # CUDA may be what failed
+        if torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info()
+            return float(free / total)
+    return None
 
 
 def watch_memory(recorder: Recorder, request: TrialRequest) -> None:

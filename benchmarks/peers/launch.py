@@ -1,4 +1,4 @@
-"""Runs a training script as it is, with what a CPU needs; `--measure N` ends it after N optimizer steps and prints how long they took.
+"""Runs a training script as it is on a CPU; `--measure N` ends it after N optimizer steps and prints their times.
 
 `torchrun ... launch.py [--measure N] SCRIPT ARGS...`. A step is taken from one boundary to the next, everything between
 included: data, forward, backward, step. The script knows nothing of it, and no code of autotune's runs.
@@ -13,9 +13,8 @@ import time
 
 import deepspeed
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-    False  # compiled first, and its files in /dev/shm would stay for ever
-)
+# Compiled first, and its files in /dev/shm would stay for ever.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def measured(n_steps: int) -> None:
@@ -39,11 +38,8 @@ def measured(n_steps: int) -> None:
                 last = now
                 if len(times) == n_steps:
                     if deepspeed.comm.get_rank() == 0:
-                        print(
-                            "MEASURED",
-                            json.dumps({"times_s": times, "samples_per_step": engine.train_batch_size()}),
-                            flush=True,
-                        )
+                        said = {"times_s": times, "samples_per_step": engine.train_batch_size()}
+                        print("MEASURED", json.dumps(said), flush=True)
                     deepspeed.comm.barrier()
                     os._exit(0)  # the script would go on
             return result

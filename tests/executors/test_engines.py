@@ -1,4 +1,4 @@
-"""What every engine owes a trial on two machines: its end named for what it is, nothing left, and the same result as anywhere."""
+"""What every engine owes a trial on two machines: its end has a name, nothing is left, losses are as on one machine."""
 
 from __future__ import annotations
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from support.zoo import CLEAN, ENDS, MIB, End, Zoo, assert_nothing_left, build_locks, shared_memory, wait_until
 
-from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Status
 from autotune.executors.local import LocalExecutor
-from autotune.system import processes
 from autotune.system.machine import extensions_dir
-from autotune.trial.folder import TrialDir, read_record, result_in, write_record
+from autotune.trial.folder import read_record, result_in, write_record
 from autotune.trial.result import Exit, Outcome
 
 pytestmark = pytest.mark.process
@@ -67,23 +62,30 @@ def test_a_trial_in_a_used_folder_starts_from_nothing(zoo: Zoo) -> None:
     assert result.outcome is Outcome.COMPLETE and "dislikes" not in zoo.log(1)
 
 
-def test_a_rank_that_leaves_alone_with_status_0_is_named_not_its_peer(
-    zoo: Zoo, write_model: Callable[[str], Path]
+LEFT = "rank 1 exited with status 0 but wrote no result"
+RANK_1 = "if self.calls == 3 and os.environ['RANK'] == '1': "
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (RANK_1 + "os._exit(0)", LEFT),
+        # Nonsense in place of the report.
+        (RANK_1 + "open('{report}', 'wb').write(os.urandom(4096)); os._exit(0)", LEFT),
+        # It sounds like the echo of another failure, and rank 0 hangs until the agent kills it: that is no failure.
+        (
+            RANK_1
+            + "raise OSError('connection refused by the data server')\n        if self.calls == 3: time.sleep(60)",
+            "OSError: connection refused by the data server",
+        ),
+    ],
+)
+def test_the_rank_that_fails_is_named_and_not_its_peer(
+    zoo: Zoo, write_model: Callable[[str], Path], code: str, reason: str
 ) -> None:
-    leaving = "if self.calls == 3 and os.environ['RANK'] == '1': os._exit(0)"
-    result = zoo.run(write_model(in_forward(leaving)))
-    assert (result.outcome, result.failed_rank) == (Outcome.CRASHED, 1)
-    assert result.reason == "rank 1 exited with status 0 but wrote no result"
-
-
-def test_a_cause_that_sounds_like_an_echo_is_still_the_cause(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
-    """Rank 0 hangs, so that the agent kills it: no failure of rank 0 may be read into that."""
-    failing = """
-        if self.calls == 3 and os.environ['RANK'] == '1': raise OSError('connection refused by the data server')
-        if self.calls == 3: time.sleep(60)"""
-    result = zoo.run(write_model(in_forward(failing)))
-    assert (result.outcome, result.failed_rank) == (Outcome.CRASHED, 1)
-    assert result.reason == "OSError: connection refused by the data server"
+    report = zoo.root / "0001" / "rank-1.json"
+    result = zoo.run(write_model(in_forward(code.replace("{report}", str(report)))))
+    assert (result.outcome, result.failed_rank, result.reason) == (Outcome.CRASHED, 1, reason)
 
 
 def test_a_rank_killed_from_outside_is_named(zoo: Zoo, reference: list[float | None]) -> None:
@@ -112,19 +114,18 @@ def test_no_child_of_a_rank_outlives_the_trial(zoo: Zoo) -> None:
     swept = [int(line.split()[1]) for line in read_record(zoo.folder.exit, Exit).swept if line.startswith("process ")]
     assert len(swept) == 2
     assert not any(psutil.pid_exists(pid) for pid in swept)
-    assert not [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "a child of tests/models/children.py" in (p.info["cmdline"] or [])
-    ]
+    assert not with_argument("a child of tests/models/children.py")
+
+
+def with_argument(argument: str) -> list[psutil.Process]:
+    """Processes that were started with an argument."""
+    return [process for process in psutil.process_iter(["cmdline"]) if argument in (process.info["cmdline"] or [])]
 
 
 def test_a_daemon_that_hides_from_its_rank_outlives_no_trial(zoo: Zoo) -> None:
     assert zoo.run("daemon").outcome is Outcome.COMPLETE
     assert len([line for line in read_record(zoo.folder.exit, Exit).swept if line.startswith("process ")]) == 2
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if "a daemon of tests/models/daemon.py" in (p.info["cmdline"] or [])
-    ]
+    assert not with_argument("a daemon of tests/models/daemon.py")
 
 
 def test_a_fork_bomb_is_ended_with_its_reason_and_the_next_trial_is_clean(
@@ -150,19 +151,6 @@ def test_a_rank_that_closes_its_output_and_removes_its_folder_still_reports(
     assert zoo.folder.path == folder
     assert result.outcome is Outcome.COMPLETE, result.reason
     assert result_in(folder) == result
-
-
-def test_a_rank_that_writes_nonsense_in_place_of_its_report_has_none(
-    zoo: Zoo, write_model: Callable[[str], Path]
-) -> None:
-    report = zoo.root / "0001" / "rank-1.json"
-    writing = f"""
-        if self.calls == 3 and os.environ["RANK"] == "1":
-            open({str(report)!r}, "wb").write(os.urandom(4096))
-            os._exit(0)"""
-    result = zoo.run(write_model(in_forward(writing)))
-    assert (result.outcome, result.failed_rank) == (Outcome.CRASHED, 1)
-    assert result.reason == "rank 1 exited with status 0 but wrote no result"
 
 
 @pytest.mark.alone  # a trial of another worker would remove the files that bear the numbers of its own processes
@@ -271,139 +259,6 @@ def test_a_late_cancel_does_not_reach_the_next_trial(zoo: Zoo, reference: list[f
     assert zoo.executor._server is not None and zoo.executor._server.stdin is not None
     zoo.executor._server.stdin.write(b'{"cancel": true}\n')
     assert zoo.run("ok", **CLEAN).losses == reference
-
-
-def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    first, second = LocalExecutor([], tmp_path / "a.log"), LocalExecutor([], tmp_path / "b.log")
-    waited, entered = threading.Event(), threading.Event()
-
-    def take_a_turn() -> None:
-        with second.turn(waited.set):
-            entered.set()
-
-    thread = threading.Thread(target=take_a_turn, daemon=True)
-    with first.turn(lambda: None):
-        thread.start()
-        assert waited.wait(10)
-        assert not entered.is_set()
-    assert entered.wait(10)
-    thread.join()
-
-
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such interpreter >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    executor = LocalExecutor([], tmp_path / "server.log")
-    with pytest.raises(UserError, match=r"exit status 3\); see .*server.log: no such interpreter"):
-        executor.start()
-    executor.close()
-
-
-def test_a_sweep_ends_what_bears_the_mark_and_nothing_else() -> None:
-    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    marked = subprocess.Popen(command, env={**os.environ, processes.MARK: "one"}, start_new_session=True)
-    other = subprocess.Popen(command, env={**os.environ, processes.MARK: "another"})
-    try:
-        assert wait_until(lambda: marked.pid in processes.sweep("one"))
-        assert marked.wait(5) == -signal.SIGKILL
-        assert other.poll() is None
-    finally:
-        for process in (marked, other):
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Zoo]:
-    """An executor to be killed. A module that its server imports keeps a helper process, as some libraries do."""
-    (tmp_path / "keeps_a_helper.py").write_text(
-        "import subprocess, sys\nhelper = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    executor = LocalExecutor(["torch", "keeps_a_helper"], tmp_path / "server.log")
-    before = shared_memory()
-    yield Zoo(executor, tmp_path / "trials")
-    mark = executor.mark
-    executor.close()
-    assert marked(mark) == []
-    assert not shared_memory() - before
-
-
-def marked(mark: str) -> list[int]:
-    """Processes that an executor or its trials started."""
-    found = []
-    for pid in psutil.pids():
-        try:
-            if f"{processes.MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(own: Zoo) -> None:
-    assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
-    (helper,) = own.server.children(recursive=True)  # the module's process is not the trial's to end
-    mark = own.executor.mark
-
-    def kill_server() -> None:
-        if own.entered("measure"):
-            own.server.kill()
-
-    result = own.run("children", kill_server, budget_s=60.0, min_samples=10**9)
-    assert (result.outcome, result.reason) == (Outcome.LOST, "the process that watched the ranks died")
-    assert wait_until(lambda: not marked(mark) and not is_alive(helper))
-    assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
-    assert own.executor.mark != mark
-
-
-def test_a_server_killed_between_trials_is_replaced(own: Zoo) -> None:
-    own.run("ok", **CLEAN)
-    server = own.server
-    server.kill()
-    assert wait_until(lambda: not is_alive(server))
-    assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
-
-
-DRIVER = """
-import sys
-from pathlib import Path
-from autotune.executors import base
-from autotune.executors.local import LocalExecutor
-from autotune.trial.folder import read_record
-from autotune.trial.request import TrialRequest
-
-root = Path(sys.argv[1])
-executor = LocalExecutor(["torch"], root / "server.log")
-executor.start()
-print(executor.mark, flush=True)
-base.run(executor, root / "trial", read_record(root / "request.json", TrialRequest))
-"""
-
-
-def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
-    own = Zoo(LocalExecutor([], tmp_path / "unused.log"), tmp_path)
-    own.folder = TrialDir(tmp_path / "trial")
-    write_record(tmp_path / "request.json", own.request("children", budget_s=60.0, min_samples=10**9))
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    with driver.stdout:
-        mark = driver.stdout.readline().strip()
-        try:
-            assert wait_until(lambda: own.entered("measure"), 60)
-            assert len(marked(mark)) == 5  # the server, two ranks, and a child of each
-        finally:
-            driver.kill()
-            driver.wait()
-    assert wait_until(lambda: not marked(mark), 10)
 
 
 def in_forward(code: str) -> str:

@@ -53,23 +53,20 @@ def test_a_configuration_is_told_by_speed_arithmetic_memory_and_energy():
     assert row["startup_s"] == pytest.approx(2.0)
 
 
-def test_in_fp32_and_on_an_unknown_card_arithmetic_is_measured_against_a_matrix_product():
-    rates = MODEL["machine"]["flops"]
-    assert gpu_results.peak_flops(CARD, "fp32", rates) == 5e13
-    assert gpu_results.peak_flops("Some card", "bf16", rates) == 7e14
-    assert gpu_results.peak_flops("NVIDIA H100 PCIe", "bf16", rates) == 756e12
+@pytest.mark.parametrize(
+    ("card", "precision", "flops"),
+    [(CARD, "fp32", 5e13), ("Some card", "bf16", 7e14), ("NVIDIA H100 PCIe", "bf16", 756e12)],
+)
+def test_in_fp32_and_on_an_unknown_card_arithmetic_is_measured_against_a_matrix_product(card, precision, flops):
+    assert gpu_results.peak_flops(card, precision, MODEL["machine"]["flops"]) == flops
 
 
 def test_forecasts_are_scored_by_error_interval_and_order():
     rows = [measured(0.1, 100), measured(0.2, 200, time_off=1.3), measured(0.4, 400, time_off=0.8), measured(0.3, 300)]
     found = gpu_results.figures([MODEL, SYSTEM, *rows])["models"]["gpt-125m"]["forecast"]["before"]
-    assert (
-        found["peak_memory_bytes"]["error_median"] == pytest.approx(0.05)
-        and found["peak_memory_bytes"]["interval_90_holds"] == 1
-    )
-    assert (
-        found["step_time_s"]["error_median"] == pytest.approx(0.1) and found["step_time_s"]["interval_90_holds"] == 0.5
-    )
+    memory, time = found["peak_memory_bytes"], found["step_time_s"]
+    assert memory["error_median"] == pytest.approx(0.05) and memory["interval_90_holds"] == 1
+    assert time["error_median"] == pytest.approx(0.1) and time["interval_90_holds"] == 0.5
     assert found["step_time_kendall_tau"] == pytest.approx(1.0) and found["n"] == 4
 
 
@@ -78,38 +75,31 @@ def test_a_limit_that_was_promised_and_did_not_run_is_told():
         "part": "limits", "model": "gpt-125m", "card": "24 GB", "candidate": {}, "surely_fits": 20, "likely_fits": 24, "ran": 22,
         "out_of_memory": 23, "outcomes": ["complete", "oom"], "cap_bytes": 1,
     }  # fmt: skip
-    assert gpu_results.limit(row)["what_surely_fits_ran"] and gpu_results.limit(row)["left_unused"] == pytest.approx(
-        2 / 22
-    )
+    found = gpu_results.limit(row)
+    assert found["what_surely_fits_ran"] and found["left_unused"] == pytest.approx(2 / 22)
     assert not gpu_results.limit({**row, "surely_fits": 23})["what_surely_fits_ran"]
 
 
 def test_a_search_is_told_by_when_it_was_near_its_best():
+    ends = [(0.2, "complete"), (0.101, "complete"), (None, "oom"), (0.1, "complete")]
+    same = {"part": "search trial", "samples_per_step": 8, "wall_s": 2.0}
     trials = [
-        {
-            "part": "search trial", "trial": f"{n:04d}", "outcome": outcome, "step_time_s": seconds, "samples_per_step": 8, "wall_s": 2.0,
-            "ended_s": 3.0 * n,
-        }
-        for n, (seconds, outcome) in enumerate([(0.2, "complete"), (0.101, "complete"), (None, "oom"), (0.1, "complete")])
-    ]  # fmt: skip
-    found = gpu_results.figures(
-        [MODEL, SYSTEM, *trials, {"part": "search", "exit_status": 0, "wall_s": 20.0, "trials_s": 8.0}]
-    )["search"]
+        {**same, "trial": f"{n:04d}", "outcome": outcome, "step_time_s": seconds, "ended_s": 3.0 * n}
+        for n, (seconds, outcome) in enumerate(ends)
+    ]
+    end = {"part": "search", "exit_status": 0, "wall_s": 20.0, "trials_s": 8.0}
+    found = gpu_results.figures([MODEL, SYSTEM, *trials, end])["search"]
     assert found["best_over_baseline"] == pytest.approx(2) and found["outcomes"] == {"complete": 3, "oom": 1}
     assert (found["near_best_after_trials"], found["near_best_after_s"]) == (2, 3.0)
     assert found["beyond_its_trials_s"] == pytest.approx(3.0)
 
 
 def test_what_was_cut_short_says_so_and_keeps_what_there_is(tmp_path):
-    lines = [
-        json.dumps(line)
-        for line in (MODEL, SYSTEM, measured(0.1, 100), {"part": "limits", "error": "not run", "card": "80 GB"})
-    ]
-    (tmp_path / "results.jsonl").write_text("\n".join(lines) + '\n{"part": "sea')
+    lines = [MODEL, SYSTEM, measured(0.1, 100), {"part": "limits", "error": "not run", "card": "80 GB"}]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"part": "sea')
     found = gpu_results.figures(gpu_results.read(tmp_path))
-    assert (
-        len(found["models"]["gpt-125m"]["configurations"]) == 1 and found["search"] is None and found["honesty"] is None
-    )
+    assert len(found["models"]["gpt-125m"]["configurations"]) == 1
+    assert found["search"] is None and found["honesty"] is None
     assert found["not_run"] == ["limits: not run", "the call was ended before its last part"]
 
 
@@ -127,9 +117,8 @@ def test_energy_is_read_between_two_instants():
             time.sleep(0.01)
         times = list(meter.times)
         assert meter.between(times[1], times[5]) == pytest.approx(40)
-        assert meter.between((times[1] + times[2]) / 2, times[2]) == pytest.approx(
-            5, abs=0.05
-        )  # clocks count in quarters of a microsecond
+        # Clocks count in quarters of a microsecond.
+        assert meter.between((times[1] + times[2]) / 2, times[2]) == pytest.approx(5, abs=0.05)
         assert meter.between(times[0] - 1, times[2]) is None
     finally:
         meter.close()
@@ -155,7 +144,7 @@ def test_the_dry_run_goes_through_every_part(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = gpu_results.read(out)
     said_errors = {row["part"]: row["error"] for row in rows if row.get("error")}
-    assert set(said_errors) == {"ops"}, said_errors
+    assert not said_errors
     found = json.loads((out / "analysed" / "gpu-dry-run.json").read_text())
     tiny = found["models"]["gpt-tiny"]
     assert len(tiny["configurations"]) >= 4 and tiny["forecast"]["before"]["n"] >= 4
@@ -165,7 +154,5 @@ def test_the_dry_run_goes_through_every_part(tmp_path):
     capped = [row for row in found["limits"] if "ran" in row]
     assert len(capped) == 2 and any("oom" in row["outcomes"] for row in capped), capped
     assert found["outcomes"].get("illegal", 0) <= 1 and not found["crashes"]  # most CPUs refuse fp16
-    study = out / "analysed" / "studies" / "dry-run-gpt-tiny"
-    assert {"study.yaml", "model.py", "recommended.json", "front.json", "README.md"} <= {
-        path.name for path in study.iterdir()
-    }
+    names = {path.name for path in (out / "analysed" / "studies" / "dry-run-gpt-tiny").iterdir()}
+    assert {"study.yaml", "model.py", "recommended.json", "front.json", "README.md"} <= names

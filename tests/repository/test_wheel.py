@@ -37,24 +37,12 @@ def outside(wheel, tmp_path_factory):
     """Runs a program of the installed wheel, beside what is installed here, in a folder of its own."""
     pytest.importorskip("pip", reason="pip, which installs the wheel, is not installed here")
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("elsewhere")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-compile",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
+    flags = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(site)]
+    command = [sys.executable, "-m", "pip", "install", *flags, str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"} | {
-        "PYTHONPATH": str(site)
-    }
+    environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
+    environment["PYTHONPATH"] = str(site)
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         if command[0] == "autotune":
@@ -85,14 +73,10 @@ def test_it_carries_every_file_of_the_package_and_the_presets_and_nothing_else(w
     for kind in ("search_spaces", "objectives"):
         expected |= {f"autotune/study/spec/_presets/{kind}/{name}" for name in files(ROOT / kind)}
     assert names == expected
-    assert {
-        "autotune/py.typed",
-        "autotune/report/page/page.js",
-        "autotune/report/page/page.css",
-        "autotune/report/page/assets/plotly-basic.min.js",
-        "autotune/report/page/templates/report.html",
-        "autotune/cli/_templates/study.yaml",
-    } <= names
+    page = {
+        f"report/page/{name}" for name in ("page.js", "page.css", "assets/plotly-basic.min.js", "templates/report.html")
+    }
+    assert {f"autotune/{name}" for name in {"py.typed", "cli/_templates/study.yaml", *page}} <= names
 
 
 def test_its_commands_find_presets_and_templates(outside):

@@ -1,4 +1,4 @@
-"""Plans and measures the scripts of `models/scripts/` in real ranks; each is probed once for all tests of a module."""
+"""Plans and measures the training scripts in `models/scripts/` in real ranks; each is probed once for all tests."""
 
 from __future__ import annotations
 
@@ -89,11 +89,9 @@ def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "PRINT_LOSSES": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-        "OMP_NUM_THREADS": threads,
-    }  # fmt: skip
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    cpu = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "OMP_NUM_THREADS": threads}
+    environment = os.environ | there | cpu | {"PRINT_LOSSES": "1"}
     command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}
     ranked = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

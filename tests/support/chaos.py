@@ -1,6 +1,6 @@
-"""Random kills in the middle of real small studies; after each study it is looked whether anything was lost, doubled or left behind.
+"""Kills processes at random in small real studies, and checks that nothing is lost, doubled or left behind.
 
-`python tests/support/chaos.py [--kills 200] [--seed 0] [--minutes 60] [--first 0] [--only N] [--keep]`. Struck are the
+`python tests/support/chaos.py [--kills 200] [--seed 0] [--minutes 60] [--only N] [--keep]`. Struck are the
 driver (SIGKILL, Ctrl-C or SIGTERM), the warm server, single ranks, the database (PostgreSQL killed and started again;
 an SQLite file removed), the dashboard, and the scheduler with or without the re-tuning that it began. A study takes up
 to four kills; `--only N` plays the study of kill N again, up to that kill. Which process is struck, and when, follows
@@ -37,7 +37,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import psutil
 import sqlalchemy
-from common import RESULTS, write
+from common import write
 from optuna.trial import TrialState
 
 from autotune.space.candidate import CANDIDATE_ATTR
@@ -162,10 +162,8 @@ class Play:
         found, wanted = [], f"{MARK}={self.mark}".encode()
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
-                if (
-                    wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    and psutil.Process(pid).status() != "zombie"
-                ):
+                marked = wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if marked and psutil.Process(pid).status() != "zombie":
                     found.append(pid)
         return found
 
@@ -222,9 +220,7 @@ class Play:
             status = self.ended(driver)
             polite = kill.signal != "KILL" and not kill.early  # who has hardly begun need not say much
             if polite and status not in (STATUS[kill.signal], 0):
-                raise Broken(
-                    f"SIG{kill.signal} ended the driver with status {status}, not {STATUS[kill.signal]}: {self.last_words()}"
-                )
+                raise Broken(f"SIG{kill.signal} ended the driver with status {status}: {self.last_words()}")
             if polite and status and "To go on" not in self.last_words() and "nothing to keep" not in self.last_words():
                 raise Broken(f"after SIG{kill.signal} the driver does not say how to go on: {self.last_words()}")
             self.over_and_done = status == 0
@@ -233,9 +229,8 @@ class Play:
         if kill.victim in ("server", "rank"):
             found = below(driver.pid)
             if kill.victim == "rank":
-                self.until(
-                    lambda: not found or not found[0].is_running() or bool(below(found[0].pid)), "a rank runs", 20
-                )
+                there = lambda: not found or not found[0].is_running() or bool(below(found[0].pid))  # noqa: E731
+                self.until(there, "a rank runs", 20)
                 found = below(found[0].pid) if found else []
             if not found:
                 return f"no {kill.victim} was there"
@@ -316,12 +311,8 @@ class Play:
     def refused(self, status: int) -> None:
         """Accepts the end of a run only where something was struck that it cannot do without, and only in a sentence."""
         said = self.said()[self.said_from :]
-        if (
-            status not in (1, 2)
-            or "Traceback" in said
-            or not self.last_words().startswith("autotune: ")
-            or not sum(self.struck.values())
-        ):
+        in_words = "Traceback" not in said and self.last_words().startswith("autotune: ")
+        if status not in (1, 2) or not in_words or not sum(self.struck.values()):
             raise Broken(f"the run ended with status {status}: {said[-1500:]}")
 
     def said(self) -> str:
@@ -337,9 +328,8 @@ class Play:
             if self.over_and_done:
                 return
             status = self.ended(self.run())
-            self.over_and_done = status == 0 or (
-                status == 1 and self.struck["rank"] > 0
-            )  # the baseline's rank may have been struck
+            # The baseline's rank may have been struck.
+            self.over_and_done = status == 0 or (status == 1 and self.struck["rank"] > 0)
             if not self.over_and_done:
                 self.refused(status)
         if not self.over_and_done:
@@ -388,9 +378,8 @@ class Play:
         storage.engine.dispose()
         for name, holds in facts.items():
             if not holds:
-                raise Broken(
-                    f"{name}: told {keys}, trials {[(t.number, t.state.name) for t in trials]}, files {broken_files(self.study)}"
-                )
+                states = [(t.number, t.state.name) for t in trials]
+                raise Broken(f"{name}: told {keys}, trials {states}, files {broken_files(self.study)}")
         return {"told": len(told), "run_again": len(lost)}
 
     def kept(self, storage: Any) -> list[int]:
@@ -399,15 +388,14 @@ class Play:
         return sorted(row["trial"] for row in own if row["outcome"] != "lost")
 
     def has_result(self, told: Any) -> bool:
-        if records.told_data(told)["reason"].startswith("twice: "):  # whoever ran it was killed twice, so it has none
+        if records.told_data(told)["reason"].startswith("twice: "):  # its server was killed twice, so it has none
             return True
         result = result_in(records.trial_path(self.study, told.number))
         return result is not None and result.candidate == records.told_candidate(told).values()
 
     def left_in_shared_memory(self) -> set[str]:
-        return {
-            name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "nccl-", "deepspeed"))
-        } - self.shared
+        prefixes = ("torch_", "psm_", "sem.", "nccl-", "deepspeed")
+        return {name for name in os.listdir("/dev/shm") if name.startswith(prefixes)} - self.shared
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -499,10 +487,7 @@ def databases() -> Iterator[postgres.Postgres | None]:
     """A private PostgreSQL, where one is installed."""
     programs = postgres.binaries()
     if programs is None:
-        print(
-            "PostgreSQL is not installed (on Debian: apt-get install postgresql); all studies are in SQLite",
-            file=sys.stderr,
-        )
+        print("PostgreSQL is not installed, so all studies are in SQLite", file=sys.stderr)
         yield None
     else:
         with postgres.running(programs, durable=True) as server:
@@ -514,22 +499,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="strikes in all, those that came too late not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="no further study is begun after so long")
-    parser.add_argument(
-        "--first", type=int, default=0, help="begin with the study of this kill; what an earlier part wrote is kept"
-    )
-    parser.add_argument(
-        "--only", type=int, default=None, help="play the study of this kill, up to it, and write nothing"
-    )
+    parser.add_argument("--only", type=int, help="play the study of this kill, up to it, and write nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folders")
     options = parser.parse_args()
     began, rows, studies = time.monotonic(), list[dict[str, Any]](), list[dict[str, Any]]()
-    if options.first:
-        earlier = json.loads((RESULTS / "chaos.json").read_text())
-        if earlier["seed"] != options.seed:
-            parser.error(f"--first goes on with what was written for seed {earlier['seed']}")
-        kept = [row for row in earlier["rows"] if row["number"] < options.first]
-        rows, studies = kept, [each for each in earlier["studies"] if each["study"] < options.first // KILLS_A_STUDY]
-    number = (options.first if options.only is None else options.only) // KILLS_A_STUDY
+    number = (options.only or 0) // KILLS_A_STUDY
     with databases() as server:
         backends = ["sqlite", "postgresql"] if server is not None else ["sqlite"]
         while n_struck(rows) < options.kills and time.monotonic() - began < 60 * options.minutes:
@@ -547,22 +521,17 @@ def main() -> int:
                 return 1
             for kill in struck:
                 rows.append({"database": backend, **asdict(kill)})
-                print(
-                    f"{kill.number:>4}  {backend:<10}  {kill.victim:<9}  {kill.signal:<4}  {kill.after_s:>5.2f} s  {kill.outcome}",
-                    flush=True,
-                )
-            studies.append(
-                {"study": number, "database": backend, "wall_s": round(time.monotonic() - start, 1), **found}
-            )
+                words = f"{kill.number:>4}  {backend:<10}  {kill.victim:<9}  {kill.signal:<4}  {kill.after_s:>5.2f} s"
+                print(f"{words}  {kill.outcome}", flush=True)
+            wall_s = round(time.monotonic() - start, 1)
+            studies.append({"study": number, "database": backend, "wall_s": wall_s, **found})
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
             number += 1
             if options.only is not None:
                 return 0
-    write(
-        "chaos",
-        {"seed": options.seed, "struck": n_struck(rows), **table(rows, studies), "studies": studies, "rows": rows},
-    )
+    found = {"seed": options.seed, "struck": n_struck(rows), **table(rows, studies)}
+    write("chaos", found | {"studies": studies, "rows": rows})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Real engines on the loopback of this machine, for one test session; each is stopped by the numbers of its processes."""
+"""Starts real engines on the loopback of this machine for a test session; stops each by the IDs of its processes."""
 
 from __future__ import annotations
 

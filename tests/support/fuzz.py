@@ -1,4 +1,4 @@
-"""Readers of what a person writes, under a coverage-guided fuzzer: each input ends in plain data or a `UserError` of one line.
+"""Fuzzes the readers of user input, guided by coverage: each input ends in plain data or a `UserError` of one line.
 
     pip install atheris
     python tests/support/fuzz.py --seconds 60
@@ -113,29 +113,14 @@ def main() -> int:
     found = {}
     for name in [asked.reader] if asked.reader else list(readers()):
         into = Path(tempfile.mkdtemp(prefix=f"autotune-fuzz-{name}-"))
-        command = [
-            sys.executable,
-            __file__,
-            name,
-            "--seconds",
-            str(asked.seconds),
-            "--seed",
-            str(asked.seed),
-            "--into",
-            str(into),
-        ]
+        command = [sys.executable, __file__, name, "--seconds", str(asked.seconds), "--seed", str(asked.seed)]
+        command += ["--into", str(into)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         runs = re.findall(r"^#(\d+)\s|Done (\d+) runs", done.stderr, re.MULTILINE)
         kept = sorted(path.name for path in into.iterdir() if path.name != "dictionary")
-        found[name] = {
-            "executions": max((int(a or b) for a, b in runs), default=0),
-            "seconds": asked.seconds,
-            "broke": len(kept),
-        }
-        print(
-            f"{name:<8} {found[name]['executions']:>9,} inputs" + (f"  BROKE: {into}/{kept[0]}" if kept else ""),
-            flush=True,
-        )
+        executions = max((int(a or b) for a, b in runs), default=0)
+        found[name] = {"executions": executions, "seconds": asked.seconds, "broke": len(kept)}
+        print(f"{name:<8} {executions:>9,} inputs" + (f"  BROKE: {into}/{kept[0]}" if kept else ""), flush=True)
         if kept or done.returncode:
             print("\n".join(done.stderr.splitlines()[-25:]), file=sys.stderr)
         else:

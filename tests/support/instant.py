@@ -157,7 +157,7 @@ SPACE = {
 
 def spec_of(**changes: Any) -> StudySpec:
     """A study of `ok.py` on a space of 32 candidates."""
-    given = {
+    few = {
         "name": "s",
         "space": [SPACE],
         "trials": 6,
@@ -165,8 +165,8 @@ def spec_of(**changes: Any) -> StudySpec:
         "repeats": 1,
         "sampler": "random",
         "branch": False,
-    } | changes
-    return StudySpec.of(MODELS / "ok.py", given)
+    }
+    return StudySpec.of(MODELS / "ok.py", few | changes)
 
 
 def plan_of(spec: StudySpec, *, baseline: Candidate | None = None, **setting: Any) -> Plan:

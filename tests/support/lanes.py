@@ -1,4 +1,4 @@
-"""The three lanes of the tests: `unit` starts no process, `process` starts trials or commands, `system` needs services of the machine.
+"""The three lanes of the tests: `unit` (no process), `process` (trials and commands), `system` (services, minutes).
 
 A test is in the lane that it or its module is marked with; a test without a mark is a unit test. A unit test that starts a
 process fails. What a worker of pytest-xdist shares with the others is kept apart here.

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for tests: Debian's, in a temporary folder, on loopback, as an unprivileged user, stopped by its number."""
+"""Starts a PostgreSQL server for tests: in a temporary folder, on loopback, as an unprivileged user."""
 
 from __future__ import annotations
 

@@ -1,0 +1,156 @@
+"""The warm server of the local engine: its start, its turns, and its trials when it or its driver is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.zoo import CLEAN, Zoo, shared_memory, wait_until
+
+from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
+from autotune.system import processes
+from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.result import Outcome
+
+pytestmark = pytest.mark.process
+
+
+def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    first, second = LocalExecutor([], tmp_path / "a.log"), LocalExecutor([], tmp_path / "b.log")
+    waited, entered = threading.Event(), threading.Event()
+
+    def take_a_turn() -> None:
+        with second.turn(waited.set):
+            entered.set()
+
+    thread = threading.Thread(target=take_a_turn, daemon=True)
+    with first.turn(lambda: None):
+        thread.start()
+        assert waited.wait(10)
+        assert not entered.is_set()
+    assert entered.wait(10)
+    thread.join()
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such interpreter >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    executor = LocalExecutor([], tmp_path / "server.log")
+    with pytest.raises(UserError, match=r"exit status 3\); see .*server.log: no such interpreter"):
+        executor.start()
+    executor.close()
+
+
+def test_a_sweep_ends_what_bears_the_mark_and_nothing_else() -> None:
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    marked = subprocess.Popen(command, env={**os.environ, processes.MARK: "one"}, start_new_session=True)
+    other = subprocess.Popen(command, env={**os.environ, processes.MARK: "another"})
+    try:
+        assert wait_until(lambda: marked.pid in processes.sweep("one"))
+        assert marked.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (marked, other):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Zoo]:
+    """An executor to be killed. A module that its server imports keeps a helper process, as some libraries do."""
+    (tmp_path / "keeps_a_helper.py").write_text(
+        "import subprocess, sys\nhelper = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    executor = LocalExecutor(["torch", "keeps_a_helper"], tmp_path / "server.log")
+    before = shared_memory()
+    yield Zoo(executor, tmp_path / "trials")
+    mark = executor.mark
+    executor.close()
+    assert marked(mark) == []
+    assert not shared_memory() - before
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that an executor or its trials started."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            if f"{processes.MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(own: Zoo) -> None:
+    assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
+    (helper,) = own.server.children(recursive=True)  # the module's process is not the trial's to end
+    mark = own.executor.mark
+
+    def kill_server() -> None:
+        if own.entered("measure"):
+            own.server.kill()
+
+    result = own.run("children", kill_server, budget_s=60.0, min_samples=10**9)
+    assert (result.outcome, result.reason) == (Outcome.LOST, "the process that watched the ranks died")
+    assert wait_until(lambda: not marked(mark) and not is_alive(helper))
+    assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
+    assert own.executor.mark != mark
+
+
+def test_a_server_killed_between_trials_is_replaced(own: Zoo) -> None:
+    own.run("ok", **CLEAN)
+    server = own.server
+    server.kill()
+    assert wait_until(lambda: not is_alive(server))
+    assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.trial.folder import read_record
+from autotune.trial.request import TrialRequest
+
+root = Path(sys.argv[1])
+executor = LocalExecutor(["torch"], root / "server.log")
+executor.start()
+print(executor.mark, flush=True)
+base.run(executor, root / "trial", read_record(root / "request.json", TrialRequest))
+"""
+
+
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
+    own = Zoo(LocalExecutor([], tmp_path / "unused.log"), tmp_path)
+    own.folder = TrialDir(tmp_path / "trial")
+    write_record(tmp_path / "request.json", own.request("children", budget_s=60.0, min_samples=10**9))
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    with driver.stdout:
+        mark = driver.stdout.readline().strip()
+        try:
+            assert wait_until(lambda: own.entered("measure"), 60)
+            assert len(marked(mark)) == 5  # the server, two ranks, and a child of each
+        finally:
+            driver.kill()
+            driver.wait()
+    assert wait_until(lambda: not marked(mark), 10)

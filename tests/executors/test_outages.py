@@ -1,0 +1,188 @@
+"""What an engine does to a trial is no observation of its configuration: machines that go away, or cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.instant import Instant, report, runner_of
+
+from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.base import MachinesGone, Status, no_turn
+from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
+from autotune.executors.node_agent import Spool
+from autotune.executors.ssh import Hosts
+from autotune.space.candidate import Candidate
+from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Exit, Outcome
+
+REQUEST = TrialRequest(target="model.py", candidate=Candidate(micro_batch_size=1).values())
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "RETRY_S", (0.01, 0.02))
+    monkeypatch.setattr(base, "TICK_S", 0.0)
+    for name in ("LOOK_S", "ASK_S"):
+        monkeypatch.setattr(f"autotune.executors.cluster.{name}", 0.0)
+
+
+class Machines:
+    """An engine whose jobs go through stated states; a job that is `running` to its end completes the trial."""
+
+    name, hold, turn = "stand-in", True, staticmethod(no_turn)
+
+    def __init__(self, *jobs: str | list[Status], patience_s: float = 10.0) -> None:
+        self.jobs, self.options = list(jobs), {"patience": str(patience_s)}
+        self.spool, self.launched = Spool(Path()), 0
+
+    def check(self, nodes: int) -> None:
+        """Does nothing."""
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        self.launched += 1
+        job = self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
+        if isinstance(job, str):
+            raise Refused(job)
+        self.spool, self.states = spool, list(job)
+        return str(self.launched)
+
+    def standing(self, job: str) -> JobState:
+        status = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        (order,) = self.spool.ordered() or [{}]
+        if status is Status.RUNNING and order:
+            folder = TrialDir(Path(order["run"]))
+            write_record(folder.node(0), {})
+            if self.states == [Status.RUNNING]:
+                write_record(folder.report(0), report(Candidate(micro_batch_size=1)))
+                write_record(folder.exit, Exit(codes={0: 0}))
+        return JobState(status, f"the job is {status}")
+
+    def end(self, job: str) -> None:
+        """Does nothing."""
+
+    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
+        """Does nothing."""
+
+
+def executor_on(engine: Machines, folder: Path) -> ClusterExecutor:
+    return ClusterExecutor(engine, folder / "agents", settings_for([], {}, 1.0), 1)
+
+
+RUNS, TAKEN = [Status.RUNNING] * 3, [Status.RUNNING, Status.RUNNING, Status.TAKEN]
+
+
+@pytest.mark.parametrize(
+    "jobs", [[TAKEN, RUNS], [TAKEN, TAKEN, TAKEN, RUNS], [TAKEN, "the cluster has 1", "the cluster has 1", RUNS]]
+)
+def test_a_trial_whose_machines_go_away_runs_again_when_they_are_back(jobs, tmp_path):
+    engine = Machines(*jobs)
+    result = base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST)
+    assert result.outcome is Outcome.COMPLETE and engine.launched == len(jobs)
+
+
+def test_machines_that_stay_away_stop_the_study_with_a_way_on(tmp_path):
+    engine = Machines(TAKEN, "the cluster has 1", patience_s=0.1)
+    ticks = []
+    with pytest.raises(MachinesGone, match="stand-in: the cluster has 1; the same command continues the study"):
+        base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST, lambda: ticks.append(1))
+    assert engine.launched > 2 and len(ticks) > 2
+    assert not TrialDir(tmp_path / "0").result.exists()
+
+
+def test_machines_that_go_away_in_every_attempt_stop_the_study(tmp_path):
+    engine = Machines(TAKEN)
+    with pytest.raises(MachinesGone, match="the job is taken"):
+        base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST)
+    assert engine.launched == base.MAX_OUTAGES
+
+
+@pytest.mark.parametrize("job", ["3 machines are needed, and the cluster has 1", [Status.REFUSED]])
+def test_what_never_fits_refuses_the_study_before_its_first_trial(job, tmp_path):
+    with pytest.raises(UserError) as refused:
+        base.run(executor_on(Machines(job), tmp_path), tmp_path / "0", REQUEST)
+    assert not isinstance(refused.value, MachinesGone)
+
+
+def test_an_agent_that_dies_by_itself_is_a_lost_trial(tmp_path):
+    engine = Machines([Status.RUNNING, Status.RUNNING, Status.LOST])
+    assert base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST).outcome is Outcome.LOST
+
+
+class Outage(Instant):
+    """Takes the machines of the trials with these numbers away for good, once each."""
+
+    patience_s = 0.0
+    reason = "slurm: job 7 ended as NODE_FAIL (a node failed)"
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.n = set(numbers), -1
+        self.status = Status.EXITED
+
+    def submit(self, folder: TrialDir) -> Instant:
+        if not read_record(folder.request, TrialRequest).noise:
+            self.n += 1
+        self.status = Status.TAKEN if self.n in self.numbers else Status.EXITED
+        self.numbers.discard(self.n)
+        return self if self.status is Status.TAKEN else super().submit(folder)
+
+    def poll(self) -> Status:
+        return self.status
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_outage_is_booked_against_no_configuration_and_the_study_resumes(number, tmp_path):
+    with pytest.raises(MachinesGone, match="NODE_FAIL"):
+        runner_of(tmp_path, Outage(number), trials=4, finalists=0).run()
+    runner = runner_of(tmp_path, Instant(), trials=4, finalists=0)
+    runner.run()
+    assert [each.outcome for each in runner.measured()] == [Outcome.COMPLETE] * 4
+
+
+def test_a_host_that_was_never_reached_refuses_and_one_that_is_lost_does_not(tmp_path):
+    class Connection:
+        returncode = None
+
+        def poll(self) -> int | None:
+            return self.returncode
+
+    hosts, spool, connection = Hosts({}, ["a"]), Spool(tmp_path), Connection()
+    hosts._running["job"] = spool, [connection]  # type: ignore[list-item]
+    connection.returncode = 255
+    assert hosts.standing("job").status is Status.REFUSED
+    connection.returncode = None
+    write_record(spool.node(0), {"host": "a"})
+    assert hosts.standing("job").status is Status.RUNNING
+    for code, status in ((255, Status.TAKEN), (-9, Status.TAKEN), (1, Status.LOST)):
+        connection.returncode = code
+        assert hosts.standing("job").status is status
+
+
+def test_a_driver_that_is_killed_twice_in_a_trial_marks_no_configuration(tmp_path, monkeypatch):
+    # An interrupted run leaves its trial as a driver that is killed does.
+    monkeypatch.setattr("autotune.study.runner.Runner._give_back", lambda *_: None)
+    ran = []
+    for _ in range(3):
+        executor = Instant()
+        executor.stop_at = 0 if ran else 2
+        with pytest.raises(KeyboardInterrupt):
+            runner_of(tmp_path, executor, trials=5, finalists=0).run()
+        ran.append(executor.ran[-1])
+    assert ran[0] == ran[1] == ran[2]
+    runner = runner_of(tmp_path, Instant(), trials=5, finalists=0)
+    runner.run()
+    assert [each.outcome for each in runner.measured()] == [Outcome.COMPLETE] * 5
+
+
+def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path):
+    folder = TrialDir(tmp_path)
+    write_record(folder.exit, Exit(codes={0: -6}, first_failed=0))
+    folder.log(0).write_text(
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+    )
+    assert base.conclude(folder, REQUEST).outcome is Outcome.OOM
+    folder.log(0).write_text("terminate called after throwing an instance of 'std::logic_error'\n")
+    assert base.conclude(folder, REQUEST).outcome is Outcome.CRASHED

@@ -115,7 +115,7 @@ def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_t
     assert {"study.yaml", "recommended.json", "front.json", "ds_config.json", "README.md", "report.html"} <= names
     ran = list(engine.ran)
     overrides = {key: value for key, value in SETTINGS.items() if key != "history"}
-    assert run_command.run(str(TARGET), overrides, fresh=False, as_json=True, learn=False) == 0
+    assert run_command.run(str(TARGET), overrides, as_json=True, no_history=True) == 0
     said = json.loads(capsys.readouterr().out)
     assert {name: pick["trial"] for name, pick in said["picks"].items()} == {
         name: pick.trial for name, pick in tuned.picks.items()
@@ -171,7 +171,7 @@ def test_as_text_it_is_the_answer_and_in_a_notebook_one_line(tuned):
 
 @pytest.mark.process
 def test_a_pick_is_exported_as_the_command_does(tuned, tmp_path, capsys):
-    answer.export("s", None, 2, "hf-args", None, None)
+    answer.export("s", trial=2, form="hf-args")
     printed = capsys.readouterr()
     exported = autotune.export("s", trial=2, format="hf-args")
     assert (

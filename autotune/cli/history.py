@@ -1,4 +1,4 @@
-"""`autotune history` and `autotune delete`: print what the database holds of studies, and remove a study."""
+"""The commands `history` and `delete`: print the database's rows of studies, and remove a study."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
 from autotune.errors import UserError
 from autotune.retune import schedule
 from autotune.session import STUDIES, open_history, open_study
@@ -18,8 +22,19 @@ from autotune.study.storage.history import History, Row
 from autotune.system.files import shown
 
 
-def history(study: str | None, storage: str | None, what: str, limit: int, *, as_json: bool) -> None:
-    """Print measurements, recommendations or decisions, of one study or all (`autotune history`)."""
+def history(
+    study: OnlyStudy = None,
+    what: Annotated[
+        str, typer.Option("--what", metavar="KIND", help="measurements, recommendations or decisions.")
+    ] = "decisions",
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="How many, newest first.")
+    ] = 50,
+    storage: Storage = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Print measurements, recommendations or decisions, of one study or all."""
     known = open_history(storage or records.default_url(STUDIES))
     known.drop_orphans()
     rows: Sequence[Row]
@@ -41,8 +56,13 @@ def history(study: str | None, storage: str | None, what: str, limit: int, *, as
         print(f"no {what} yet", file=sys.stderr)
 
 
-def delete(study: str, storage: str | None, *, yes: bool) -> None:
-    """Remove a study, its re-tunings, schedules and history; its small files stay (`autotune delete`)."""
+def delete(
+    study: StudyName,
+    storage: Storage = None,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm it.")] = False,
+) -> None:
+    """Remove a study, its re-tunings, schedules and history; its small files stay."""
     opened = open_study(study, storage)
     folder, storage_ = opened.folder, opened.storage
     if study not in records.study_names(storage_):

@@ -1,4 +1,4 @@
-"""`autotune probe`: the rates that this machine reaches with a number of ranks, measured once and kept."""
+"""The command `probe`: the rates that this machine reaches with a number of ranks, measured once and kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
@@ -27,20 +31,19 @@ DEFAULT_RANKS = 2
 SHOWN_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 
-def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool) -> int:
-    """Measures this machine, or says what was measured before.
-
-    Args:
-        target: A `model.py` whose data is drawn too.
-        ranks: Ranks that share the machine; by default one for each GPU, else two.
-        again: Measure even where an earlier probe is kept.
-        as_json: Print JSON.
-
-    Returns:
-        Exit status 0.
+def probe(
+    target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")
+    ] = None,
+    *,
+    again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the rates of this machine, measured now or kept from an earlier probe.
 
     Raises:
-        UserError: It could not be measured, and why.
+        UserError: The machine could not be measured, and why.
     """
     world_size = ranks if ranks is not None else _usual_ranks()
     if world_size < 1:
@@ -62,17 +65,16 @@ def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool)
         print(json.dumps({**asdict(found), "ranks": world_size, "kept": kept}, indent=1))
     else:
         print("\n".join(lines(found, kept=kept)))
-    return 0
 
 
 def _usual_ranks() -> int:
-    """One for each GPU, as far as that is to be seen without their libraries; two on a CPU."""
+    """One rank for each GPU device file; two on a CPU."""
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
     return max(1, len(devices)) if has_cuda_device() else DEFAULT_RANKS
 
 
 def measure(target: Path | None, world_size: int) -> Probe:
-    """Probes the machine in that many ranks.
+    """Probe the machine with a number of ranks.
 
     Raises:
         UserError: The ranks failed, and why.

@@ -9,12 +9,10 @@ from html import unescape
 
 import plotly.graph_objects as go
 import pytest
-import typer.main
 from rich.console import Console
 from support.commands import autotune, one_sentence
 
-from autotune.cli import scale as scale_command
-from autotune.cli.app import app
+from autotune.cli.app import imported
 from autotune.cli.scale import equal_threads, measure, rank_counts
 from autotune.errors import UserError
 from autotune.report.page import scaling as page
@@ -161,12 +159,9 @@ def test_the_picture_holds_every_panel_on_axes_of_its_own():
     assert [note.text for note in picture.layout.annotations] == [f"{panel.title} ({panel.unit})" for panel in drawn]
 
 
-@pytest.mark.parametrize(("flags", "mode"), [((), "strong"), (("--strong",), "strong"), (("--weak",), "weak")])
-def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, mode, monkeypatch):
-    asked = []
-    monkeypatch.setattr(scale_command, "scale", lambda *given, **_: asked.append(given[3]) or 0)
-    typer.main.get_command(app).main(args=["scale", "model.py", *flags], prog_name="autotune", standalone_mode=False)
-    assert asked == [mode]
+@pytest.mark.parametrize(("flags", "weak"), [((), False), (("--strong",), False), (("--weak",), True)])
+def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, weak):
+    assert imported("scale").make_context("scale", ["model.py", *flags]).params["weak"] is weak
 
 
 @pytest.mark.process

@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy
 import yaml
 
-from autotune.cli.schedule import schedule_exported, schedule_list
+from autotune.cli import schedule as commands
 from autotune.errors import UserError
 from autotune.retune import schedule, schedule_export
 from autotune.retune.schedule import Daemon, Schedule, ScheduleError
@@ -363,8 +363,8 @@ def test_a_row_that_no_command_wrote_is_not_exported(history, values, capsys):
     url = str(history.engine.url)
     for form in schedule_export.FORMS:
         with pytest.raises(ScheduleError, match="autotune schedule remove 1"):
-            schedule_exported(form, None, url)
-    schedule_list(url, as_json=False)
+            commands.schedule_export(storage=url, **{form: True})
+    commands.schedule_list(url)
     assert "pwned" not in capsys.readouterr().out
 
 

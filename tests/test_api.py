@@ -1,4 +1,4 @@
-"""The library: the same engine as the commands, typed results, nothing printed unless asked for, one exact list of public names."""
+"""The library: the same engine as the commands, typed results, one exact list of public names."""
 
 import asyncio
 import importlib.util
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -38,28 +38,37 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """Trials that are over at once, for whatever begins a study in this folder; without a database of the user's."""
+def instant_engine(folder, monkeypatch):
+    """Trials that are over at once, for studies that begin in a folder; without a database of the user's."""
     instant = Instant()
     instant.mark = ""
-
-    @contextmanager
-    def executor_for(*_):
-        yield instant
-
-    monkeypatch.setattr(session, "executor_for", executor_for)
+    monkeypatch.setattr(session, "executor_for", lambda *_: nullcontext(instant))
     monkeypatch.setattr(session, "plan", lambda spec, *_: plan_of(spec))
     monkeypatch.setattr(session, "profiled", lambda found, *_: found)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     return instant
 
 
 @pytest.fixture
-def tuned(engine):
-    """A finished study."""
-    return autotune.run(TARGET, **SETTINGS)
+def engine(tmp_path, monkeypatch):
+    return instant_engine(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished study; tests only read it."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        instant_engine(tmp_path_factory.mktemp("finished"), monkeypatch)
+        return autotune.run(TARGET, **SETTINGS)
+
+
+@pytest.fixture
+def tuned(finished, monkeypatch):
+    """That study, in the working directory."""
+    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+    monkeypatch.chdir(finished.folder.parents[1])
+    return finished
 
 
 # The public names.
@@ -110,7 +119,8 @@ def test_a_study_is_run_without_a_word_and_read_back_the_same(tuned, capfd):
 
 
 @pytest.mark.process
-def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_to_do(tuned, engine, capsys):
+def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_to_do(engine, capsys):
+    tuned = autotune.run(TARGET, **SETTINGS)
     names = {path.name for path in tuned.folder.iterdir()}
     assert {"study.yaml", "recommended.json", "front.json", "ds_config.json", "README.md", "report.html"} <= names
     ran = list(engine.ran)
@@ -287,7 +297,6 @@ def test_where_nothing_fits_that_is_what_is_said(engine):
 
 @pytest.mark.process
 def test_a_file_that_begins_a_study_while_a_trial_imports_it_is_refused(engine, monkeypatch):
-    """Else each trial would begin the next study."""
     monkeypatch.setenv(MARK, "some mark")
     with pytest.raises(UserError, match="if __name__ == '__main__'"):
         autotune.run(TARGET, **SETTINGS)

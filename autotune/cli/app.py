@@ -1,4 +1,4 @@
-"""The command line's entry: the table of commands, and how their errors end. A command's module is imported when it is run."""
+"""The command line's entry: the table of commands, and how their errors end."""
 
 from __future__ import annotations
 
@@ -16,72 +16,45 @@ from autotune.errors import UserError
 # By command: its module in this package, whose function has the command's name, and its help.
 COMMANDS = {
     "run": ("run", "Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."),
-    "worker": (
-        "worker",
-        "Help `autotune run`, on another machine, with the trials of STUDY; takes a database server and the study's folder.",
-    ),
+    "worker": ("worker", "Help `autotune run`, on another machine, with the trials of STUDY; takes a database server"
+               " and the study's folder."),
     "check": ("check", "Load TARGET, run two real steps, and say what would be tuned."),
-    "predict": (
-        "predict",
-        "Say what a configuration of TARGET will need before it runs: memory, step time, throughput, and what binds.",
-    ),
+    "predict": ("predict", "Say what a configuration of TARGET will need before it runs: memory, step time,"
+                " throughput, and what binds."),
     "init": ("presets", "Write a commented study.yaml and a model.py that runs."),
     "ls": ("presets", "List search spaces, objectives, samplers, metrics or studies."),
     "cp": ("presets", "Copy a preset to a file of yours, to change it there."),
-    "status": (
-        "status",
-        "Say how far STUDY is and what it has found; follow it while another terminal runs it. --json says it once.",
-    ),
-    "explain": (
-        "answer",
-        "Say why STUDY recommends what it does: what was measured, what is predicted, what a change would cost or gain.",
-    ),
+    "status": ("status", "Say how far STUDY is and what it has found; follow it while another terminal runs it."
+               " --json says it once."),
+    "explain": ("answer", "Say why STUDY recommends what it does: what was measured, what is predicted, what a change"
+                " would cost or gain."),
     "export": ("answer", "Print the configuration that STUDY found, ready for your training."),
     "report": ("answer", "Write what STUDY found as one HTML page that works offline, and as JSON and CSV."),
     "diagnose": ("answer", "Say what a trial of STUDY is bound by, and which knob follows from it."),
-    "scale": (
-        "scale",
-        "Measure how TARGET's configuration scales over ranks: time, throughput, speed-up, efficiency, communication.",
-    ),
-    "project": (
-        "project",
-        "Predict what STUDY's configurations take on a larger cluster: step time, memory, communication, efficiency.",
-    ),
-    "probe": (
-        "probe",
-        "Measure what this machine reaches: matrix products, memory, collectives by message size, data loading.",
-    ),
-    "dashboard": (
-        "dashboard",
-        "Serve the Optuna dashboard: the recommendation and why, the front, every trial with its files.",
-    ),
+    "scale": ("scale", "Measure how TARGET's configuration scales over ranks: time, throughput, speed-up, efficiency,"
+              " communication."),
+    "project": ("project", "Predict what STUDY's configurations take on a larger cluster: step time, memory,"
+                " communication, efficiency."),
+    "probe": ("probe", "Measure what this machine reaches: matrix products, memory, collectives by message size, data"
+              " loading."),
+    "dashboard": ("dashboard", "Serve the Optuna dashboard: the recommendation and why, the front, every trial with"
+                  " its files."),
     "doctor": ("doctor", "Say what this machine has and what would fail, and build DeepSpeed's ops once."),
-    "changes": (
-        "retune",
-        "Say what has changed since STUDY found its answer: device, libraries, model, data, ranks, search space.",
-    ),
-    "retune": (
-        "retune",
-        "Measure whether STUDY's answer is still right; search again, in few trials, if it is not. Status 0: unchanged,"
-        " 3: improved.",
-    ),
+    "changes": ("retune", "Say what has changed since STUDY found its answer: device, libraries, model, data, ranks,"
+                " search space."),
+    "retune": ("retune", "Measure whether STUDY's answer is still right; search again, in few trials, if it is not."
+               " Status 0: unchanged, 3: improved."),
     "history": ("history", "List what was measured, recommended and decided across studies, newest first."),
-    "delete": (
-        "history",
-        "Remove STUDY, its re-tunings, schedules and history; study.yaml and its answer stay in the folder.",
-    ),
+    "delete": ("history", "Remove STUDY, its re-tunings, schedules and history; study.yaml and its answer stay in the"
+               " folder."),
     "schedule add": ("schedule", "Re-tune STUDY again and again."),
     "schedule list": ("schedule", "List the schedules."),
     "schedule remove": ("schedule", "Remove a schedule."),
-    "schedule run": (
-        "schedule",
-        "Run what is due until Ctrl-C. Of several daemons one leads; another takes over when it dies.",
-    ),
-    "schedule export": (
-        "schedule",
-        "Print the schedules for a scheduler of yours, which calls `autotune retune STUDY --if-due`.",
-    ),
-}
+    "schedule run": ("schedule", "Run what is due until Ctrl-C. Of several daemons one leads; another takes over when"
+                     " it dies."),
+    "schedule export": ("schedule", "Print the schedules for a scheduler of yours, which calls `autotune retune STUDY"
+                        " --if-due`."),
+}  # fmt: skip
 
 
 class Group(TyperGroup):
@@ -126,7 +99,7 @@ app.add_typer(_group("schedule", "When studies are re-tuned.", [path for path in
 
 
 def main() -> None:
-    """Run a command; a mistake of the user ends as one sentence and exit status 2, an interrupt as status 130 or 143."""
+    """Run a command; a user's mistake ends as one sentence and exit status 2, an interrupt as status 130 or 143."""
     try:
         app(standalone_mode=True)
     except SystemExit as error:

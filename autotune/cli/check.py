@@ -147,36 +147,23 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
     """The findings of `check` for programs."""
     n_legal, exact = feasibility.count_legal(found.space, found.baseline, found.setting)
     dead = feasibility.dead_values(found.full_space, found.baseline, found.setting)
+    baseline = {
+        "candidate": found.baseline.values(), "description": found.baseline.describe(),
+        "ds_config": found.ds_config(found.baseline), "outcome": str(result.outcome), "reason": result.reason,
+        "log": None if result.outcome is Outcome.COMPLETE else str(log),
+        "peak_memory_bytes": result.peak_memory_bytes, "memory_by_phase_bytes": result.memory_by_phase_bytes,
+    }  # fmt: skip
+    knobs = [
+        {"name": each.name, "values": each.describe(), "n_values": len(each.all_values()), "when": dict(each.when)}
+        for each in found.space.parameters
+    ]
+    not_proposed = [
+        {"knob": knob, "value": "default" if value is None else value, "reason": reason}
+        for (knob, value), reason in dead.items()
+    ]
     return {
-        "target": str(shown(found.spec.target)),
-        "ranks": found.world_size,
-        "workload": asdict(found.workload),
-        "invocation": asdict(found.spec.how().shown) if found.workload.script else None,
-        "baseline": {
-            "candidate": found.baseline.values(),
-            "description": found.baseline.describe(),
-            "ds_config": found.ds_config(found.baseline),
-            "outcome": str(result.outcome),
-            "reason": result.reason,
-            "log": None if result.outcome is Outcome.COMPLETE else str(log),
-            "peak_memory_bytes": result.peak_memory_bytes,
-            "memory_by_phase_bytes": result.memory_by_phase_bytes,
-        },
-        "n_candidates": found.full_space.size(found.baseline),
-        "n_legal": n_legal,
-        "exact": exact,
-        "knobs": [
-            {
-                "name": p.name,
-                "values": p.describe(),
-                "n_values": len(p.all_values()),
-                "when": {k: list(v) for k, v in p.when.items()},
-            }
-            for p in found.space.parameters
-        ],
-        "not_proposed": [
-            {"knob": knob, "value": "default" if value is None else value, "reason": reason}
-            for (knob, value), reason in dead.items()
-        ],
-        "notes": found.notes,
-    }
+        "target": str(shown(found.spec.target)), "ranks": found.world_size, "workload": asdict(found.workload),
+        "invocation": asdict(found.spec.how().shown) if found.workload.script else None, "baseline": baseline,
+        "n_candidates": found.full_space.size(found.baseline), "n_legal": n_legal, "exact": exact, "knobs": knobs,
+        "not_proposed": not_proposed, "notes": found.notes,
+    }  # fmt: skip

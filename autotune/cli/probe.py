@@ -111,7 +111,8 @@ def lines(found: Probe, *, kept: bool) -> Iterator[str]:
     yield f"memory         {machine.memory_bytes_per_s / 1e9:>8,.1f} GB/s, read and written by a copy"
     if machine.accelerator != "cpu":
         yield f"from the host  {machine.host_bytes_per_s / 1e9:>8,.1f} GB/s, from pinned memory"
-    yield f"optimizer      {(machine.optimizer_bytes_per_s or 0.0) / 1e9:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
+    optimizer = (machine.optimizer_bytes_per_s or 0.0) / 1e9
+    yield f"optimizer      {optimizer:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
     yield f"one operation  {machine.op_s / 2 * 1e6:>8,.1f} us, however small"
     yield ""
     yield from _links(found.links) if found.links else ["messages       none between the ranks: there is one"]
@@ -138,4 +139,5 @@ def _links(links: tuple[Link, ...]) -> Iterator[str]:
     for link in links:
         times = dict(link.times_s)
         cells = "".join(f"{format_seconds(times[size]):>10}" for size in sizes)
-        yield f"{link.collective:<15}{format_seconds(link.alpha_s):>10}{link.bytes_per_s / 1e9:>9,.2f} GB/s{link.error:>8.0%}{cells}"
+        fitted = f"{format_seconds(link.alpha_s):>10}{link.bytes_per_s / 1e9:>9,.2f} GB/s{link.error:>8.0%}"
+        yield f"{link.collective:<15}{fitted}{cells}"

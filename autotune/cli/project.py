@@ -20,6 +20,7 @@ from autotune.report.progress import ProgressView
 from autotune.scoring.scaling import Mode
 from autotune.session import STUDIES
 from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
 from autotune.study.setup.forecasts import SURE, foresee_workload, measured_in
 from autotune.study.spec.spec import StudySpec
 from autotune.system.units import parse_bytes
@@ -52,8 +53,9 @@ class Projection:
     def to_data(self) -> dict[str, Any]:
         """The forecasts for programs."""
         return {
-            "study": self.study, "trial": self.trial, "mode": self.mode, "cluster": asdict(self.cluster), "n_measured": self.n_measured,
-            "rows": [_data(row) for row in self.rows], "others": [{"trial": n, **_data(row)} for n, row in self.others],
+            "study": self.study, "trial": self.trial, "mode": self.mode, "cluster": asdict(self.cluster),
+            "n_measured": self.n_measured, "rows": [_data(row) for row in self.rows],
+            "others": [{"trial": n, **_data(row)} for n, row in self.others],
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -116,31 +118,39 @@ def project(
     """
     links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
     links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
-    cluster = Cluster.of(devices, per_node, links, algorithm)
+    found = _projection(
+        _study_folder(study, STUDIES.absolute()), Cluster.of(devices, per_node, links, algorithm), pick, trial,
+        "strong" if strong else "weak", read_settings(knobs or ()), device_memory,
+    )  # fmt: skip
+    print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
+    return 1 if found.rows[-1].impossible else 0
+
+
+def _projection(
+    folder: Path, cluster: Cluster, pick: str, trial: int | None, mode: Mode, settings: Mapping[str, Scalar],
+    device_memory: str | None,
+) -> Projection:  # fmt: skip
+    """Forecasts of a study's configurations on a cluster."""
     try:
         memory = float(parse_bytes(device_memory)) if device_memory else None
     except ValueError as error:
         raise UserError(f"--device-memory: {error}") from None
-    settings, folder = read_settings(knobs or ()), _study_folder(study, STUDIES.absolute())
     front, chosen = _chosen(folder, pick, trial)
     spec = StudySpec.of(folder / "study.yaml", {})
     with ProgressView() as view:
         inputs = foresee_workload(spec, view)
     predictor, n_measured = _calibrated(inputs, folder, spec.target, front)
     projector = Projector(predictor, cluster, inputs, memory)
-    rows = projector.over_devices(Candidate.of({**chosen["candidate"], **settings}), "strong" if strong else "weak")
+    rows = projector.over_devices(Candidate.of({**chosen["candidate"], **settings}), mode)
     others = []
-    if not strong and not settings:
+    if mode == "weak" and not settings:
         left = [row for row in front if row["trial"] != chosen["trial"]]
-        there = [(row["trial"], projector.one(Candidate.of(row["candidate"]), devices)) for row in left]
+        there = [(row["trial"], projector.one(Candidate.of(row["candidate"]), cluster.devices)) for row in left]
         others = sorted(((n, row) for n, row in there if not row.impossible), key=lambda pair: -pair[1].samples_per_s)
-    found = Projection(
-        study=folder.name, trial=None if settings else chosen["trial"], mode="strong" if strong else "weak",
-        cluster=cluster, rows=rows, others=others, n_measured=n_measured,
-        notes=list(_notes(cluster, inputs, rows[-1], n_measured)),
+    return Projection(
+        study=folder.name, trial=None if settings else chosen["trial"], mode=mode, cluster=cluster, rows=rows,
+        others=others, n_measured=n_measured, notes=list(_notes(cluster, inputs, rows[-1], n_measured)),
     )  # fmt: skip
-    print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
-    return 1 if rows[-1].impossible else 0
 
 
 def _calibrated(
@@ -208,9 +218,9 @@ def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, 
 
 
 def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured: int) -> Iterator[str]:
-    yield f"corrected by {n_measured} measurements on {inputs.world_size} rank(s) here; a device there is taken to compute like one here"
+    yield f"corrected by {n_measured} measurements on {inputs.world_size} rank(s) here; assumes devices as fast as here"
     if inputs.machine.accelerator == "cpu":
-        yield "the study ran on a CPU, whose ranks share cores: a cluster's links and memory are in this, the speed of its devices is not"
+        yield "the study ran on a CPU, whose ranks share cores: the cluster's links and memory are forecast, not its devices"
     if cluster.devices > cluster.per_node and cluster.inter_latency_s is None:
         yield f"latency between nodes is taken as {NODE_LATENCY_S * 1e6:.0f} us; --inter-latency says otherwise"
     if cluster.intra_bytes_per_s is None and cluster.per_node > 1:
@@ -237,7 +247,7 @@ def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, descr
             name, f"{row.samples_per_step:,}", times.number(row.step_time_s.value),
             times.interval(row.step_time_s.low, row.step_time_s.high), f"{row.samples_per_s:,.4g}",
             f"{row.communication:.0%}", sizes.number(row.peak_memory_bytes.value), fits,
-            *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.99):.0%}"]),
+            *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.9):.0%}"]),
         ])  # fmt: skip
     return found
 

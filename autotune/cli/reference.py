@@ -22,8 +22,8 @@ Made by `make reference` from the program itself.
 """
 # Defaults that the specification works out.
 DEFAULTS = {
-    "name": "from the target", "target": "", "space": ", ".join(DEFAULT_SPACES), "objectives": ", ".join(DEFAULT_OBJECTIVES),
-    "global_batch": "keep or free",
+    "name": "from the target", "target": "", "space": ", ".join(DEFAULT_SPACES),
+    "objectives": ", ".join(DEFAULT_OBJECTIVES), "global_batch": "keep or free",
 }  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import contextlib
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -95,45 +96,49 @@ def retune(
     least = read_share(min_gain, "--min-gain")
     asked = RetuneRequest(cause=cause, min_gain=least, trials=trials, on_change=on_change or "")
     opened = open_study(study, storage)
-    history = opened.history
     _ = opened.record  # raises first where there is no such study
-    due = _due(opened) if cause == "due" else []
-    if due is None:
-        return STATUS[RetuneVerdict.UNCHANGED]
     if checkpoint is not None and not checkpoint.exists():
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
-    overrides = {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None}
+    try:
+        decision = _retuned(opened, asked, {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None})
+    except retuning.AttemptsError as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        return STATUS[RetuneVerdict.FAILED]
+    except KeyboardInterrupt as stop:
+        print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
+        return status_of(stop)
+    if decision is None:
+        return STATUS[RetuneVerdict.UNCHANGED]
+    print(json.dumps(decision.to_data(), indent=1) if as_json else "\n".join(decision.lines()))
+    return STATUS[decision.verdict]
+
+
+def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, Any]) -> Decision | None:
+    """The decision of a re-tuning; None if none is due, or if another process runs the study and does it."""
+    if_due, due = asked.cause == "due", list[Schedule]()
+    if if_due and _due(opened) is None:
+        return None
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(study_lock(opened.folder))
         except UserError as error:
-            if cause == "due":  # the process that runs the study does what is due; that is no error
-                print(f"autotune: {error}; nothing is done", file=sys.stderr)
-                return STATUS[RetuneVerdict.UNCHANGED]
-            raise
+            if not if_due:
+                raise
+            print(f"autotune: {error}; nothing is done", file=sys.stderr)
+            return None
         stack.enter_context(records.failing_in_words(opened.url))
-        # The process that held the lock may have done what was due.
-        if cause == "due" and (due := _due(open_study(study, storage))) is None:
-            return STATUS[RetuneVerdict.UNCHANGED]
+        # The process that held the lock may have done it.
+        if if_due:
+            if (found := _due(open_study(opened.name, opened.url, opened.folder.parent))) is None:
+                return None
+            due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
         stack.enter_context(terminable())
-        try:
-            schedule.started(history, due or [])
-            wanted = opened.spec(overrides)
-            run = Retuning(name=study, folder=opened.folder, url=opened.url, asked=asked, observer=view)
-            run.begin()
-            decision = _decided(run, wanted, view)
-        except retuning.AttemptsError as error:
-            print(f"autotune: {error}", file=sys.stderr)
-            return STATUS[RetuneVerdict.FAILED]
-        except KeyboardInterrupt as stop:
-            print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
-            return status_of(stop)
-    if as_json:
-        print(json.dumps(decision.to_data(), indent=1))
-    else:
-        print("\n".join(decision.lines()))
-    return STATUS[decision.verdict]
+        schedule.started(opened.history, due)
+        wanted = opened.spec(overrides)
+        run = Retuning(name=opened.name, folder=opened.folder, url=opened.url, asked=asked, observer=view)
+        run.begin()
+        return _decided(run, wanted, view)
 
 
 def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:

@@ -107,4 +107,14 @@ def schedule_export(
     rows = [Schedule.of(row) for row in history.schedules(study)]
     if not rows:
         raise ScheduleError(f"there is no schedule to export; {HINT}")
-    print(exporting.export(wanted[0], rows, Path.cwd(), storage), end="")
+    n_gpus = {name: _gpus_of(name, storage) for name in {row.study for row in rows}}
+    print(exporting.export(wanted[0], rows, Path.cwd(), storage, n_gpus), end="")
+
+
+def _gpus_of(study: str, storage: str | None) -> int:
+    """GPUs that a node needs for the trials of a study."""
+    try:
+        kept = open_study(study, storage).record
+    except UserError:  # the study is gone, or has no trial yet
+        return 0
+    return kept.world_size if kept.workload.environment.accelerator == "cuda" else 0

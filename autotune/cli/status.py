@@ -87,7 +87,8 @@ def lines(data: Mapping[str, Any]) -> str:
     left = ""
     if data["running"] and not data["process"]:
         left = f"; {data['running']} begun and not told (lost, or run elsewhere)"
-    return f"study {data['name']}: {data['n_trials']} trials in {format_duration(data['wall_s'])} ({outcomes}){process}{left}"
+    trials = f"{data['n_trials']} trials in {format_duration(data['wall_s'])}"
+    return f"study {data['name']}: {trials} ({outcomes}){process}{left}"
 
 
 def status(

@@ -42,7 +42,10 @@ finalists: 1
 repeats: 1
 """
 # So long a trial can be interrupted.
-LONG = STUDY.replace("trial_budget_s: 0.3", "trial_budget_s: 2").replace("finalists: 1", "finalists: 0")
+LONG = """
+{target: ok.py, name: small, ranks: 2, base_config: {train_micro_batch_size_per_gpu: 8}, space: [{zero_stage: [0, 1, 2, 3]}],
+ objectives: [latency], trials: 4, trial_budget_s: 2, stop_trials: false, trial_deadline_s: 60, finalists: 0}
+"""
 
 
 def begun(folder: Path, study: str, trial: int) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""The commonest mistakes as a user makes them: each ends in one sentence that says what is wrong and what to do, and in status 2."""
+"""The commonest mistakes as a user makes them: each ends in one sentence with a remedy, and in status 2."""
 
 import contextlib
 import json

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
-from support.instant import Instant, recorded
+from support.instant import Instant, answered, recorded
+from support.paths import MODELS
 
+from autotune import session
 from autotune.cli.history import delete
 from autotune.cli.history import history as list_history
 from autotune.cli.retune import changes, retune
 from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove
 from autotune.errors import UserError
-from autotune.report import files, load
 from autotune.retune import fingerprint
-from autotune.study import warm_start
 from autotune.study.lock import study_lock
+from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.tables import MIGRATIONS
@@ -33,14 +34,7 @@ ROW = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    runner = recorded(folder, Instant(), trials=4, objectives=["throughput"])
-    runner.run()
-    found = load.load("s", records.default_url(folder), folder / "s")
-    files.write_answer(found, folder / "s")
-    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
-    runner.storage.engine.dispose()
-    return folder
+    return answered(tmp_path_factory.mktemp("finished"), trials=4, objectives=["throughput"])
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +97,7 @@ def test_what_is_due_on_a_change_waits_for_one_and_is_due_again_a_period_later(s
     monkeypatch.setattr(fingerprint, "here", lambda *_: fingerprint.Fingerprint.of(kept))
     assert retune("s", if_due=True) == 0
     assert "nothing has changed since" in capsys.readouterr().err
-    assert known(studies).schedules()[0]["next_run_at"] > time.time() + 6 * 86400
+    assert time.time() < known(studies).schedules()[0]["next_run_at"] <= time.time() + 7 * 86400
 
 
 def test_a_study_that_is_being_run_is_left_to_whoever_runs_it(studies, capsys):
@@ -133,6 +127,47 @@ def test_the_history_lists_every_trial_with_its_environment(studies, capsys):
     assert all(row["environment"]["device_name"] == "stub" and row["study"] == "s" for row in rows)
     list_history("s", "recommendations")
     assert "the baseline's throughput" in capsys.readouterr().out
+
+
+def test_a_study_that_was_never_retuned_has_a_history(studies, capsys):
+    list_history("s")
+    assert "recommended trial" in capsys.readouterr().out
+    known(studies).begin("s", "due")
+    list_history()
+    newest, before = capsys.readouterr().out.splitlines()
+    assert "due: under way" in newest and "recommended trial" in before
+    list_history("s", as_json=True)
+    assert [row["cause"] for row in json.loads(capsys.readouterr().out)] == ["due"]
+
+
+def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
+    """An edited file, the options of the run, and those of the re-tuning; an edited copy goes first."""
+    own, folder = tmp_path / "mine.yaml", studies / "s"
+    own.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\nranks: 2\n")
+    given = {"trials": 7, "storage": None}
+    session._keep_spec(StudySpec.of(own, given), own, given, folder)
+    own.write_text(own.read_text() + "repeats: 4\nspace: [{zero_stage: [0, 3]}]\n")
+    spec = session.open_study("s").spec({"ranks": 3, "from_checkpoint": None})
+    assert (spec.trials, spec.repeats, spec.ranks, spec.name) == (7, 4, 3, "s")
+    assert [each.name for each in spec.space.parameters] == ["zero_stage"]
+    copy = folder / "study.yaml"
+    copy.write_text(copy.read_text().replace("repeats: ", "repeats: 1"))
+    assert session.open_study("s").spec().repeats not in (4, StudySpec.of(own, given).repeats)
+    own.unlink()
+    assert session.open_study("s").spec().trials == 7
+
+
+def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
+    asked = []
+
+    def spec(_, overrides):
+        asked.append(overrides)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(session.OpenStudy, "spec", spec)
+    with pytest.raises(UserError, match="far enough"):
+        retune("s", ranks=3)
+    assert asked == [{"ranks": 3, "from_checkpoint": None}]
 
 
 def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys):

@@ -78,20 +78,12 @@ class OpenStudy:
 
     @cached_property
     def storage(self) -> Storage:
-        """The database.
-
-        Raises:
-            StoreError: It is not there, or does not answer.
-        """
+        """The database; a `StoreError` if it is not there, or does not answer."""
         return records.open_storage(self.url, create=False)
 
     @cached_property
     def study(self) -> Study:
-        """The Optuna study of that name.
-
-        Raises:
-            StoreError: It is not in the database.
-        """
+        """The Optuna study of that name; a `StoreError` if it is not in the database."""
         return records.load_study(self.storage, self.name)
 
     @cached_property
@@ -101,16 +93,10 @@ class OpenStudy:
 
     @cached_property
     def record(self) -> StudyRecord:
-        """The record of the study that holds the answer.
-
-        Raises:
-            StoreError: autotune did not make the study, or it holds no trial yet.
-        """
-        kept = records.record(self.answer)
-        if kept is None:
-            raise records.StoreError(
-                f"study {self.name!r} in this database was not made by autotune, or holds no trial yet"
-            )
+        """The record of the study that holds the answer; a `StoreError` if no trial has ended, or Optuna made it."""
+        if (kept := records.record(self.answer)) is None:
+            said = "in this database was not made by autotune, or holds no trial yet"
+            raise records.StoreError(f"study {self.name!r} {said}")
         return kept
 
     @cached_property
@@ -168,15 +154,7 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
 
 
 def open_history(url: str, storage: Storage | None = None) -> History:
-    """Open the history in a database that exists.
-
-    Args:
-        url: The database.
-        storage: The same, where it is open already.
-
-    Raises:
-        StoreError: It is not there, or does not answer.
-    """
+    """Open the history in a database that exists, else raise a `StoreError`; `storage` if it is open already."""
     with records.failing_in_words(url):
         return History((storage or records.open_storage(url, create=False)).engine)
 
@@ -282,16 +260,9 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def recorded_runner(
-    plan: Plan,
-    executor: Executor,
-    folder: Path,
-    held: StudyLeases,
-    events: EventSink,
-    slots: Sequence[Executor] = (),
-    *,
-    learn: bool = True,
-    leads: bool = True,
-) -> Runner:
+    plan: Plan, executor: Executor, folder: Path, held: StudyLeases, events: EventSink, slots: Sequence[Executor] = (),
+    *, learn: bool = True, leads: bool = True,
+) -> Runner:  # fmt: skip
     """Open a study to be run, with its measurements kept in the history.
 
     Args:
@@ -302,7 +273,7 @@ def recorded_runner(
         events: Receives what happens.
         slots: Engines for the trials that run at once.
         learn: Start from a related study; the physics sampler alone does.
-        leads: Whether this coordinator leads the study, or helps another one.
+        leads: Whether this coordinator leads the study; else it helps.
 
     Raises:
         UserError: The study of that name is another one.

@@ -174,12 +174,8 @@ def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys
     schedule_add("s", "7d")
     delete("s", yes=True)
     with sqlite3.connect(studies / "autotune.db") as database:
-        tables = [
-            name
-            for (name,) in database.execute(
-                "select name from sqlite_master where type = 'table' and name like 'autotune_%'"
-            )
-        ]
+        ours = "select name from sqlite_master where type = 'table' and name like 'autotune_%'"
+        tables = [name for (name,) in database.execute(ours)]
         counts = {name: database.execute(f"select count(*) from {name}").fetchone()[0] for name in tables}
         assert database.execute("select count(*) from studies").fetchone() == (0,)
     assert {name for name, count in counts.items() if count} == {"autotune_migration"}
@@ -202,9 +198,8 @@ def test_migrations_are_applied_once_by_however_many_at_once(tmp_path):
     for each in threads:
         each.join()
     with sqlite3.connect(tmp_path / "new" / "autotune.db") as database:
-        assert [name for (name,) in database.execute("select name from autotune_migration order by name")] == sorted(
-            MIGRATIONS
-        )
+        applied = [name for (name,) in database.execute("select name from autotune_migration order by name")]
+    assert applied == sorted(MIGRATIONS)
     assert History(engines[0]).schedules() == []
 
 
@@ -235,7 +230,4 @@ def test_what_a_run_told_and_was_killed_before_it_kept_it_is_made_up_for(studies
     recorded(studies, Instant(), trials=4, objectives=["throughput"])
     after = [row["trial"] for row in history.measurements("s") if row["role"] != "repeat"]
     assert sorted(after) == sorted(set(before))
-    assert (
-        next(row for row in history.measurements("s") if row["trial"] == 0 and row["role"] != "repeat")["role"]
-        == "baseline"
-    )
+    assert "baseline" in {row["role"] for row in history.measurements("s") if row["trial"] == 0}

@@ -264,13 +264,8 @@ def started(tmp_path):
     script, run = tmp_path / "daemon.py", tmp_path / "run.py"
     script.write_text(textwrap.dedent(DAEMON))
     run.write_text(textwrap.dedent(RUN))
-    command = [
-        sys.executable,
-        str(script),
-        records.default_url(tmp_path / "studies"),
-        str(tmp_path / "studies"),
-        str(run),
-    ]
+    studies = tmp_path / "studies"
+    command = [sys.executable, str(script), records.default_url(studies), str(studies), str(run)]
     return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
 
 

@@ -118,10 +118,9 @@ def project(
     """
     links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
     links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
-    found = _projection(
-        _study_folder(study, STUDIES.absolute()), Cluster.of(devices, per_node, links, algorithm), pick, trial,
-        "strong" if strong else "weak", read_settings(knobs or ()), device_memory,
-    )  # fmt: skip
+    cluster, folder = Cluster.of(devices, per_node, links, algorithm), _study_folder(study, STUDIES.absolute())
+    mode: Mode = "strong" if strong else "weak"
+    found = _projection(folder, cluster, pick, trial, mode, read_settings(knobs or ()), device_memory)
     print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
     return 1 if found.rows[-1].impossible else 0
 

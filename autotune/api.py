@@ -1,8 +1,8 @@
-"""The library: what the commands do, from Python, by the same functions; nothing is printed unless asked for.
+"""The library: tune, read and export studies from Python, by the functions behind the commands.
 
-Keyword arguments are the keys of a `study.yaml`, and are read as they are there: `"10m"`, `"4GiB"`, `"8..64"`. What is
-wrong with one ends as a `UserError`, which names the flag of the command line: `--time-budget` is `time_budget_s`.
-Nothing heavy is imported before it is needed.
+Keyword arguments are the keys of a `study.yaml` and are read alike: `"10m"`, `"4GiB"`, `"8..64"`. A wrong one raises a
+`UserError` that names the flag of the command line: `--time-budget` is `time_budget_s`. Nothing is printed unless asked
+for, and nothing heavy is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def run(  # noqa: D417 - the settings follow from their table
     history: bool = True,
     progress: bool = False,
 ) -> StudyResult:
-    """Tunes a model or a training script, as `autotune run` does, and writes the same files into `studies/NAME/`.
+    """Tune a model or a training script, as `autotune run` does, and write the same files into `studies/NAME/`.
 
-    The same call again goes on where the study was: finished trials are kept, and the budget is the total. It takes no
-    `if __name__ == "__main__"`: trials run in processes of their own, which import the target and nothing else.
+    The same call again goes on where the study was; the budget is the total. Trials run in other processes, which
+    import the target only. If nothing can be recommended, the result's `picks` are empty.
 
     Args:
         target: A `model.py`, a training script, a `study.yaml`, or a launch command such as `torchrun train.py`.
@@ -92,25 +92,25 @@ def run(  # noqa: D417 - the settings follow from their table
         history: Start from what related studies on this machine found.
         progress: Print to standard error how far it is.
 
-    Returns:
-        What was found; `picks` is empty where nothing can be recommended.
-
     Raises:
         UserError: An argument or the target cannot be used, or the study cannot go on; in one sentence.
-        KeyboardInterrupt: The user stopped it (SIGTERM too, in the main thread). Every process was ended and what was
-            found so far was written: `autotune.load_study` reads it, and the same call goes on.
+        KeyboardInterrupt: The user stopped it (SIGTERM too, in the main thread); `load_study` reads what was found.
     """
-    said = dict(locals())  # the arguments; nothing else is defined yet
+    return _run(dict(locals()))  # the arguments; nothing else is defined yet
+
+
+def _run(arguments: dict[str, Any]) -> StudyResult:
+    """Tune with the arguments of `run`."""
     _outside_of_trials()
-    overrides = {
-        key: _plain(value, key) for key, value in said.items() if key not in ("target", "fresh", "history", "progress")
-    }
-    overrides |= {"script_args": _words(script_args), "storage": storage or os.environ.get(urls.VARIABLE) or None}
+    target, fresh, learn, progress = (arguments.pop(name) for name in ("target", "fresh", "history", "progress"))
+    overrides = {key: _plain(value, key) for key, value in arguments.items()}
+    overrides["script_args"] = _words(arguments["script_args"])
+    overrides["storage"] = arguments["storage"] or os.environ.get(urls.VARIABLE) or None
     from autotune import session
     from autotune.report.progress import viewer
 
     with disk_errors_in_words(), viewer(progress) as view:
-        tuned = session.tune(_target(target), overrides, fresh=fresh, learn=history, view=view)
+        tuned = session.tune(_target(target), overrides, fresh=fresh, learn=learn, view=view)
     if tuned.stopped is not None:
         raise type(tuned.stopped)(_stopped(tuned)) from None
     if tuned.refused is not None:
@@ -123,7 +123,7 @@ run.__doc__ = with_settings(run.__doc__ or "", ("target", "command"))
 
 
 def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
-    """What a study has found so far, also while another process runs it.
+    """The findings of a study so far, also while another process runs it.
 
     Args:
         study: Its name below `studies/`, or the path of its folder, as `elsewhere/studies/x`.
@@ -153,7 +153,7 @@ def predict(
     script_args: Sequence[str] | str | None = None,
     progress: bool = False,
 ) -> Prediction:
-    """Says what a configuration will need before it runs, as `autotune predict` does.
+    """Forecast memory and speed of a configuration before it runs, as `autotune predict` does.
 
     The first call profiles the target (a script is run once); later ones answer from the cache.
 
@@ -205,7 +205,7 @@ def export(
         format: `deepspeed` (the JSON), `accelerate`, `hf-args` or `command`.
 
     Returns:
-        The `text`, and as `notes` what someone who uses it has to know and cannot read in it.
+        The `text`, and as `notes` what its user has to know besides.
 
     Raises:
         UserError: There is no such study, pick, trial or format, or the file cannot be written.
@@ -217,8 +217,8 @@ def export(
 def _target(given: Any) -> str:
     if not isinstance(given, str | os.PathLike):
         raise UserError(
-            f"target: the path of a model.py, a training script or a study.yaml is needed, or a launch command, not {type(given).__name__}:"
-            " trials import the file in processes of their own"
+            "target: the path of a model.py, a training script or a study.yaml is needed, or a launch command,"
+            f" not {type(given).__name__}: trials import the file in processes of their own"
         )
     return str(os.fspath(given))
 
@@ -233,10 +233,10 @@ def _words(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """What a YAML file could have said: also of tuples, ranges, paths, and of numpy's numbers and arrays.
+    """The value as a YAML file would hold it, for tuples, ranges, paths, and numpy's numbers and arrays too.
 
     Raises:
-        UserError: It could not.
+        UserError: YAML has no such value.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -258,7 +258,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _outside_of_trials() -> None:
-    """Refuses to begin a study from within a trial, which would begin the next one.
+    """Refuse to begin a study from within a trial, which would begin the next one.
 
     Raises:
         UserError: It says what to do.
@@ -267,8 +267,8 @@ def _outside_of_trials() -> None:
 
     if os.environ.get(MARK):
         raise UserError(
-            "autotune was called by the file that its own trials import: put the call below `if __name__ == '__main__':`,"
-            " or into another file"
+            "autotune was called by the file that its own trials import: put the call below"
+            " `if __name__ == '__main__':`, or into another file"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +20,7 @@ from autotune.report import load
 from autotune.report.data import StudyReport
 from autotune.report.files import write_answer
 from autotune.report.notes import store_notes
-from autotune.retune import retuning
+from autotune.retune import fingerprint
 from autotune.search import check_sampler
 from autotune.study import parallel, warm_start
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
@@ -29,6 +31,7 @@ from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import Plan, plan, profiled, studies_folder
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
+from autotune.study.spec.yaml_file import read_yaml
 from autotune.study.storage import leases, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History
@@ -39,6 +42,9 @@ from autotune.system import files
 from autotune.system.signals import terminable
 
 STUDIES = Path("studies")
+# In a study's folder: which file of the user states the study, and which options it was run with.
+ORIGIN = "origin.json"
+PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +80,12 @@ class OpenStudy:
 
     @cached_property
     def storage(self) -> Storage:
-        """The database.
-
-        Raises:
-            StoreError: It is not there, or does not answer.
-        """
+        """The database; a `StoreError` if it is not there, or does not answer."""
         return records.open_storage(self.url, create=False)
 
     @cached_property
     def study(self) -> Study:
-        """The Optuna study of that name.
-
-        Raises:
-            StoreError: It is not in the database.
-        """
+        """The Optuna study of that name; a `StoreError` if it is not in the database."""
         return records.load_study(self.storage, self.name)
 
     @cached_property
@@ -97,16 +95,10 @@ class OpenStudy:
 
     @cached_property
     def record(self) -> StudyRecord:
-        """The record of the study that holds the answer.
-
-        Raises:
-            StoreError: autotune did not make the study, or it holds no trial yet.
-        """
-        kept = records.record(self.answer)
-        if kept is None:
-            raise records.StoreError(
-                f"study {self.name!r} in this database was not made by autotune, or holds no trial yet"
-            )
+        """The record of the study that holds the answer; a `StoreError` if no trial has ended, or Optuna made it."""
+        if (kept := records.record(self.answer)) is None:
+            said = "in this database was not made by autotune, or holds no trial yet"
+            raise records.StoreError(f"study {self.name!r} {said}")
         return kept
 
     @cached_property
@@ -126,13 +118,27 @@ class OpenStudy:
         return (folder / self.record.target).resolve()
 
     def spec(self, overrides: Mapping[str, Any] | None = None) -> StudySpec:
-        """Reads the study as its file states it, under its name in the database."""
-        wanted, _ = wanted_study(str(retuning.spec_file(self.folder, self.name)), dict(overrides or {}))
-        return retuning.same_name(wanted, self.name)
+        """Read the study as the user states it today: from the user's own file, else from the copy in its folder.
+
+        Args:
+            overrides: Fields of `StudySpec` that replace those of the file; None leaves a field as it is.
+
+        Raises:
+            UserError: Both files are gone, or the study cannot be read.
+        """
+        file, given = _stated_in(self.folder)
+        if not file.is_file():
+            raise UserError(
+                f"study {self.name!r}: {file} is missing, so what to run is not known;"
+                " put it back, or tune anew with `autotune run`"
+            )
+        given |= {key: value for key, value in (overrides or {}).items() if value is not None}
+        wanted, _ = wanted_study(str(file), given)
+        return wanted if wanted.name == self.name else wanted.model_copy(update={"name": self.name})
 
 
 def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) -> OpenStudy:
-    """Finds the folder and the database of a study; neither is touched yet.
+    """Find the folder and the database of a study; neither is touched yet.
 
     Args:
         study: Its name.
@@ -150,21 +156,13 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
 
 
 def open_history(url: str, storage: Storage | None = None) -> History:
-    """Opens the history in a database that exists.
-
-    Args:
-        url: The database.
-        storage: The same, where it is open already.
-
-    Raises:
-        StoreError: It is not there, or does not answer.
-    """
+    """Open the history in a database that exists, else raise a `StoreError`; `storage` if it is open already."""
     with records.failing_in_words(url):
         return History((storage or records.open_storage(url, create=False)).engine)
 
 
 def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, view: EventSink = SILENT) -> Tuned:
-    """Runs a study to the end of its budget, or until the user stops it, and writes its answer.
+    """Run a study to the end of its budget, or until the user stops it, and writes its answer.
 
     Args:
         target: A `model.py`, a training script, a `study.yaml`, or a launch command.
@@ -196,7 +194,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
                         _forget(wanted.name, storage, folder, executor)
                     with parallel.executors_for(found, executor, folder, view.say) as slots:
                         runner = recorded_runner(found, executor, folder, held, logged, slots, learn=learn)
-                        _keep_spec(wanted, Path(target), folder)
+                        _keep_spec(wanted, Path(target), overrides, folder)
                         for note in (*notes, *found.notes):
                             logged.say(note)
                         runner.run()
@@ -221,7 +219,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
 
 @contextlib.contextmanager
 def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple[Plan, Executor, EventSink]]:
-    """Starts the engine and plans the study; the events from then on go to its journal, too."""
+    """Start the engine and plan the study; the events from then on go to its journal, too."""
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, folder, view.waits) as executor:
         found = plan(wanted, executor, folder)
@@ -231,31 +229,49 @@ def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple
 
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
-    """Removes a study's trials from the database and from its folder."""
+    """Remove a study's trials from the database and from its folder."""
     records.delete_study(storage, name)
     for path in (folder / "trials").glob("[0-9]*"):
         base.forget(executor, path)
 
 
-def _keep_spec(wanted: StudySpec, target: Path, folder: Path) -> None:
-    """Writes the study as it was understood, unless the user's own file is there."""
-    file = folder / "study.yaml"
-    if target.absolute() != file.absolute():
-        files.write_text(file, wanted.to_yaml(folder))
+def _keep_spec(wanted: StudySpec, target: Path, overrides: Mapping[str, Any], folder: Path) -> None:
+    """Write the study as it was understood, and the name of the user's file, unless that is the target itself."""
+    file, origin = folder / "study.yaml", folder / ORIGIN
+    if target.absolute() == file.absolute():
+        return
+    files.write_text(file, wanted.to_yaml(folder))
+    origin.unlink(missing_ok=True)
+    if target.suffix in (".yaml", ".yml"):
+        options = [key for key, value in overrides.items() if value is not None and key != "storage"]
+        path = os.path.relpath(target.absolute(), folder.absolute())
+        kept = {"file": path, "options": options, "copy": fingerprint.target_digest(file)}
+        files.write_text(origin, json.dumps(kept, indent=1))
+
+
+def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that states a study today, and the values of the options that it was run with.
+
+    That is the user's own file, but the copy in the study's folder if the user has edited that or the other one is gone.
+    """
+    copy = folder / "study.yaml"
+    try:
+        kept = json.loads((folder / ORIGIN).read_text())
+        own = (folder / kept["file"]).resolve()
+        if not own.is_file() or fingerprint.target_digest(copy) != kept["copy"]:
+            return copy, {}
+        stated = read_yaml(copy)
+        given = {key: stated[key] for key in kept["options"] if stated.get(key) is not None}
+    except (OSError, ValueError, KeyError, TypeError):
+        return copy, {}
+    return own, given | {key: str(folder / given[key]) for key in PATHS if key in given}
 
 
 def recorded_runner(
-    plan: Plan,
-    executor: Executor,
-    folder: Path,
-    held: StudyLeases,
-    events: EventSink,
-    slots: Sequence[Executor] = (),
-    *,
-    learn: bool = True,
-    leads: bool = True,
-) -> Runner:
-    """Opens a study to be run, with its measurements kept in the history.
+    plan: Plan, executor: Executor, folder: Path, held: StudyLeases, events: EventSink, slots: Sequence[Executor] = (),
+    *, learn: bool = True, leads: bool = True,
+) -> Runner:  # fmt: skip
+    """Open a study to be run, with its measurements kept in the history.
 
     Args:
         plan: The study.
@@ -265,7 +281,7 @@ def recorded_runner(
         events: Receives what happens.
         slots: Engines for the trials that run at once.
         learn: Start from a related study; the physics sampler alone does.
-        leads: Whether this coordinator leads the study, or helps another one.
+        leads: Whether this coordinator leads the study; else it helps.
 
     Raises:
         UserError: The study of that name is another one.

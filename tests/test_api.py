@@ -1,4 +1,4 @@
-"""The library: the same engine as the commands, typed results, nothing printed unless asked for, one exact list of public names."""
+"""The library: the same engine as the commands, typed results, one exact list of public names."""
 
 import asyncio
 import importlib.util
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -38,28 +38,37 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """Trials that are over at once, for whatever begins a study in this folder; without a database of the user's."""
+def instant_engine(folder, monkeypatch):
+    """Trials that are over at once, for studies that begin in a folder; without a database of the user's."""
     instant = Instant()
     instant.mark = ""
-
-    @contextmanager
-    def executor_for(*_):
-        yield instant
-
-    monkeypatch.setattr(session, "executor_for", executor_for)
+    monkeypatch.setattr(session, "executor_for", lambda *_: nullcontext(instant))
     monkeypatch.setattr(session, "plan", lambda spec, *_: plan_of(spec))
     monkeypatch.setattr(session, "profiled", lambda found, *_: found)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     return instant
 
 
 @pytest.fixture
-def tuned(engine):
-    """A finished study."""
-    return autotune.run(TARGET, **SETTINGS)
+def engine(tmp_path, monkeypatch):
+    return instant_engine(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished study; tests only read it."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        instant_engine(tmp_path_factory.mktemp("finished"), monkeypatch)
+        return autotune.run(TARGET, **SETTINGS)
+
+
+@pytest.fixture
+def tuned(finished, monkeypatch):
+    """That study, in the working directory."""
+    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+    monkeypatch.chdir(finished.folder.parents[1])
+    return finished
 
 
 # The public names.
@@ -110,16 +119,16 @@ def test_a_study_is_run_without_a_word_and_read_back_the_same(tuned, capfd):
 
 
 @pytest.mark.process
-def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_to_do(tuned, engine, capsys):
+def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_to_do(engine, capsys):
+    tuned = autotune.run(TARGET, **SETTINGS)
     names = {path.name for path in tuned.folder.iterdir()}
     assert {"study.yaml", "recommended.json", "front.json", "ds_config.json", "README.md", "report.html"} <= names
     ran = list(engine.ran)
     overrides = {key: value for key, value in SETTINGS.items() if key != "history"}
-    assert run_command.run(str(TARGET), overrides, fresh=False, as_json=True, learn=False) == 0
+    assert run_command.run(str(TARGET), overrides, as_json=True, no_history=True) == 0
     said = json.loads(capsys.readouterr().out)
-    assert {name: pick["trial"] for name, pick in said["picks"].items()} == {
-        name: pick.trial for name, pick in tuned.picks.items()
-    }
+    trials = {name: pick.trial for name, pick in tuned.picks.items()}
+    assert {name: pick["trial"] for name, pick in said["picks"].items()} == trials
     assert said["study"]["n_trials"] == 6 == len(tuned.trials) and engine.ran == ran
 
 
@@ -134,12 +143,8 @@ def test_progress_is_told_only_when_asked_for_and_never_on_standard_output(engin
 def test_a_pick_says_what_was_measured_with_intervals_and_why(tuned):
     best = tuned.recommended
     data = json.loads((tuned.folder / "recommended.json").read_text())["picks"]["recommended"]
-    assert (best.name, best.trial, best.candidate, list(best.reasons)) == (
-        "recommended",
-        data["trial"],
-        data["candidate"],
-        data["reasons"],
-    )
+    assert [best.name, best.trial, best.candidate] == ["recommended", data["trial"], data["candidate"]]
+    assert list(best.reasons) == data["reasons"]
     assert best.ds_config == data["ds_config"] == tuned.ds_config()
     for metric, (value, low, high) in best.scores.items():
         assert value == data["metrics"][metric] and low <= value <= high
@@ -154,12 +159,10 @@ def test_trials_and_front_are_tables(tuned):
     header = files.as_csv(tuned._report).splitlines()[0].split(",")
     assert [tuned.trials.index.name, *tuned.trials.columns] == header
     assert list(tuned.trials.index) == list(range(6)) and set(tuned.trials["outcome"]) == {"complete"}
-    assert set(tuned.trials["candidate.precision"]) <= {"fp32", "bf16"} and pd.api.types.is_float_dtype(
-        tuned.trials["step_time_s"]
-    )
-    assert list(tuned.front.index) == [
-        point["trial"] for point in json.loads((tuned.folder / "front.json").read_text())
-    ]
+    assert set(tuned.trials["candidate.precision"]) <= {"fp32", "bf16"}
+    assert pd.api.types.is_float_dtype(tuned.trials["step_time_s"])
+    front = json.loads((tuned.folder / "front.json").read_text())
+    assert list(tuned.front.index) == [point["trial"] for point in front]
     assert (tuned.trials["step_time_s_low"] <= tuned.trials["step_time_s"]).all()
 
 
@@ -171,13 +174,11 @@ def test_as_text_it_is_the_answer_and_in_a_notebook_one_line(tuned):
 
 @pytest.mark.process
 def test_a_pick_is_exported_as_the_command_does(tuned, tmp_path, capsys):
-    answer.export("s", None, 2, "hf-args", None, None)
+    answer.export("s", trial=2, form="hf-args")
     printed = capsys.readouterr()
     exported = autotune.export("s", trial=2, format="hf-args")
-    assert (
-        printed.out == str(exported) == exported.text
-        and [f"note: {note}" for note in exported.notes] == printed.err.splitlines()
-    )
+    assert printed.out == str(exported) == exported.text
+    assert printed.err.splitlines() == [f"note: {note}" for note in exported.notes]
     autotune.export(tuned, tmp_path / "new" / "ds_config.json")
     assert json.loads((tmp_path / "new" / "ds_config.json").read_text()) == tuned.ds_config()
     assert tuned.ds_config("baseline")["train_micro_batch_size_per_gpu"] == 8
@@ -209,9 +210,8 @@ def test_an_export_goes_through_a_link_or_a_pipe_and_never_takes_its_place(tuned
 
 @pytest.mark.process
 def test_the_report_goes_where_it_is_wanted(tuned, tmp_path):
-    assert (
-        tuned.report(tmp_path / "out.html") == tmp_path / "out.html" and (tmp_path / "out.html").stat().st_size > 10_000
-    )
+    assert tuned.report(tmp_path / "out.html") == tmp_path / "out.html"
+    assert (tmp_path / "out.html").stat().st_size > 10_000
     assert tuned.report(tmp_path / "folder") == tmp_path / "folder" / "report.html"
     assert {path.name for path in (tmp_path / "folder").iterdir()} == {"report.html", "report.json", "trials.csv"}
     (tmp_path / "file").write_text("")
@@ -287,7 +287,6 @@ def test_where_nothing_fits_that_is_what_is_said(engine):
 
 @pytest.mark.process
 def test_a_file_that_begins_a_study_while_a_trial_imports_it_is_refused(engine, monkeypatch):
-    """Else each trial would begin the next study."""
     monkeypatch.setenv(MARK, "some mark")
     with pytest.raises(UserError, match="if __name__ == '__main__'"):
         autotune.run(TARGET, **SETTINGS)
@@ -349,14 +348,8 @@ def test_the_database_is_the_one_of_the_environment(engine, monkeypatch, tmp_pat
 @pytest.mark.process
 def test_arguments_may_be_what_python_makes_of_numbers_and_lists(engine):
     space = {"micro_batch_size": range(2, 9, 2), "precision": ("fp32", "bf16"), "checkpoint_every": np.array([0, 1])}
-    settings = {
-        **SETTINGS,
-        "space": space,
-        "trials": np.int64(4),
-        "trial_budget_s": np.float64(3.5),
-        "global_batch": (2, 64),
-    }
-    found = autotune.run(TARGET, **settings)
+    settings = {"trials": np.int64(4), "trial_budget_s": np.float64(3.5), "global_batch": (2, 64)}
+    found = autotune.run(TARGET, **{**SETTINGS, "space": space, **settings})
     assert len(found.trials) == 4 and set(found.trials["candidate.micro_batch_size"]) <= {2, 4, 6, 8}
     kept = StudySpec.load(found.folder / "study.yaml")
     assert (kept.trials, kept.trial_budget_s, kept.global_batch) == (4, 3.5, (2, 64))

@@ -1,4 +1,4 @@
-"""`autotune explain`, `export`, `report` and `diagnose`: the findings of a study."""
+"""The commands that tell a study's findings: `explain`, `export`, `report`, `diagnose`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from autotune.cli.options import AsJson, Storage, StudyName
 from autotune.errors import UserError
 from autotune.report.data import StudyReport
 from autotune.report.export import export_pick, pick_or_trial
@@ -20,8 +23,19 @@ from autotune.system.signals import terminable
 QUICK_S = 1.0  # a shorter command shows no progress
 
 
-def explain(study: str, why_not: str | None, what_if: str | None, storage: str | None, *, as_json: bool) -> None:
-    """`autotune explain`: the evidence for a study's answer in words."""
+def explain(
+    study: StudyName,
+    why_not: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")
+    ] = None,
+    what_if: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")
+    ] = None,
+    storage: Storage = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Print the evidence for a study's answer."""
     from autotune.report import explain as explanations
 
     if why_not is not None and what_if is not None:
@@ -38,12 +52,19 @@ def explain(study: str, why_not: str | None, what_if: str | None, storage: str |
 
 
 def export(
-    study: str, pick: str | None, number: int | None, form: str, output: Path | None, storage: str | None
+    study: StudyName,
+    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
+    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")
+    ] = "deepspeed",
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
+    storage: Storage = None,
 ) -> None:
-    """`autotune export`: the configuration that a study found, in the form that a training takes."""
-    if pick is not None and number is not None:
+    """Print or write a configuration of a study in the form that a training takes."""
+    if pick is not None and trial is not None:
         raise UserError("export: give --pick or --trial, not both")
-    found = export_pick(open_study(study, storage).report, pick, number, form)
+    found = export_pick(open_study(study, storage).report, pick, trial, form)
     if output is None:
         print(found.text, end="" if found.text.endswith("\n") else "\n")
     else:
@@ -54,16 +75,22 @@ def export(
 
 
 def report(
-    study: str,
-    storage: str | None,
-    output: Path | None,
-    png: Path | None,
+    study: StudyName,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Write there (default: the study's folder).")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    single_file: Annotated[
+        bool, typer.Option("--single-file", help="Only the page, no JSON and CSV beside it.")
+    ] = False,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw the plots as PNG, too; takes an installed Chromium.")
+    ] = None,
+    storage: Storage = None,
     *,
-    open_it: bool,
-    single_file: bool,
-    as_json: bool,
+    as_json: AsJson = False,
 ) -> None:
-    """`autotune report`: writes the page, JSON, CSV and PNG; or prints the JSON."""
+    """Write the page, JSON, CSV and PNG of a study's findings, or print the JSON."""
     from autotune.report.files import as_data, draw, write_report
 
     opened = open_study(study, storage)
@@ -90,20 +117,27 @@ def report(
             print(f"no browser could be started here; open {written[0].absolute().as_uri()}", file=sys.stderr)
 
 
-def diagnose(study: str, number: int | None, storage: str | None, *, profile: bool, as_json: bool) -> None:
-    """`autotune diagnose`: what a trial is bound by; with `profile` it is run again and traced."""
+def diagnose(
+    study: StudyName,
+    trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    storage: Storage = None,
+    *,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Run it again and trace some steps; the trace is kept.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a trial is bound by; with `profile`, after running it again with a trace."""
     from autotune.report import diagnosis
     from autotune.study import tracing
 
     report = open_study(study, storage).report
-    chosen = pick_or_trial(report, None, number)
+    chosen = pick_or_trial(report, None, trial)
     row = next(row for row in report.trials if row["trial"] == chosen["trial"])
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
-        raise UserError(
-            f"diagnose: trial {row['trial']} did not complete ({row['outcome']}{reason}), so there is no step to take"
-            " apart"
-        )
+        ended = f"trial {row['trial']} did not complete ({row['outcome']}{reason})"
+        raise UserError(f"diagnose: {ended}, so there is no step to take apart")
     folder = Path(report.study["folder"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}
@@ -118,7 +152,8 @@ def diagnose(study: str, number: int | None, storage: str | None, *, profile: bo
         print(line)
 
 
-def _print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:
+def print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:
+    """Print the recommendation and the front, and the files that state them."""
     from autotune.report import answer
 
     if as_json:

@@ -1,4 +1,4 @@
-"""`autotune check`: runs two steps of the baseline and shows what a study would tune."""
+"""The command `check`: run two steps of the baseline and show what a study would tune."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.executors import base
 from autotune.report.progress import ProgressView
 from autotune.space import feasibility
@@ -26,14 +27,18 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
 
 
-def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
-    """`autotune check`: loads the target, runs two real steps of the baseline, and says what would be tuned.
+@takes_settings(
+    "space", "objectives", "ranks", "executor", "nodes", "executor_options", "hostfile", "base_config", "global_batch",
+    "device_memory_bytes", "script_set",
+)  # fmt: skip
+def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = False) -> int:
+    """Load a target, run two steps of its baseline, and print what would be tuned.
 
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
     with ProgressView() as view:
-        wanted, notes = wanted_study(target, overrides, view)
+        wanted, notes = wanted_study(target, settings, view)
     # Other machines do not see this one's temporary files.
     around = studies_folder(Path(target)) if wanted.runs_elsewhere else None
     if around is not None:
@@ -65,7 +70,7 @@ def check(target: str, overrides: Mapping[str, Any], *, as_json: bool) -> int:
 
 
 def print_check(data: Mapping[str, Any], console: Console) -> None:
-    """Prints the findings of `check`."""
+    """Print the findings of `check`."""
     workload = data["workload"]
     trainable = (
         "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
@@ -107,7 +112,7 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
-    """Prints the script, ranks and folder of a launch command."""
+    """Print the script, ranks and folder of a launch command."""
     if not invocation["command"]:
         return
     what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
@@ -120,7 +125,7 @@ def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
-    """Prints the findings of a probe of a training script."""
+    """Print the findings of a probe of a training script."""
     backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
     batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
     console.print(f"script     {script['family']}, {backward}; {batch}")
@@ -139,39 +144,26 @@ def _condition(when: Mapping[str, Sequence[Any]]) -> str:
 
 
 def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
-    """What `check` found, for programs."""
+    """The findings of `check` for programs."""
     n_legal, exact = feasibility.count_legal(found.space, found.baseline, found.setting)
     dead = feasibility.dead_values(found.full_space, found.baseline, found.setting)
+    baseline = {
+        "candidate": found.baseline.values(), "description": found.baseline.describe(),
+        "ds_config": found.ds_config(found.baseline), "outcome": str(result.outcome), "reason": result.reason,
+        "log": None if result.outcome is Outcome.COMPLETE else str(log),
+        "peak_memory_bytes": result.peak_memory_bytes, "memory_by_phase_bytes": result.memory_by_phase_bytes,
+    }  # fmt: skip
+    knobs = [
+        {"name": each.name, "values": each.describe(), "n_values": len(each.all_values()), "when": dict(each.when)}
+        for each in found.space.parameters
+    ]
+    not_proposed = [
+        {"knob": knob, "value": "default" if value is None else value, "reason": reason}
+        for (knob, value), reason in dead.items()
+    ]
     return {
-        "target": str(shown(found.spec.target)),
-        "ranks": found.world_size,
-        "workload": asdict(found.workload),
-        "invocation": asdict(found.spec.how().shown) if found.workload.script else None,
-        "baseline": {
-            "candidate": found.baseline.values(),
-            "description": found.baseline.describe(),
-            "ds_config": found.ds_config(found.baseline),
-            "outcome": str(result.outcome),
-            "reason": result.reason,
-            "log": None if result.outcome is Outcome.COMPLETE else str(log),
-            "peak_memory_bytes": result.peak_memory_bytes,
-            "memory_by_phase_bytes": result.memory_by_phase_bytes,
-        },
-        "n_candidates": found.full_space.size(found.baseline),
-        "n_legal": n_legal,
-        "exact": exact,
-        "knobs": [
-            {
-                "name": p.name,
-                "values": p.describe(),
-                "n_values": len(p.all_values()),
-                "when": {k: list(v) for k, v in p.when.items()},
-            }
-            for p in found.space.parameters
-        ],
-        "not_proposed": [
-            {"knob": knob, "value": "default" if value is None else value, "reason": reason}
-            for (knob, value), reason in dead.items()
-        ],
-        "notes": found.notes,
-    }
+        "target": str(shown(found.spec.target)), "ranks": found.world_size, "workload": asdict(found.workload),
+        "invocation": asdict(found.spec.how().shown) if found.workload.script else None, "baseline": baseline,
+        "n_candidates": found.full_space.size(found.baseline), "n_legal": n_legal, "exact": exact, "knobs": knobs,
+        "not_proposed": not_proposed, "notes": found.notes,
+    }  # fmt: skip

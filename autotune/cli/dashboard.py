@@ -1,11 +1,15 @@
-"""`autotune dashboard`: serve the studies in a browser."""
+"""The command `dashboard`: serve the studies in a browser."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import Storage
 from autotune.errors import UserError
 from autotune.session import STUDIES
 from autotune.study.storage import records
@@ -14,16 +18,21 @@ from autotune.system.signals import terminable
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 
-def dashboard(storage: str | None, host: str, port: int) -> None:
-    """`autotune dashboard`: serves until Ctrl-C."""
+def dashboard(
+    storage: Storage = None,
+    port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen there; any but this machine's own loopback asks for a token.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the dashboard until Ctrl-C."""
     from autotune.report.dashboard import server
 
     token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
     if token is not None and not server.is_strong(token):
         raise UserError(
             f"{TOKEN_VARIABLE}: at least {server.LEAST_TOKEN} letters, digits, '-', '_', '.' or '~' are needed;"
-            " python -c"
-            " 'import secrets; print(secrets.token_urlsafe(24))' makes one"
+            " python -c 'import secrets; print(secrets.token_urlsafe(24))' makes one"
         )
     with server.make_server(storage or records.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
         print(f"dashboard at {server.address(served, host, token)}", flush=True)
@@ -31,8 +40,7 @@ def dashboard(storage: str | None, host: str, port: int) -> None:
         if not server.is_loopback(host):
             print(f"Anyone with this address can read every study. {TOKEN_VARIABLE} sets the token.", file=sys.stderr)
             print(
-                "The connection is not encrypted: in a network that you do not trust, keep to the loopback and use"
-                " ssh -L.",
+                "The connection is not encrypted; in an untrusted network keep to the loopback and use ssh -L.",
                 file=sys.stderr,
             )
         with terminable(), contextlib.suppress(KeyboardInterrupt):

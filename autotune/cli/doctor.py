@@ -1,4 +1,4 @@
-"""What this machine has, what would fail in a trial, and DeepSpeed's ops built ahead."""
+"""The command `doctor`: the state of this machine, what would fail in a trial, and DeepSpeed's ops built ahead."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import psutil
+import typer
 
+from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
@@ -24,6 +25,7 @@ from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
 OPS = ("fused_adam", "cpu_adam")
+LEAST_SHARED_BYTES = 64 << 20
 PROBE = '''\
 """The smallest target there is: shows that a trial can run here."""
 import torch
@@ -38,14 +40,13 @@ def batch(n):
 '''
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing looked at.
 
     Attributes:
         verdict: `ok`, `warn` or `fail`.
-        what: What was looked at.
-        detail: What was found, and what to do about it.
+        what: Its name.
+        detail: Its state, and the remedy where it is not `ok`.
     """
 
     verdict: str
@@ -53,53 +54,47 @@ class Finding:
     detail: str
 
 
-def examine(*, build: bool, on_step: Callable[[str], None]) -> list[Finding]:
-    """Looks at everything that a trial needs, and runs the smallest possible one.
+def doctor(
+    *, build: Annotated[bool, typer.Option(help="Compile DeepSpeed's ops once.")] = True, as_json: AsJson = False
+) -> int:
+    """Examine this machine, run the smallest possible trial, compile DeepSpeed's ops, and print the findings.
 
-    Args:
-        build: Compile DeepSpeed's ops too, which takes a minute or two the first time.
-        on_step: Told what is done next.
+    Returns:
+        Exit status: 0 trials can run, 1 they cannot.
     """
-    findings = [_python(), *_libraries(), _compiler(), _shared_memory(), _memory()]
-    on_step("running the smallest possible trial")
+    findings = [Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")]
+    findings += [Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna")]
+    findings += [_compiler(), _shared_memory(), _memory()]
+    print("- running the smallest possible trial", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="autotune-doctor-") as name:
-        findings += _trial(Path(name), build=build, on_step=on_step)
-    return findings
-
-
-def _python() -> Finding:
-    return Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")
-
-
-def _libraries() -> list[Finding]:
-    return [Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna")]
+        findings += _trial(Path(name), build=build)
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=1))
+    else:
+        width = max(len(finding.what) for finding in findings)
+        for finding in findings:
+            print(f"{finding.verdict:<5} {finding.what:<{width}}  {finding.detail}")
+    return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
 def _compiler() -> Finding:
     path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
     missing = [name for name in ("c++", "ninja") if shutil.which(name, path=path) is None]
     if missing:
-        return Finding(
-            "warn",
-            "compiler",
-            f"{' and '.join(missing)} not found: DeepSpeed cannot compile its ops (its own Adam, offload)",
-        )
+        lost = "DeepSpeed cannot compile its ops (its own Adam, offload)"
+        return Finding("warn", "compiler", f"{' and '.join(missing)} not found: {lost}")
     return Finding("ok", "compiler", "c++ and ninja found")
 
 
 def _shared_memory() -> Finding:
-    folder = Path("/dev/shm")
+    folder, what = Path("/dev/shm"), "shared memory"
     if not folder.is_dir():
-        return Finding("warn", "shared memory", "/dev/shm is missing: data loaders with workers will fail")
+        return Finding("warn", what, "/dev/shm is missing: data loaders with workers will fail")
+    if left := list(folder.glob("deepspeed_allreduce_buffer_*")):
+        held = f"{len(left)} files of dead DeepSpeed runs in /dev/shm hold memory"
+        return Finding("warn", what, f"{held}; remove deepspeed_allreduce_buffer_*")
     free = shutil.disk_usage(folder).free
-    left = list(folder.glob("deepspeed_allreduce_buffer_*"))
-    if left:
-        return Finding(
-            "warn",
-            "shared memory",
-            f"{len(left)} files of dead DeepSpeed runs in /dev/shm hold memory; remove deepspeed_allreduce_buffer_*",
-        )
-    return Finding("ok" if free > 64 << 20 else "warn", "shared memory", f"{free / 2**20:,.0f} MiB free in /dev/shm")
+    return Finding("ok" if free > LEAST_SHARED_BYTES else "warn", what, f"{free / 2**20:,.0f} MiB free in /dev/shm")
 
 
 def _memory() -> Finding:
@@ -107,7 +102,8 @@ def _memory() -> Finding:
     return Finding("ok", "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
 
 
-def _trial(folder: Path, *, build: bool, on_step: Callable[[str], None]) -> list[Finding]:
+def _trial(folder: Path, *, build: bool) -> list[Finding]:
+    """Findings of a warm server, a trial in it, and the ops that it builds."""
     target = folder / "model.py"
     target.write_text(PROBE)
     executor = LocalExecutor(["torch"], folder / "server.log")
@@ -119,37 +115,24 @@ def _trial(folder: Path, *, build: bool, on_step: Callable[[str], None]) -> list
         result = base.run(executor, folder / "inspect", TrialRequest(target=str(target), mode="inspect"))
         if result.outcome is not Outcome.COMPLETE:
             return [Finding("fail", "worker", result.reason)]
-        environment = read_record(TrialDir(folder / "inspect").workload, Workload).environment
-        findings = [
-            Finding("ok", "device", f"{environment.n_devices} x {environment.accelerator}: {environment.device_name}")
-        ]
-        types = ["fp32", *(["bf16"] if environment.bf16 else []), *(["fp16"] if environment.fp16 else [])]
+        here = read_record(TrialDir(folder / "inspect").workload, Workload).environment
+        findings = [Finding("ok", "device", f"{here.n_devices} x {here.accelerator}: {here.device_name}")]
+        types = ["fp32", *(["bf16"] if here.bf16 else []), *(["fp16"] if here.fp16 else [])]
         findings.append(Finding("ok", "precisions", ", ".join(types)))
-        warm = (
-            Finding("warn", "warm server", executor.cold_reason)
-            if executor.cold_reason
-            else Finding("ok", "warm server", "ranks are forked")
-        )
-        findings.append(warm)
-        ranks = environment.n_devices if environment.accelerator == "cuda" else 2
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        }
+        cold = executor.cold_reason
+        findings.append(Finding("warn" if cold else "ok", "warm server", cold or "ranks are forked"))
+        ranks = here.n_devices if here.accelerator == "cuda" else 2
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         request = TrialRequest(
-            target=str(target),
-            candidate={"micro_batch_size": 2},
-            ds_config=config,
-            world_size=ranks,
-            budget_s=1.0,
-            deadline_s=120,
-        )
+            target=str(target), candidate={"micro_batch_size": 2}, world_size=ranks, budget_s=1.0, deadline_s=120,
+            ds_config={"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer},
+        )  # fmt: skip
         result = base.run(executor, folder / "trial", request)
         good = result.outcome is Outcome.COMPLETE
         detail = f"{ranks} rank(s), {result.wall_s:.1f} s" if good else f"{result.outcome}: {result.reason}"
         findings.append(Finding("ok" if good else "fail", "trial", detail))
         if build:
-            on_step(f"building DeepSpeed's {' and '.join(OPS)} (the first time takes a minute or two)")
+            print(f"- building DeepSpeed's {' and '.join(OPS)} (a minute or two the first time)", file=sys.stderr)
             findings += [_built(executor, op) for op in OPS]
         return findings
     finally:
@@ -157,23 +140,6 @@ def _trial(folder: Path, *, build: bool, on_step: Callable[[str], None]) -> list
 
 
 def _built(executor: LocalExecutor, op: str) -> Finding:
-    failure = executor.build_ops([op])
-    if failure:
+    if failure := executor.build_ops([op]):
         return Finding("warn", op, f"cannot be built, so configurations that need it fail: {failure}")
     return Finding("ok", op, f"built in {extensions_dir()}")
-
-
-def doctor(*, build: bool, as_json: bool) -> int:
-    """`autotune doctor`: what this machine has and what would fail; compiles DeepSpeed's ops once.
-
-    Returns:
-        Exit status: 0 trials can run, 1 they cannot.
-    """
-    findings = examine(build=build, on_step=lambda text: print(f"- {text}", file=sys.stderr))
-    if as_json:
-        print(json.dumps([vars(finding) for finding in findings], indent=1))
-    else:
-        width = max(len(finding.what) for finding in findings)
-        for finding in findings:
-            print(f"{finding.verdict:<5} {finding.what:<{width}}  {finding.detail}")
-    return 1 if any(finding.verdict == "fail" for finding in findings) else 0

@@ -1,4 +1,4 @@
-"""`autotune history` and `autotune delete`: print what the database holds of studies, and remove a study."""
+"""The commands `history` and `delete`: print the database's rows of studies, and remove a study."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
 from autotune.errors import UserError
 from autotune.retune import schedule
 from autotune.session import STUDIES, open_history, open_study
@@ -18,33 +22,56 @@ from autotune.study.storage.history import History, Row
 from autotune.system.files import shown
 
 
-def history(study: str | None, storage: str | None, what: str, limit: int, *, as_json: bool) -> None:
-    """Print measurements, recommendations or decisions, of one study or all (`autotune history`)."""
+def history(
+    study: OnlyStudy = None,
+    what: Annotated[
+        str | None,
+        typer.Option(
+            "--what",
+            metavar="KIND",
+            help="measurements, recommendations or decisions (default: recommendations, decisions).",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="How many, newest first.")
+    ] = 50,
+    storage: Storage = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Print measurements, recommendations or decisions, of one study or all."""
     known = open_history(storage or records.default_url(STUDIES))
     known.drop_orphans()
-    rows: Sequence[Row]
-    match what:
-        case "measurements":
-            rows = known.measurements(study, limit)
-        case "recommendations":
-            rows = known.recommendations(study)[:limit]
-        case "decisions":
-            rows = known.decisions(study)[:limit]
-        case _:
-            raise UserError(f"history: unknown {what!r}. Known: measurements, recommendations, decisions")
+    read: dict[str, Callable[[], Sequence[Row]]] = {
+        "measurements": lambda: known.measurements(study, limit),
+        "recommendations": lambda: known.recommendations(study)[:limit],
+        "decisions": lambda: known.decisions(study)[:limit],
+    }
+    if what is not None and what not in read:
+        raise UserError(f"history: unknown {what!r}. Known: {', '.join(read)}")
+    # Both kinds for people, since a study that was never re-tuned has no decisions; programs get one kind of row.
+    rows = {
+        kind: read[kind]() for kind in ([what or "decisions"] if what or as_json else ["recommendations", "decisions"])
+    }
     for name, number in known.unreadable:
         print(f"note: row {number} of study {name} is left out: it cannot be read", file=sys.stderr)
     if as_json:
-        print(json.dumps(list(rows), indent=1))
+        print(json.dumps([row for each in rows.values() for row in each], indent=1))
         return
-    for line in _history_lines(what, rows):
+    found = [line for kind, each in rows.items() for line in _history_lines(kind, each)]
+    for _, line in sorted(found, key=lambda pair: -pair[0])[:limit]:
         print(line)
-    if not rows:
-        print(f"no {what} yet", file=sys.stderr)
+    if not found:
+        print(f"no {' and no '.join(rows)} yet", file=sys.stderr)
 
 
-def delete(study: str, storage: str | None, *, yes: bool) -> None:
-    """Remove a study, its re-tunings, schedules and history; its small files stay (`autotune delete`)."""
+def delete(
+    study: StudyName,
+    storage: Storage = None,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm it.")] = False,
+) -> None:
+    """Remove a study, its re-tunings, schedules and history; its small files stay."""
     opened = open_study(study, storage)
     folder, storage_ = opened.folder, opened.storage
     if study not in records.study_names(storage_):
@@ -63,25 +90,23 @@ def delete(study: str, storage: str | None, *, yes: bool) -> None:
     print(f"study {study} is deleted" + (f"; {shown(folder)} keeps its small files" if folder.is_dir() else ""))
 
 
-def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[str]:
+def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]]:
+    """For each row its Unix time, and the line for people."""
     for row in rows:
-        at = schedule.moment(row["began_at"] if what == "decisions" else row["at"])
+        at = row["began_at"] if what == "decisions" else row["at"]
         name = row["study"] + (f" (re-tuning {row['generation']})" if row["generation"] else "")
         if what == "measurements":
             step = f", {row['metrics']['step_time_s'] * 1e3:.4g} ms/step" if "step_time_s" in row["metrics"] else ""
-            device = row["environment"].get("device_name", "")
-            where = f"{row['world_size']} ranks, {device}"
-            yield f"{at}  {name} trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
+            where = f"{row['world_size']} ranks, {row['environment'].get('device_name', '')}"
+            text = f"trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
         elif what == "recommendations":
             low, high = row["speedup_low"], row["speedup_high"]
-            speedup = (
-                f", {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput"
-                if row["speedup"] and low
-                else ""
-            )
-            yield f"{at}  {name} trial {row['trial']}{speedup}"
+            text = f"recommended trial {row['trial']}"
+            if row["speedup"] and low:
+                text += f", {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput"
         else:
-            verdict = row["verdict"] or "under way, or interrupted"
-            yield f"{at}  {name} {row['cause']}: {verdict}" + (
-                f": {row['evidence']['reason']}" if row["evidence"].get("reason") else ""
+            reason = row["evidence"].get("reason")
+            text = f"{row['cause']}: {row['verdict'] or 'under way, or interrupted'}" + (
+                f": {reason}" if reason else ""
             )
+        yield at, f"{schedule.moment(at)}  {name} {text}"

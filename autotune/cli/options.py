@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -13,7 +12,9 @@ from typer.core import TyperCommand, TyperOption
 from autotune.errors import UserError
 from autotune.study.spec.settings import SETTINGS, flag
 
-Callback: TypeAlias = Callable[..., None]
+# A function that does what a command does; it returns the exit status, None for 0.
+Function: TypeAlias = Callable[..., int | None]
+FunctionType = TypeVar("FunctionType", bound=Function)
 
 Target = Annotated[
     str,
@@ -29,6 +30,9 @@ Storage = Annotated[
     typer.Option("--storage", metavar="URL", envvar=SETTINGS["storage"].variable, help=SETTINGS["storage"].help),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+# The settings that the parameter `settings` of a function stands for, with help texts that replace the table's.
+_settings_of: dict[Function, dict[str, str]] = {}
 
 
 class Command(TyperCommand):
@@ -49,59 +53,62 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def option_of(key: str, said: str = "") -> Any:
-    """The option of a setting, as the annotation of a parameter; `said` replaces its help."""
-    setting = SETTINGS[key]
-    kind: Any = {"": bool, "N": int}.get(setting.metavar, str)
-    if setting.repeatable:
-        kind = list[str]
-    return Annotated[
-        kind | None,
-        typer.Option(
-            f"{flag(key)}/{setting.off}" if setting.off else flag(key),
-            help=said or setting.help,
-            metavar=setting.metavar or None,
-            envvar=setting.variable or None,
-        ),
-    ]
+def takes_settings(*keys: str, **helps: str) -> Callable[[FunctionType], FunctionType]:
+    """Let options of settings fill a function's parameter `settings`.
 
-
-def takes_settings(*keys: str, **said: str) -> Callable[[Callback], Callback]:
-    """Give a command the options of settings, in place of its parameter `settings`.
+    It maps keys to what `StudySpec` reads, None where an option was not given; the script's arguments are among them.
 
     Args:
         *keys: The settings.
-        **said: Help texts that differ from the table's.
-
-    Returns:
-        A decorator. `settings` maps keys to what `StudySpec` reads, None where an option was not given; the arguments of
-        the script are among them.
+        **helps: Help texts that differ from the table's.
     """
 
-    def decorate(command: Callback) -> Callback:
-        own = inspect.signature(command, eval_str=True).parameters
-        has_script = "script_args" in own
-        added = {
-            key: inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option_of(key, said.get(key, ""))
-            )
-            for key in keys
-        }
-
-        @functools.wraps(command)
-        def call(**given: Any) -> None:
-            settings = {key: _joined(key, given.pop(key)) for key in added}
-            if has_script:
-                settings["script_args"] = tuple(given.pop("script_args") or ()) or None
-            command(settings=settings, **given)
-
-        rest = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values() if each.name != "settings"]
-        first = [each for each in rest if each.name in ("target", "script_args", "study")]
-        call.__signature__ = inspect.Signature([*first, *added.values(), *(each for each in rest if each not in first)])  # type: ignore[attr-defined]
-        call.__annotations__ = {}
-        return call
+    def decorate(function: FunctionType) -> FunctionType:
+        _settings_of[function] = {key: helps.get(key, "") for key in keys}
+        return function
 
     return decorate
+
+
+def command_of(function: Function, path: str, text: str) -> Any:
+    """The command that calls a function, as `autotune PATH`; `text` is its help."""
+    settings = _settings_of.get(function, {})
+    own = inspect.signature(function, eval_str=True).parameters
+    added = {key: _parameter(key, _option_of(key, said)) for key, said in settings.items()}
+
+    def call(**given: Any) -> None:
+        if "settings" in own:
+            given["settings"] = {key: _joined(key, given.pop(key)) for key in added}
+            if "script_args" in given:
+                given["settings"]["script_args"] = tuple(given.pop("script_args") or ()) or None
+        if status := function(**given):
+            raise typer.Exit(status)
+
+    rest = [_parameter(name, each.annotation, each.default) for name, each in own.items() if name != "settings"]
+    if "settings" in own and "target" in own:
+        rest.insert(1, _parameter("script_args", ScriptArgs))
+    first = [each for each in rest if each.name in ("target", "script_args", "study")]
+    everything = [*first, *added.values(), *(each for each in rest if each not in first)]
+    call.__signature__ = inspect.Signature(everything)  # type: ignore[attr-defined]
+    call.__annotations__ = {}
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(path.rpartition(" ")[2], cls=Command, help=text)(call)
+    return typer.main.get_command(alone)
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option_of(key: str, said: str) -> Any:
+    """The option of a setting, as the annotation of a parameter; `said` replaces its help."""
+    setting = SETTINGS[key]
+    kind: Any = {"": bool, "N": int}.get(setting.metavar, str)
+    name = f"{flag(key)}/{setting.off}" if setting.off else flag(key)
+    option = typer.Option(
+        name, help=said or setting.help, metavar=setting.metavar or None, envvar=setting.variable or None
+    )
+    return Annotated[(list[str] if setting.repeatable else kind) | None, option]
 
 
 def _joined(key: str, given: Any) -> Any:

@@ -1,12 +1,15 @@
-"""`autotune predict`: forecast memory, step time and throughput of one configuration."""
+"""The command `predict`: forecast memory, step time and throughput of one configuration."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.errors import UserError
 from autotune.report.progress import ProgressView
 from autotune.space.deepspeed import Scalar, check_plain
@@ -16,27 +19,29 @@ from autotune.study.setup.plan import studies_folder
 from autotune.study.spec.yaml_file import read_value
 
 
-def predict(target: str, overrides: Mapping[str, Any], settings: Sequence[str], *, as_json: bool) -> int:
-    """`autotune predict`: memory, step time and throughput of a configuration, each with its interval, and what binds.
-
-    Args:
-        target: A `model.py`, a training script, a `study.yaml`, or a launch command.
-        overrides: Fields of `StudySpec` that go before those of the file; None where nothing is said.
-        settings: The configuration as KEY=VALUE, over the baseline's.
-        as_json: Print JSON.
-
-    Returns:
-        Exit status 0.
+@takes_settings(
+    "ranks", "device_memory_bytes", "base_config", "name",
+    ranks="Ranks, also more than this machine has.", device_memory_bytes="Memory of a device.",
+    name="Study whose trials correct the forecast.",
+)  # fmt: skip
+def predict(
+    target: Target,
+    settings: Mapping[str, Any],
+    knobs: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Print memory, step time and throughput of a configuration, each with its interval, and what binds.
 
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here.
     """
     with ProgressView() as view:
-        answer = foresee(
-            wanted_study(target, overrides, view)[0], read_settings(settings), studies_folder(Path(target)), view
-        )
+        wanted, _ = wanted_study(target, settings, view)
+        answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view)
     print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))
-    return 0
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Scalar]:

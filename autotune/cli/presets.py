@@ -1,10 +1,14 @@
-"""`autotune init`, `ls` and `cp`: templates, presets and lists."""
+"""The commands `init`, `ls` and `cp`: templates, presets and lists."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import AsJson, Storage
 from autotune.errors import UserError, nearest
 from autotune.scoring.metrics import METRICS
 from autotune.search import SAMPLERS
@@ -14,8 +18,8 @@ from autotune.study.storage import records
 from autotune.system import files
 
 
-def init(folder: Path) -> None:
-    """`autotune init`: writes the two files of a first study.
+def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:
+    """Write the two files of a first study.
 
     Raises:
         UserError: One of them is there already.
@@ -32,8 +36,15 @@ def init(folder: Path) -> None:
     print(f"Next: autotune check {folder / 'study.yaml'}, then autotune run {folder / 'study.yaml'}")
 
 
-def ls(what: str, storage: str | None, *, as_json: bool) -> None:
-    """`autotune ls`: lists what there is of a kind.
+def ls(
+    what: Annotated[
+        str, typer.Argument(metavar="spaces|objectives|samplers|metrics|studies", help="What to list.")
+    ] = "studies",
+    storage: Storage = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """List the presets, samplers, metrics or studies.
 
     Raises:
         UserError: There is no such kind.
@@ -61,8 +72,11 @@ def ls(what: str, storage: str | None, *, as_json: bool) -> None:
         print(f"{row[0]:<{width}}  {row[1]}" if len(row) > 1 else row[0])
 
 
-def cp(preset: str, file: Path) -> None:
-    """`autotune cp`: copies a preset to a file of the user's.
+def cp(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a search space or objective.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+) -> None:
+    """Copy a preset to a file of the user's.
 
     Raises:
         UserError: There is no such preset, or the file exists.

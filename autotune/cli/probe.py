@@ -1,4 +1,4 @@
-"""`autotune probe`: the rates that this machine reaches with a number of ranks, measured once and kept."""
+"""The command `probe`: the rates that this machine reaches with a number of ranks, measured once and kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
@@ -27,20 +31,19 @@ DEFAULT_RANKS = 2
 SHOWN_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 
-def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool) -> int:
-    """Measures this machine, or says what was measured before.
-
-    Args:
-        target: A `model.py` whose data is drawn too.
-        ranks: Ranks that share the machine; by default one for each GPU, else two.
-        again: Measure even where an earlier probe is kept.
-        as_json: Print JSON.
-
-    Returns:
-        Exit status 0.
+def probe(
+    target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")
+    ] = None,
+    *,
+    again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the rates of this machine, measured now or kept from an earlier probe.
 
     Raises:
-        UserError: It could not be measured, and why.
+        UserError: The machine could not be measured, and why.
     """
     world_size = ranks if ranks is not None else (n_gpus() or DEFAULT_RANKS)
     if world_size < 1:
@@ -59,11 +62,10 @@ def probe(target: Path | None, ranks: int | None, *, again: bool, as_json: bool)
         print(json.dumps({**asdict(found), "ranks": world_size, "kept": kept}, indent=1))
     else:
         print("\n".join(lines(found, kept=kept)))
-    return 0
 
 
 def measure(target: Path | None, world_size: int) -> Probe:
-    """Probes the machine in that many ranks.
+    """Probe the machine with a number of ranks.
 
     Raises:
         UserError: The ranks failed, and why.
@@ -100,7 +102,8 @@ def lines(found: Probe, *, kept: bool) -> Iterator[str]:
     yield f"memory         {machine.memory_bytes_per_s / 1e9:>8,.1f} GB/s, read and written by a copy"
     if machine.accelerator != "cpu":
         yield f"from the host  {machine.host_bytes_per_s / 1e9:>8,.1f} GB/s, from pinned memory"
-    yield f"optimizer      {(machine.optimizer_bytes_per_s or 0.0) / 1e9:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
+    optimizer = (machine.optimizer_bytes_per_s or 0.0) / 1e9
+    yield f"optimizer      {optimizer:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
     yield f"one operation  {machine.op_s / 2 * 1e6:>8,.1f} us, however small"
     yield ""
     yield from _links(found.links) if found.links else ["messages       none between the ranks: there is one"]
@@ -127,4 +130,5 @@ def _links(links: tuple[Link, ...]) -> Iterator[str]:
     for link in links:
         times = dict(link.times_s)
         cells = "".join(f"{format_seconds(times[size]):>10}" for size in sizes)
-        yield f"{link.collective:<15}{format_seconds(link.alpha_s):>10}{link.bytes_per_s / 1e9:>9,.2f} GB/s{link.error:>8.0%}{cells}"
+        fitted = f"{format_seconds(link.alpha_s):>10}{link.bytes_per_s / 1e9:>9,.2f} GB/s{link.error:>8.0%}"
+        yield f"{link.collective:<15}{fitted}{cells}"

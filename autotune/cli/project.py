@@ -1,13 +1,16 @@
-"""`autotune project`: forecasts of a study's configurations on a larger cluster."""
+"""The command `project`: forecasts of a study's configurations on a larger cluster."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from autotune.cli.options import AsJson
 from autotune.cli.predict import read_settings
 from autotune.errors import UserError
 from autotune.forecast.cluster import NODE_LATENCY_S, Cluster, Projected, Projector
@@ -25,17 +28,17 @@ from autotune.system.units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """What `autotune project` found.
+    """Forecasts on a cluster, for people and for programs.
 
     Attributes:
         study: The study.
-        trial: The trial whose configuration is carried over the devices; None where it was made up.
+        trial: The trial whose configuration is forecast; None if `--set` changed it.
         mode: `weak` or `strong`.
         cluster: The cluster.
-        rows: That configuration, from few devices to all.
+        rows: Its forecasts, from few devices to all.
         others: The other configurations of the front on all devices, fastest first.
         n_measured: Measurements that corrected the model.
-        notes: What to know.
+        notes: Assumptions and warnings.
     """
 
     study: str
@@ -48,15 +51,16 @@ class Projection:
     notes: Sequence[str]
 
     def to_data(self) -> dict[str, Any]:
-        """For programs."""
+        """The forecasts for programs."""
         return {
-            "study": self.study, "trial": self.trial, "mode": self.mode, "cluster": asdict(self.cluster), "n_measured": self.n_measured,
-            "rows": [_data(row) for row in self.rows], "others": [{"trial": n, **_data(row)} for n, row in self.others],
+            "study": self.study, "trial": self.trial, "mode": self.mode, "cluster": asdict(self.cluster),
+            "n_measured": self.n_measured, "rows": [_data(row) for row in self.rows],
+            "others": [{"trial": n, **_data(row)} for n, row in self.others],
             "notes": list(self.notes),
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """The forecasts for people."""
         cluster = self.cluster
         whose = f", trial {self.trial}" if self.trial is not None else ""
         yield f"{self.study}{whose}: {self.rows[-1].candidate.describe()}"
@@ -74,90 +78,91 @@ class Projection:
         yield from (f"note: {note}" for note in self.notes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be carried to the cluster.
+def project(
+    study: Annotated[
+        str | None, typer.Argument(metavar="STUDY", help="Name of a study (default: the only one).")
+    ] = None,
+    devices: Annotated[int, typer.Option(metavar="N", help="Devices of the cluster, one rank each.")] = 8,
+    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
+    intra_bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="300GB/s", help="What a collective reaches within a node (default: as measured here)."),
+    ] = None,
+    inter_bandwidth: Annotated[
+        str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, each way.")
+    ] = None,
+    intra_latency: Annotated[str | None, typer.Option(metavar="5us", help="Of a message within a node.")] = None,
+    inter_latency: Annotated[str | None, typer.Option(metavar="20us", help="Of a message between nodes.")] = None,
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="Of collectives: auto, ring, tree or hierarchical.")
+    ] = "auto",
+    *,
+    strong: Annotated[
+        bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")
+    ] = False,
+    pick: Annotated[str, typer.Option(metavar="NAME", help="Which pick of the study.")] = "recommended",
+    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial of its front instead of a pick.")] = None,
+    knobs: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the pick's value.")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device there.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Forecast a study's configurations on a larger cluster.
 
-    Attributes:
-        pick: Which pick of the study.
-        trial: This trial of its front instead.
-        settings: Knobs that differ from it.
-        mode: `weak` or `strong`.
-        device_memory_bytes: Memory of a device there; None for the same as here.
-    """
-
-    pick: str = "recommended"
-    trial: int | None = None
-    settings: Mapping[str, Scalar] = field(default_factory=dict)
-    mode: Mode = "weak"
-    device_memory_bytes: float | None = None
-
-
-def question(
-    pick: str, trial: int | None, settings: Sequence[str], device_memory: str | None, *, strong: bool
-) -> Question:
-    """The question that the options of `autotune project` ask.
-
-    Args:
-        pick: Which pick of the study.
-        trial: This trial of its front instead.
-        settings: KEY=VALUE texts.
-        device_memory: Memory of a device there, as `80GiB`.
-        strong: Keep the global batch.
-
-    Raises:
-        UserError: An option cannot be read.
-    """
-    try:
-        memory = float(parse_bytes(device_memory)) if device_memory else None
-    except ValueError as error:
-        raise UserError(f"--device-memory: {error}") from None
-    return Question(
-        pick=pick, trial=trial, settings=read_settings(settings), mode="strong" if strong else "weak", device_memory_bytes=memory
-    )  # fmt: skip
-
-
-def project_study(folder: Path, cluster: Cluster, question: Question) -> Projection:
-    """What a study's configurations would take on a cluster.
-
-    Args:
-        folder: The study's.
-        cluster: Where to.
-        question: The configuration, and how its batch scales.
+    Returns:
+        Exit status: 0, or 1 where the configuration could not run there.
 
     Raises:
         UserError: The study has no such configuration, or it cannot be carried there.
     """
-    front, chosen = _chosen(folder, question.pick, question.trial)
+    links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
+    links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
+    cluster, folder = Cluster.of(devices, per_node, links, algorithm), _study_folder(study, STUDIES.absolute())
+    mode: Mode = "strong" if strong else "weak"
+    found = _projection(folder, cluster, pick, trial, mode, read_settings(knobs or ()), device_memory)
+    print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
+    return 1 if found.rows[-1].impossible else 0
+
+
+def _projection(
+    folder: Path, cluster: Cluster, pick: str, trial: int | None, mode: Mode, settings: Mapping[str, Scalar],
+    device_memory: str | None,
+) -> Projection:  # fmt: skip
+    """Forecasts of a study's configurations on a cluster."""
+    try:
+        memory = float(parse_bytes(device_memory)) if device_memory else None
+    except ValueError as error:
+        raise UserError(f"--device-memory: {error}") from None
+    front, chosen = _chosen(folder, pick, trial)
     spec = StudySpec.of(folder / "study.yaml", {})
-    base = Candidate.of({**chosen["candidate"], **question.settings})
     with ProgressView() as view:
-        foreseen = foresee_workload(spec, view)
-    predictor, n_measured = calibrated(foreseen, folder, spec.target, front)
-    projector = Projector(predictor, cluster, foreseen, question.device_memory_bytes)
-    rows = projector.over_devices(base, question.mode)
+        inputs = foresee_workload(spec, view)
+    predictor, n_measured = _calibrated(inputs, folder, spec.target, front)
+    projector = Projector(predictor, cluster, inputs, memory)
+    rows = projector.over_devices(Candidate.of({**chosen["candidate"], **settings}), mode)
     others = []
-    if question.mode == "weak" and not question.settings:
+    if mode == "weak" and not settings:
         left = [row for row in front if row["trial"] != chosen["trial"]]
         there = [(row["trial"], projector.one(Candidate.of(row["candidate"]), cluster.devices)) for row in left]
         others = sorted(((n, row) for n, row in there if not row.impossible), key=lambda pair: -pair[1].samples_per_s)
     return Projection(
-        study=folder.name, trial=None if question.settings else chosen["trial"], mode=question.mode, cluster=cluster, rows=rows,
-        others=others, n_measured=n_measured, notes=list(_notes(cluster, foreseen, rows, n_measured)),
+        study=folder.name, trial=None if settings else chosen["trial"], mode=mode, cluster=cluster, rows=rows,
+        others=others, n_measured=n_measured, notes=list(_notes(cluster, inputs, rows[-1], n_measured)),
     )  # fmt: skip
 
 
-def calibrated(
-    foreseen: ForecastInputs, folder: Path, target: Path, front: Sequence[Mapping[str, Any]]
+def _calibrated(
+    inputs: ForecastInputs, folder: Path, target: Path, front: Sequence[Mapping[str, Any]]
 ) -> tuple[Predictor, int]:
-    """The study's predictor, corrected by its trials and the runs of `autotune scale`, else by its front."""
-    predictor = Predictor(foreseen.profile, foreseen.machine, settings_of(foreseen.base_config))
+    """The study's predictor, corrected by its trials and by `autotune scale`, else by its front; and by how many."""
+    predictor = Predictor(inputs.profile, inputs.machine, settings_of(inputs.base_config))
     n = 0
-    for part, counts in ((folder, [foreseen.world_size]), (folder / "scaling", range(1, 65))):
+    for part, counts in ((folder, [inputs.world_size]), (folder / "scaling", range(1, 65))):
         if not (part / "trials").is_dir():
             continue
         for ranks in counts:
-            machine = replace(foreseen.machine, world_size=ranks)
+            machine = replace(inputs.machine, world_size=ranks)
             for candidate, metrics in measured_in(part, target, ranks).items():
                 predictor.learn(candidate, **metrics, machine=machine)
                 n += 1
@@ -170,7 +175,7 @@ def calibrated(
     return predictor, n
 
 
-def study_folder(study: str | None, studies: Path) -> Path:
+def _study_folder(study: str | None, studies: Path) -> Path:
     """The folder of a study that has come to a recommendation; without a name of the only one.
 
     Raises:
@@ -191,7 +196,7 @@ def study_folder(study: str | None, studies: Path) -> Path:
 
 
 def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The front with the baseline, and the row that is carried over."""
+    """The front with the baseline, and the row of the configuration to forecast."""
     try:
         kept = json.loads((folder / "recommended.json").read_text())
         front = json.loads((folder / "front.json").read_text())
@@ -211,11 +216,10 @@ def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, 
     return rows, kept["picks"][pick]
 
 
-def _notes(cluster: Cluster, foreseen: ForecastInputs, rows: Sequence[Projected], n_measured: int) -> Iterator[str]:
-    last = rows[-1]
-    yield f"corrected by {n_measured} measurements on {foreseen.world_size} rank(s) here; a device there is taken to compute like one here"
-    if foreseen.machine.accelerator == "cpu":
-        yield "the study ran on a CPU, whose ranks share cores: a cluster's links and memory are in this, the speed of its devices is not"
+def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured: int) -> Iterator[str]:
+    yield f"corrected by {n_measured} measurements on {inputs.world_size} rank(s) here; assumes devices as fast as here"
+    if inputs.machine.accelerator == "cpu":
+        yield "the study ran on a CPU, whose ranks share cores: the cluster's links and memory are forecast, not its devices"
     if cluster.devices > cluster.per_node and cluster.inter_latency_s is None:
         yield f"latency between nodes is taken as {NODE_LATENCY_S * 1e6:.0f} us; --inter-latency says otherwise"
     if cluster.intra_bytes_per_s is None and cluster.per_node > 1:
@@ -228,63 +232,33 @@ def _notes(cluster: Cluster, foreseen: ForecastInputs, rows: Sequence[Projected]
 
 
 def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, describe: bool = False) -> list[list[str]]:
+    """The rows of a table, its header first."""
     times = metric_scale("step_time_s", [end for row in rows for end in (row.step_time_s.low, row.step_time_s.high)])
     sizes = metric_scale("peak_memory_bytes", [row.peak_memory_bytes.value for row in rows])
-    header = [
-        first,
-        "global batch",
-        f"step time ({times.unit})",
-        "interval",
-        "samples/s",
-        "communication",
-        f"memory ({sizes.unit})",
-        "fits",
-    ]
-    header += ["configuration"] if describe else ["efficiency", "interval"]
-    found = [header]
+    header = (
+        f"{first}|global batch|step time ({times.unit})|interval|samples/s|communication|memory ({sizes.unit})|fits"
+    )
+    found = [[*header.split("|"), *(["configuration"] if describe else ["efficiency", "interval"])]]
     for name, row in zip(names, rows, strict=True):
         fits = "-" if row.fits is None else "yes" if row.fits >= SURE else "maybe" if row.fits > 1 - SURE else "no"
-        cells = [
-            name, f"{row.samples_per_step:,}", times.number(row.step_time_s.value),
-            times.interval(row.step_time_s.low, row.step_time_s.high),
-            f"{row.samples_per_s:,.4g}", f"{row.communication:.0%}", sizes.number(row.peak_memory_bytes.value), fits,
-        ]  # fmt: skip
         low, high = row.efficiency_90
-        found.append(
-            [
-                *cells,
-                *(
-                    [row.candidate.describe()]
-                    if describe
-                    else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.99):.0%}"]
-                ),
-            ]
-        )
+        found.append([
+            name, f"{row.samples_per_step:,}", times.number(row.step_time_s.value),
+            times.interval(row.step_time_s.low, row.step_time_s.high), f"{row.samples_per_s:,.4g}",
+            f"{row.communication:.0%}", sizes.number(row.peak_memory_bytes.value), fits,
+            *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.9):.0%}"]),
+        ])  # fmt: skip
     return found
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    last = len(wide) - 1
+    """The rows with their columns aligned to the right, but a last column of configurations to the left."""
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = rows[0][-1] == "configuration"
     for row in rows:
-        text = rows[0][last] == "configuration"
-        cells = [
-            cell if i == last and text else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, wide, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+        cells = [cell.rjust(size) for cell, size in zip(row, width, strict=True)]
+        yield "  ".join([*cells[:-1], row[-1] if left else cells[-1]]).rstrip()
 
 
 def _data(row: Projected) -> dict[str, Any]:
     return {**asdict(row), "candidate": row.candidate.values(), "words": row.candidate.describe()}
-
-
-def project(study: str | None, cluster: Cluster, question: Question, *, as_json: bool) -> int:
-    """`autotune project`: a study's configurations on a larger cluster.
-
-    Returns:
-        Exit status: 0, or 1 where the configuration could not run there.
-    """
-    found = project_study(study_folder(study, STUDIES.absolute()), cluster, question)
-    print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
-    return 1 if found.rows[-1].impossible else 0

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import typer.main
-
-from autotune.cli.app import app
+from autotune.cli.app import COMMANDS, imported
 from autotune.study.spec.presets import DEFAULT_OBJECTIVES, DEFAULT_SPACES
 from autotune.study.spec.settings import SETTINGS, flag
 from autotune.study.spec.spec import StudySpec
@@ -24,8 +22,8 @@ Made by `make reference` from the program itself.
 """
 # Defaults that the specification works out.
 DEFAULTS = {
-    "name": "from the target", "target": "", "space": ", ".join(DEFAULT_SPACES), "objectives": ", ".join(DEFAULT_OBJECTIVES),
-    "global_batch": "keep or free",
+    "name": "from the target", "target": "", "space": ", ".join(DEFAULT_SPACES),
+    "objectives": ", ".join(DEFAULT_OBJECTIVES), "global_batch": "keep or free",
 }  # fmt: skip
 
 
@@ -33,7 +31,8 @@ def lines() -> Iterator[str]:
     """The page, line by line."""
     yield HEAD
     yield "## Commands"
-    yield from _command(typer.main.get_command(app), ["autotune"])
+    for path in COMMANDS:
+        yield from _command(path)
     yield ""
     yield "## Settings of a study"
     yield ""
@@ -49,30 +48,21 @@ def lines() -> Iterator[str]:
         yield f"| `{key}` | {_cell(option)} | {default} | {_cell(f'{each.help} {each.more}')} |"
 
 
-def _command(command: Any, path: list[str]) -> Iterator[str]:
-    """A command and those below it."""
-    if hasattr(command, "commands"):
-        for name, each in command.commands.items():
-            yield from _command(each, [*path, name])
-        return
+def _command(path: str) -> Iterator[str]:
+    """A command with its arguments and options."""
+    command = imported(path)
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     named = [each.metavar if each.required else f"[{(each.metavar or '').strip('[]')}]" for each in arguments]
-    yield ""
-    yield f"### `{' '.join([*path, *named])}`"
-    yield ""
-    yield " ".join((command.help or "").split())
     rows = [each for each in command.params if each.name != "help"]
+    yield from ("", f"### `{' '.join(['autotune', path, *named])}`", "", " ".join((command.help or "").split()))
     if rows:
-        yield ""
-        yield "| option | what it does |"
-        yield "| --- | --- |"
+        yield from ("", "| option | what it does |", "| --- | --- |")
     for each in rows:
         names = [each.metavar] if each in arguments else [*each.opts, *each.secondary_opts]
         value = f" {each.metavar}" if each not in arguments and not each.is_flag else ""
-        default = (
-            f" (default: {each.default})" if isinstance(each.default, str | int) and each.default and value else ""
-        )
-        yield f"| {_cell(', '.join(f'`{name}{value}`' for name in names))} | {_cell((each.help or '') + default)} |"
+        stated = isinstance(each.default, str | int) and each.default and value
+        text = (each.help or "") + (f" (default: {each.default})" if stated else "")
+        yield f"| {_cell(', '.join(f'`{name}{value}`' for name in names))} | {_cell(text)} |"
 
 
 def _shown(default: Any) -> str:

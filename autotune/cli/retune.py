@@ -1,4 +1,4 @@
-"""`autotune changes` and `autotune retune`: find what changed since a study, and tune it again where needed."""
+"""The commands `changes` and `retune`: find what changed since a study, and tune it again where needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from autotune.cli.options import AsJson, Storage, StudyName
 from autotune.errors import UserError
 from autotune.report.progress import ProgressView
 from autotune.retune import fingerprint, retuning, schedule
@@ -22,6 +25,7 @@ from autotune.study.events import Broadcast, EventSink, Journal
 from autotune.study.lock import study_lock
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import plan, profiled
+from autotune.study.spec.readers import read_share
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import GoneError
@@ -30,11 +34,16 @@ from autotune.system.signals import status_of, terminable
 
 # Exit statuses, documented in docs/retuning.md.
 STATUS = {RetuneVerdict.UNCHANGED: 0, RetuneVerdict.FAILED: 1, RetuneVerdict.IMPROVED: 3}
-CAUSES = ("if_due", "if_stale", "force")
 
 
-def changes(study: str, storage: str | None, *, quick: bool, as_json: bool) -> None:
-    """Print what has changed since the study found its answer (`autotune changes`)."""
+def changes(
+    study: StudyName,
+    storage: Storage = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what shows without loading the target.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what has changed since the study found its answer."""
     opened = open_study(study, storage)
     kept, look = opened.record, opened.folder / "retunes" / "look"
     if quick:
@@ -54,65 +63,82 @@ def changes(study: str, storage: str | None, *, quick: bool, as_json: bool) -> N
 
 
 def retune(
-    study: str, storage: str | None, options: Mapping[str, Any], checkpoint: Path | None, *, as_json: bool
+    study: StudyName,
+    *,
+    if_due: Annotated[bool, typer.Option("--if-due", help="Only if a schedule of the study says so.")] = False,
+    if_stale: Annotated[
+        bool, typer.Option("--if-stale", help="Only if something that it depends on has changed.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Search although nothing moved.")] = False,
+    min_gain: Annotated[str, typer.Option(metavar="3%", help="Replace the configuration from this gain on.")] = "3%",
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's).")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks (default: the study's).")] = None,
+    on_change: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Run it where the configuration was replaced.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Measure the noise scale from this state.")
+    ] = None,
+    storage: Storage = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Measure whether a study's answer still holds, and find a better one if not (`autotune retune`).
-
-    Args:
-        study: The study.
-        storage: Its database.
-        options: `if_due`, `if_stale`, `force`, and the fields of `RetuneRequest`.
-        checkpoint: State from which the noise scale is measured.
-        as_json: Print JSON.
+    """Measure whether a study's answer still holds, and find a better one if not.
 
     Returns:
         Exit status: 0 unchanged or not due, 3 improved, 1 failed, 130 interrupted (143 by SIGTERM).
     """
-    given = [name for name in CAUSES if options.get(name)]
+    given = [cause for cause, wanted in (("due", if_due), ("stale", if_stale), ("forced", force)) if wanted]
     if len(given) > 1:
         raise UserError("retune: give one of --if-due, --if-stale, --force")
-    cause = {"if_due": "due", "if_stale": "stale", "force": "forced"}[given[0]] if given else "asked"
+    cause = given[0] if given else "asked"
+    least = read_share(min_gain, "--min-gain")
+    asked = RetuneRequest(cause=cause, min_gain=least, trials=trials, on_change=on_change or "")
     opened = open_study(study, storage)
-    asked = RetuneRequest(
-        cause=cause, min_gain=options["min_gain"], trials=options["trials"], on_change=options["on_change"] or ""
-    )
-    history = opened.history
     _ = opened.record  # raises first where there is no such study
-    due = _due(opened) if cause == "due" else []
-    if due is None:
+    if checkpoint is not None and not checkpoint.exists():
+        raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
+    try:
+        decision = _retuned(opened, asked, {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None})
+    except retuning.AttemptsError as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        return STATUS[RetuneVerdict.FAILED]
+    except KeyboardInterrupt as stop:
+        print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
+        return status_of(stop)
+    if decision is None:
         return STATUS[RetuneVerdict.UNCHANGED]
-    overrides = _from_checkpoint(checkpoint)
+    print(json.dumps(decision.to_data(), indent=1) if as_json else "\n".join(decision.lines()))
+    return STATUS[decision.verdict]
+
+
+def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, Any]) -> Decision | None:
+    """The decision of a re-tuning; None if none is due, or if another process runs the study and does it."""
+    if_due, due = asked.cause == "due", list[Schedule]()
+    if if_due and _due(opened) is None:
+        return None
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(study_lock(opened.folder))
         except UserError as error:
-            if cause == "due":  # the process that runs the study does what is due; that is no error
-                print(f"autotune: {error}; nothing is done", file=sys.stderr)
-                return STATUS[RetuneVerdict.UNCHANGED]
-            raise
+            if not if_due:
+                raise
+            print(f"autotune: {error}; nothing is done", file=sys.stderr)
+            return None
         stack.enter_context(records.failing_in_words(opened.url))
-        # The process that held the lock may have done what was due.
-        if cause == "due" and (due := _due(open_study(study, storage))) is None:
-            return STATUS[RetuneVerdict.UNCHANGED]
+        # The process that held the lock may have done it.
+        if if_due:
+            if (found := _due(open_study(opened.name, opened.url, opened.folder.parent))) is None:
+                return None
+            due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
         stack.enter_context(terminable())
-        try:
-            schedule.started(history, due or [])
-            wanted = opened.spec(overrides)
-            run = Retuning(name=study, folder=opened.folder, url=opened.url, asked=asked, observer=view)
-            run.begin()
-            decision = _decided(run, wanted, view)
-        except retuning.AttemptsError as error:
-            print(f"autotune: {error}", file=sys.stderr)
-            return STATUS[RetuneVerdict.FAILED]
-        except KeyboardInterrupt as stop:
-            print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
-            return status_of(stop)
-    if as_json:
-        print(json.dumps(decision.to_data(), indent=1))
-    else:
-        print("\n".join(decision.lines()))
-    return STATUS[decision.verdict]
+        schedule.started(opened.history, due)
+        wanted = opened.spec(overrides)
+        run = Retuning(name=opened.name, folder=opened.folder, url=opened.url, asked=asked, observer=view)
+        run.begin()
+        return _decided(run, wanted, view)
 
 
 def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
@@ -144,11 +170,3 @@ def _due(opened: OpenStudy) -> list[Schedule] | None:
     soonest = min((Schedule.of(row) for row in history.schedules(study)), key=lambda each: each.next_run_at)
     print(f"study {study!r} is not due; next: {schedule.moment(soonest.next_run_at)} ({soonest.when})", file=sys.stderr)
     return None
-
-
-def _from_checkpoint(checkpoint: Path | None) -> dict[str, Any]:
-    if checkpoint is None:
-        return {}
-    if not checkpoint.exists():
-        raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
-    return {"from_checkpoint": str(checkpoint)}

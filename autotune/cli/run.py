@@ -1,13 +1,16 @@
-"""`autotune run`: tunes a target and prints the answer."""
+"""The command `run`: tune a target and print the answer."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from autotune.cli.answer import _print_answer
+import typer
+
+from autotune.cli.answer import print_answer
+from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.report.progress import ProgressView
 from autotune.session import tune
 from autotune.system import redaction
@@ -15,19 +18,34 @@ from autotune.system.files import shown
 from autotune.system.signals import status_of
 
 
-def run(target: str, overrides: Mapping[str, Any], *, fresh: bool, as_json: bool, learn: bool = True) -> int:
-    """`autotune run`: tunes the target and writes the answer.
+@takes_settings(
+    "name", "space", "objectives", "trials", "time_budget_s", "ranks", "executor", "nodes", "executor_options",
+    "hostfile", "base_config", "global_batch", "device_memory_bytes", "sampler", "stop_below", "memory_filter",
+    "stop_trials", "parallel", "overlap", "storage", "seed", "learning_rate_rule", "branch", "branch_tokens",
+    "from_checkpoint", "script_set",
+)  # fmt: skip
+def run(
+    target: Target,
+    settings: Mapping[str, Any],
+    *,
+    as_json: AsJson = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not start from what related studies found.")
+    ] = False,
+) -> int:
+    """Tune a target, and write and print the answer.
 
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it, 143 SIGTERM did.
     """
     with ProgressView() as view:
-        tuned = tune(target, overrides, fresh=fresh, learn=learn, view=view)
+        tuned = tune(target, settings, fresh=fresh, learn=not no_history, view=view)
     if tuned.report is None:
         print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
         assert tuned.stopped is not None
         return status_of(tuned.stopped)
-    _print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)
+    print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)
     if tuned.refused is not None:
         raise tuned.refused
     if tuned.stopped is not None:

@@ -1,4 +1,4 @@
-"""`autotune scale`: measures one configuration on several numbers of ranks, in turns."""
+"""The command `scale`: measure one configuration on several numbers of ranks, in turns."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
+
+from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.cli.status import SCALING
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.report import diagnosis
 from autotune.report.progress import ProgressView
-from autotune.scoring.scaling import Mode, Run
+from autotune.scoring.scaling import Run
 from autotune.space.candidate import Candidate
 from autotune.study.events import Broadcast, EventSink, Journal
 from autotune.study.lock import study_lock
@@ -72,7 +76,7 @@ def equal_threads(most: int) -> Iterator[str]:
 def measure(
     plan: Plan, executor: Executor, folder: Path, candidates: Mapping[int, Candidate], rounds: int, events: EventSink
 ) -> tuple[list[Run], list[str]]:
-    """Measures every rank count once in each round; one that fails is not tried again.
+    """Measure every rank count once in each round; one that fails is not tried again.
 
     Args:
         plan: The target and what is known of it.
@@ -114,22 +118,33 @@ def measure(
     return runs, list(failures.values())
 
 
+@takes_settings("base_config", "script_set", base_config="The DeepSpeed configuration to scale.")
 def scale(
-    target: str, overrides: Mapping[str, Any], ranks: str, mode: Mode, rounds: int, png: Path | None, *, as_json: bool
+    target: Target,
+    settings: Mapping[str, Any],
+    ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts to compare.")] = "1,2",
+    *,
+    weak: Annotated[
+        bool, typer.Option("--weak/--strong", help="Let the global batch grow with the ranks, or keep it.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the plots as PNG, too; takes an installed Chromium.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """`autotune scale`: measures a configuration on several numbers of ranks, in turns.
+    """Measure a configuration on several numbers of ranks, in turns.
 
     Returns:
         Exit status: 0 all of them ran, 1 not.
     """
-    from dataclasses import asdict
-
     from autotune.report.page import scaling as page
     from autotune.scoring import scaling
 
+    mode: Literal["weak", "strong"] = "weak" if weak else "strong"
     counts = rank_counts(ranks)
     with ProgressView() as view:
-        wanted, notes = wanted_study(target, {**overrides, "ranks": max(counts)}, view)
+        wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
     folder = studies_folder(Path(target)) / wanted.name / SCALING
     with ProgressView() as view, terminable(), equal_threads(max(counts)) as threads, study_lock(folder, wanted.name):
         shutil.rmtree(folder / "trials", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`autotune schedule`: add, list, remove, run and export schedules of re-tuning."""
+"""The commands `schedule add`, `list`, `remove`, `run` and `export`: when studies are re-tuned."""
 
 from __future__ import annotations
 
@@ -6,16 +6,33 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
 from autotune.errors import UserError
-from autotune.retune import schedule, schedule_export
+from autotune.retune import schedule
+from autotune.retune import schedule_export as exporting
 from autotune.retune.schedule import Daemon, Schedule, ScheduleError
 from autotune.session import STUDIES, open_history, open_study
 from autotune.study.storage import records
 
+HINT = "`autotune schedule add STUDY --every 7d` makes one"
 
-def schedule_add(study: str, storage: str | None, every: str | None, cron: str | None, on: str | None) -> None:
-    """Add a schedule of a study (`autotune schedule add`)."""
+
+def schedule_add(
+    study: StudyName,
+    every: Annotated[str | None, typer.Option(metavar="7d", help="This long after the last run.")] = None,
+    cron: Annotated[
+        str | None, typer.Option(metavar='"0 3 * * 0"', help="Five fields, as in a crontab; local time.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="environment-change", help="Only if the environment has changed.")
+    ] = None,
+    storage: Storage = None,
+) -> None:
+    """Add a schedule of a study."""
     if on not in (None, "environment-change"):
         raise UserError(f"schedule: --on {on!r}: only environment-change is known")
     every_s, fields = schedule.rule_of(every, cron)
@@ -33,8 +50,8 @@ def schedule_add(study: str, storage: str | None, every: str | None, cron: str |
     )
 
 
-def schedule_list(storage: str | None, *, as_json: bool) -> None:
-    """Print every schedule (`autotune schedule list`); a row that cannot be read is named on stderr."""
+def schedule_list(storage: Storage = None, *, as_json: AsJson = False) -> None:
+    """Print every schedule; a row that cannot be read is named on stderr."""
     found = []
     rows = open_history(storage or records.default_url(STUDIES)).schedules()
     for row in rows:
@@ -46,14 +63,19 @@ def schedule_list(storage: str | None, *, as_json: bool) -> None:
         print(json.dumps([each.to_data() for each in found], indent=1))
         return
     if not rows:
-        print("no schedule; `autotune schedule add STUDY --every 7d` makes one", file=sys.stderr)
+        print(f"no schedule; {HINT}", file=sys.stderr)
     for each in found:
         times = f"last {schedule.moment(each.last_run_at)}, next {schedule.moment(each.next_run_at)}"
         print(f"{each.number:>3}  {each.study}: {each.when}; {times}")
 
 
-def schedule_remove(number: int, storage: str | None) -> None:
-    """Remove a schedule (`autotune schedule remove`)."""
+def schedule_remove(
+    number: Annotated[
+        int, typer.Argument(metavar="NUMBER", max=2**31 - 1, help="As `autotune schedule list` shows it.")
+    ],
+    storage: Storage = None,
+) -> None:
+    """Remove a schedule."""
     history = open_history(storage or records.default_url(STUDIES))
     if not history.remove_schedule(number):
         known = ", ".join(str(row["id"]) for row in history.schedules())
@@ -61,18 +83,38 @@ def schedule_remove(number: int, storage: str | None) -> None:
     print(f"schedule {number} is removed")
 
 
-def schedule_run(storage: str | None) -> None:
-    """Run what is due until Ctrl-C or SIGTERM (`autotune schedule run`)."""
+def schedule_run(storage: Storage = None) -> None:
+    """Run due re-tunings until Ctrl-C or SIGTERM."""
     studies = STUDIES.absolute()
     daemon = Daemon(storage or records.default_url(studies), studies, lambda text: print(text, flush=True))
     print("Ctrl-C ends it.", file=sys.stderr)
     daemon.run()
 
 
-def schedule_exported(form: str, study: str | None, storage: str | None) -> None:
-    """Print the schedules for another scheduler (`autotune schedule export`)."""
+def schedule_export(
+    study: OnlyStudy = None,
+    *,
+    cron: Annotated[bool, typer.Option("--cron", help="Lines of a crontab.")] = False,
+    systemd: Annotated[bool, typer.Option("--systemd", help="A service and a timer.")] = False,
+    k8s: Annotated[bool, typer.Option("--k8s", help="A Kubernetes CronJob.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Print the schedules for another scheduler."""
+    wanted = [form for form, given in (("cron", cron), ("systemd", systemd), ("k8s", k8s)) if given]
+    if len(wanted) != 1:
+        raise UserError("schedule export: give one of --cron, --systemd, --k8s")
     history = open_history(storage or records.default_url(STUDIES))
     rows = [Schedule.of(row) for row in history.schedules(study)]
     if not rows:
-        raise ScheduleError("there is no schedule to export; `autotune schedule add STUDY --every 7d` makes one")
-    print(schedule_export.export(form, rows, Path.cwd(), storage), end="")
+        raise ScheduleError(f"there is no schedule to export; {HINT}")
+    n_gpus = {name: _gpus_of(name, storage) for name in {row.study for row in rows}}
+    print(exporting.export(wanted[0], rows, Path.cwd(), storage, n_gpus), end="")
+
+
+def _gpus_of(study: str, storage: str | None) -> int:
+    """GPUs that a node needs for the trials of a study."""
+    try:
+        kept = open_study(study, storage).record
+    except UserError:  # the study is gone, or has no trial yet
+        return 0
+    return kept.world_size if kept.workload.environment.accelerator == "cuda" else 0

@@ -1,4 +1,4 @@
-"""`autotune status`: the state of a study, followed live while another terminal runs it."""
+"""The command `status`: print the state of a study, and follow it live while another terminal runs it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from autotune.cli.answer import _print_answer
+import typer
+
+from autotune.cli.answer import print_answer
+from autotune.cli.options import AsJson, Storage
 from autotune.errors import UserError
 from autotune.report import load
 from autotune.report.progress import ProgressView
@@ -55,7 +58,7 @@ def only_running(studies: Path) -> str:
 
 
 def follow(folder: Path, pid: int, sink: EventSink) -> None:
-    """Replays the events of a run, from its beginning, until it ends.
+    """Replay the events of a run, from its beginning, until it ends.
 
     Args:
         folder: The study's folder.
@@ -84,11 +87,20 @@ def lines(data: Mapping[str, Any]) -> str:
     left = ""
     if data["running"] and not data["process"]:
         left = f"; {data['running']} begun and not told (lost, or run elsewhere)"
-    return f"study {data['name']}: {data['n_trials']} trials in {format_duration(data['wall_s'])} ({outcomes}){process}{left}"
+    trials = f"{data['n_trials']} trials in {format_duration(data['wall_s'])}"
+    return f"study {data['name']}: {trials} ({outcomes}){process}{left}"
 
 
-def status(study: str | None, storage: str | None, *, once: bool, as_json: bool) -> int:
-    """`autotune status`: the state and the findings of a study; follows its run, or its `autotune scale`, live.
+def status(
+    study: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")
+    ] = None,
+    storage: Storage = None,
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print the state and the findings of a study; follow its run, or its `autotune scale`, live.
 
     Returns:
         Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM).
@@ -125,7 +137,7 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
         return 0
     print(lines(data))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
-    _print_answer(report, [], as_json=False)
+    print_answer(report, [], as_json=False)
     if changed:
         print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
         print(f"is the answer still right? autotune retune {name}")
@@ -133,7 +145,7 @@ def status(study: str | None, storage: str | None, *, once: bool, as_json: bool)
 
 
 def _watch(what: str, name: str, folder: Path, pid: int) -> KeyboardInterrupt | None:
-    """Shows a process live until it ends; returns the interrupt of a user who stopped watching before."""
+    """Show a process live until it ends; returns the interrupt of a user who stopped watching before."""
     with ProgressView() as view, terminable():
         view.say(f"{what} {name}, run by process {pid}; Ctrl-C ends the watching, not the {what}")
         try:

@@ -1,4 +1,4 @@
-"""`autotune worker`: run trials, on another machine, of a study that `autotune run` leads."""
+"""The command `worker`: run trials, on another machine, of a study that `autotune run` leads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import session
+from autotune.cli.options import StudyName, takes_settings
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.report.progress import ProgressView
@@ -34,7 +35,8 @@ from autotune.system.signals import status_of
 GONE = "Record does not exist"
 
 
-def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) -> int:
+@takes_settings("storage", "parallel", "overlap")
+def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     """Run trials of a study until none is left to start.
 
     Returns:
@@ -43,7 +45,7 @@ def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) ->
     Raises:
         UserError: This machine cannot run the study's trials.
     """
-    found_study = session.open_study(study, storage_url)
+    found_study = session.open_study(study, settings["storage"])
     folder, url, storage = found_study.folder, found_study.url, found_study.storage
     if storage.is_sqlite:
         raise UserError(
@@ -55,8 +57,8 @@ def worker(study: str, storage_url: str | None, overrides: Mapping[str, Any]) ->
     scratch = folder / "trials" / f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-{os.getpid()}"
     with ProgressView() as view, signals.terminable(), records.failing_in_words(url):
         try:
-            kept, settings = _joined(storage, ledger, view)
-            found = _planned(folder, kept, {**settings, **overrides, "storage": url}, scratch, view)
+            kept, stated = _joined(storage, ledger, view)
+            found = _planned(folder, kept, {**stated, **settings, "storage": url}, scratch, view)
             with found as (there, executor), parallel.executors_for(there, executor, scratch, view.say) as at_once:
                 runner = session.recorded_runner(
                     there, executor, folder, ledger, view, at_once, learn=False, leads=False

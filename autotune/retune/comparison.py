@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from scipy import special
 
@@ -28,6 +28,7 @@ FEWEST, MOST, ENOUGH_SE = 3, 10, 0.007
 # Smallest standard deviation of a log ratio that is assumed, since few rounds may agree by chance.
 LEAST_SPREAD = 0.004
 MEMORY_MOVED = 0.1  # change of peak memory, as a share, that starts a search
+MANY_TIMES = 2.0  # from this factor on a change is stated as a factor, not as a percentage
 SURE = 0.995  # one-sided probability with which a replacement must be better
 Rounds = Callable[[int], Mapping[str, "Reading"]]
 
@@ -56,6 +57,11 @@ class Reading:
         """Whether it has a step time to compare."""
         return self.outcome is Outcome.COMPLETE and "step_time_s" in self.metrics
 
+    @property
+    def failure(self) -> str:
+        """How it ended, if it did not complete."""
+        return f"does not run any more ({self.outcome}: {self.reason})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRatio:
@@ -74,8 +80,21 @@ class EarlierRatio:
     peak_memory_bytes: float | None = None
 
 
+class _Evidence:
+    """A result that the history keeps as JSON."""
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Self:
+        """Read the data that `to_data` made, in which JSON has made lists of tuples."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+
+    def to_data(self) -> dict[str, Any]:
+        """The result for programs."""
+        return dict(vars(self))
+
+
 @dataclass(frozen=True, kw_only=True)
-class DriftCheck:
+class DriftCheck(_Evidence):
     """Whether the ratio of the configuration in use to the baseline has changed.
 
     Attributes:
@@ -101,16 +120,6 @@ class DriftCheck:
         """The configuration in use no longer runs."""
         return cls(moved=True, runs=False, reason=reason)
 
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> DriftCheck:
-        """Read what `to_data` wrote."""
-        interval = data.get("shift_ci95")
-        return cls(**{**data, "shift_ci95": tuple(interval) if interval else None})
-
-    def to_data(self) -> dict[str, Any]:
-        """The check for programs."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """The check for people."""
         found = []
@@ -119,16 +128,12 @@ class DriftCheck:
             interval = f"({low:+.1%} to {high:+.1%}), {self.n_rounds} rounds"
             found.append(f"step time against the baseline's: {math.expm1(self.shift):+.1%} since then {interval}")
         if self.machine is not None and abs(self.machine) > DRIFT:
-            word = "slower" if self.machine > 0 else "faster"
-            found.append(
-                f"the baseline itself is {math.expm1(abs(self.machine)):.0%} {word} than it was,"
-                " which no setting here explains"
-            )
+            found.append(f"the baseline itself is {_pace(self.machine)} than it was")
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(_Evidence):
     """Result of a challenger against the configuration in use.
 
     Attributes:
@@ -155,16 +160,6 @@ class Comparison:
     def walkover(cls, reason: str) -> Comparison:
         """A win because the configuration in use cannot run."""
         return cls(gain=None, won=True, failed=reason)
-
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> Comparison:
-        """Read what `to_data` wrote."""
-        pairs = {name: tuple(data[name]) if data[name] else None for name in ("gain_ci95", "speedup_ci95")}
-        return cls(**{**data, **pairs})
-
-    def to_data(self) -> dict[str, Any]:
-        """The comparison for programs."""
-        return asdict(self)
 
     def decides(self, min_gain: float) -> bool:
         """Whether the challenger replaces the other."""
@@ -229,20 +224,14 @@ def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
         taken = rounds(n)
         incumbent, baseline = taken["incumbent"], taken["baseline"]
         if not incumbent.completed:
-            return DriftCheck.cannot_run(
-                f"what is in use does not run any more ({incumbent.outcome}: {incumbent.reason})"
-            )
+            return DriftCheck.cannot_run(f"what is in use {incumbent.failure}")
         if not baseline.completed:
-            return DriftCheck(
-                moved=True,
-                reason=f"the baseline does not run any more ({baseline.outcome}: {baseline.reason})",
-                n_rounds=n,
-            )
+            return DriftCheck(moved=True, reason=f"the baseline {baseline.failure}", n_rounds=n)
         logs.append(math.log(incumbent.metrics["step_time_s"] / baseline.metrics["step_time_s"]))
         base_s.append(baseline.metrics["step_time_s"])
         peaks.append(incumbent.metrics.get("peak_memory_bytes", 0.0))
         if then is not None and not then.logs:
-            break  # it is the baseline that is in use
+            break  # the baseline is in use
         if n >= FEWEST and (then is None or _se(logs, then.logs) <= ENOUGH_SE):
             break
     if then is None:
@@ -255,21 +244,52 @@ def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
         return DriftCheck(moved=True, reason=f"what is in use needs {math.expm1(grown):+.0%} memory", **common)
     if not then.logs:
         return DriftCheck(moved=False, reason="what is in use is the baseline itself, and it still runs", **common)
+    return _shifted(then, logs, common)
+
+
+def _shifted(then: EarlierRatio, logs: Sequence[float], common: Mapping[str, Any]) -> DriftCheck:
+    """The equivalence test of the log ratios of today's rounds against the earlier ones."""
     shift = statistics.fmean(logs) - statistics.fmean(then.logs)
     before = ASSUMED_SPREAD * math.sqrt(2) if then.across else _spread(logs, then.logs) / math.sqrt(len(then.logs))
     se = math.hypot(_se(logs, then.logs), before)
-    interval = (shift - 1.96 * se, shift + 1.96 * se)
-    values: dict[str, Any] = {"shift": shift, "shift_ci95": interval, **common}
-    if abs(shift) + UNMOVED_Z * se < math.log1p(MARGIN):
-        return DriftCheck(
-            moved=False, reason="what is in use stands to the baseline as it did, within the noise", **values
-        )
-    if abs(shift) > 1.96 * se:
-        word = "slower" if shift > 0 else "faster"
-        reason = f"what is in use has become {abs(math.expm1(shift)):.1%} {word} against the baseline"
+    moved = abs(shift) + UNMOVED_Z * se >= math.log1p(MARGIN)
+    if not moved:
+        reason = f"its step time against the baseline's is what it was, within {MARGIN:.0%}"
+    elif abs(shift) > 1.96 * se:
+        reason = f"against the baseline, what is in use is {_pace(shift)} than it was"
     else:
         reason = f"the noise ({se:.1%}) hides whether what is in use has moved against the baseline"
-    return DriftCheck(moved=True, reason=reason, **values)
+    interval = (shift - 1.96 * se, shift + 1.96 * se)
+    return DriftCheck(moved=moved, reason=reason, shift=shift, shift_ci95=interval, **common)
+
+
+def _pace(log: float) -> str:
+    """A change of step time in words, given its logarithm: `12% slower`, or `2.7 times slower`."""
+    factor, word = math.exp(abs(log)), "slower" if log > 0 else "faster"
+    return f"{factor - 1:.0%} {word}" if factor < MANY_TIMES else f"{factor:.1f} times {word}"
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """Mean of log ratios with its standard error."""
+
+    value: float
+    se: float
+    degrees: int
+
+    @classmethod
+    def of(cls, logs: Sequence[float]) -> _Mean:
+        return cls(statistics.fmean(logs), _se(logs), len(logs) - 1)
+
+    @property
+    def reach(self) -> float:
+        """Half-width of the 95 % interval."""
+        return step_times.t95(self.degrees) * self.se
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is positive with probability `SURE`."""
+        return self.value - float(special.stdtrit(self.degrees, SURE)) * self.se > 0
 
 
 def compare(
@@ -292,26 +312,22 @@ def compare(
         taken = rounds(n)
         challenger, incumbent = taken["challenger"], taken["incumbent"]
         if not incumbent.completed:
-            return Comparison.walkover(
-                f"what is in use does not run any more ({incumbent.outcome}: {incumbent.reason})"
-            )
+            return Comparison.walkover(f"what is in use {incumbent.failure}")
         if not challenger.completed:
             return Comparison(gain=None, n_rounds=n, failed=f"{challenger.outcome}: {challenger.reason}")
         gains.append(_gain(objectives, both, challenger.metrics, incumbent.metrics))
         rates.append(math.log(challenger.metrics["samples_per_s"] / incumbent.metrics["samples_per_s"]))
         if n < FEWEST:
             continue
-        centre, se, degrees = statistics.fmean(gains), _se(gains), len(gains) - 1
-        sure = centre - float(special.stdtrit(degrees, SURE)) * se > 0
-        hopeless = centre + step_times.t95(degrees) * se < wanted
-        if hopeless or (sure and abs(centre - wanted) > 2 * se):
+        gain = _Mean.of(gains)
+        hopeless = gain.value + gain.reach < wanted
+        if hopeless or (gain.sure and abs(gain.value - wanted) > 2 * gain.se):
             break
-    centre, se, reach = statistics.fmean(gains), _se(gains), step_times.t95(len(gains) - 1)
-    rate, rate_reach = statistics.fmean(rates), reach * _se(rates)
+    gain, rate = _Mean.of(gains), _Mean.of(rates)
     return Comparison(
-        gain=math.expm1(centre), gain_ci95=(math.expm1(centre - reach * se), math.expm1(centre + reach * se)),
-        sure=centre - float(special.stdtrit(len(gains) - 1, SURE)) * se > 0, speedup=math.exp(rate),
-        speedup_ci95=(math.exp(rate - rate_reach), math.exp(rate + rate_reach)), n_rounds=len(gains),
+        gain=math.expm1(gain.value), sure=gain.sure, speedup=math.exp(rate.value), n_rounds=len(gains),
+        gain_ci95=(math.expm1(gain.value - gain.reach), math.expm1(gain.value + gain.reach)),
+        speedup_ci95=(math.exp(rate.value - rate.reach), math.exp(rate.value + rate.reach)),
     )  # fmt: skip
 
 
@@ -339,15 +355,9 @@ def _log_ratio(
     first, second = both
     if first is None or second is None:
         return None
-    trials = (
-        first.metrics.get(metric),
-        second.metrics.get(metric),
-        first.metrics.get("step_time_s"),
-        second.metrics.get("step_time_s"),
-    )
-    if any(value is None or value <= 0 for value in trials):
+    a, b, a_s, b_s = (each.metrics.get(name, 0.0) for name in (metric, "step_time_s") for each in (first, second))
+    if min(a, b, a_s, b_s) <= 0:
         return None
-    a, b, a_s, b_s = (float(value) for value in trials if value is not None)
     # A loss curve in steps is the configuration's own; how long a step takes, the round says.
     return math.log(a / b) - math.log(a_s / b_s) + math.log(own["step_time_s"] / other["step_time_s"])
 

@@ -53,23 +53,14 @@ class Decision:
     notes: Sequence[str] = ()
 
     @classmethod
-    def improved(
-        cls, data: Mapping[str, Any], knobs: Sequence[tuple[str, Any, Any]], changes: Sequence[Change], generation: int,
-        folder: Path,
-    ) -> Decision:  # fmt: skip
-        """Read a decision to replace the configuration, written before an interruption, from `to_data`.
-
-        Args:
-            data: The data.
-            knobs: Knobs that differ: name, before, after.
-            changes: Changes since the configuration was found.
-            generation: Number of the re-tuning.
-            folder: Its folder.
-        """
+    def of_data(cls, data: Mapping[str, Any], folder: Path) -> Decision:
+        """Read the data that `to_data` made of a decision to replace the configuration."""
         return cls(
-            verdict=RetuneVerdict.IMPROVED, reason=data["reason"], generation=generation, folder=folder, changes=changes,
-            standing=DriftCheck.of_data(data["check"]), duel=Comparison.of_data(data["duel"]), differences=knobs,
-            explained=data["explained"], n_trials=data["n_trials"], notes=data["notes"],
+            verdict=RetuneVerdict(data["verdict"]), reason=data["reason"], generation=data["generation"], folder=folder,
+            changes=[Change(**change) for change in data["changes"]], standing=DriftCheck.of_data(data["check"]),
+            duel=Comparison.of_data(data["duel"]), explained=data["explained"], n_trials=data["n_trials"],
+            differences=[(knob["knob"], knob["before"], knob["after"]) for knob in data["differences"]],
+            notes=data["notes"],
         )  # fmt: skip
 
     def to_data(self) -> dict[str, Any]:
@@ -103,20 +94,20 @@ class Decision:
 
 
 def explain(differences: Sequence[tuple[str, Any, Any]], changes: Sequence[Change]) -> list[str]:
-    """Sentences that name the change behind each knob that differs."""
+    """Sentences that name the changes which touch each knob that differs; causes are not measured."""
     found = []
     for change in changes:
         touches = fingerprint.PARTS[change.part].touches
         moved = [name for name, _, _ in differences if touches and name.startswith(touches)]
         if moved:
-            found.append(f"{', '.join(moved)}: {change.words}")
+            found.append(f"{', '.join(moved)}: may follow from {change.words}")
     rest = [
         name
         for name, _, _ in differences
         if not any(name.startswith(fingerprint.PARTS[c.part].touches or ("\0",)) for c in changes)
     ]
     if rest:
-        found.append(f"{', '.join(rest)}: no known change of the environment explains it")
+        found.append(f"{', '.join(rest)}: no change that was found touches it")
     return found
 
 

@@ -30,7 +30,6 @@ from autotune.study import warm_start
 from autotune.study.events import Broadcast, EventSink
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
-from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
@@ -175,7 +174,7 @@ class Retuning:
         return decision
 
     def fail(self, reason: str) -> Decision:
-        """Store that it failed, and why."""
+        """Store the failure and its reason."""
         decision = Decision(verdict=RetuneVerdict.FAILED, reason=reason, generation=self.generation, folder=self.path)
         self._close(decision)
         return decision
@@ -183,21 +182,22 @@ class Retuning:
     def _decide(self, found: Plan, executor: Executor, changes: list[Change], news: list[Change]) -> Decision:
         made: dict[str, Any] = {"generation": self.generation, "folder": self.path, "changes": changes}
         if self.asked.cause == "stale" and not news and "replacing" not in self.evidence:
-            return Decision(verdict=RetuneVerdict.UNCHANGED, reason="nothing that it depends on has changed", **made)
+            return Decision(
+                verdict=RetuneVerdict.UNCHANGED,
+                reason="the device, libraries, model, data, ranks and space are what they were",
+                **made,
+            )
         runner = self._runner(found, executor, changes)
         if "replacing" in self.evidence:  # killed between the decision and its last file
             self.observer.say("the decision had been made; finishing it")
-            return self._replay(runner, changes)
+            return self._replay(runner)
         standing = self._standing(runner)
         made["standing"] = standing
         opens = fingerprint.opened(news)
-        later = (
-            getattr(found.spec, "from_checkpoint", None) is not None
-        )  # the noise scale has grown since, so that larger batches pay
+        # The noise scale grows during training, so larger batches may pay.
+        later = found.spec.from_checkpoint is not None
         if not standing.moved and not opens and not later and not self.asked.forced:
-            return Decision(
-                verdict=RetuneVerdict.UNCHANGED, reason=f"{standing.reason}; searching would gain nothing", **made
-            )
+            return Decision(verdict=RetuneVerdict.UNCHANGED, reason=f"{standing.reason}; no search was started", **made)
         opened = "something better may exist now" if opens else "the training has gone on" if later else "as asked for"
         why = standing.reason if standing.moved else opened
         self.observer.say(
@@ -229,9 +229,7 @@ class Retuning:
         explained = explain(changed, made["changes"])
         reason = f"{challenger.describe()} replaces {self.incumbent.describe()}: {outcome.words}"
         decision = Decision(verdict=RetuneVerdict.IMPROVED, reason=reason, explained=explained, **made)
-        self._note(
-            replacing={**decision.to_data(), "challenger": challenger.values(), "incumbent": self.incumbent.values()}
-        )
+        self._note(replacing=decision.to_data())
         self._replace(runner.study, decision)
         return decision
 
@@ -247,11 +245,9 @@ class Retuning:
         if self.asked.on_change:
             _run_command(self.asked.on_change, self.name, self.folder, decision)
 
-    def _replay(self, runner: Runner, changes: list[Change]) -> Decision:
-        data = self.evidence["replacing"]
-        self.incumbent = Candidate.of(data["incumbent"])
-        knobs = differences(self.incumbent, Candidate.of(data["challenger"]))
-        decision = Decision.improved(data, knobs, changes, self.generation, self.path)
+    def _replay(self, runner: Runner) -> Decision:
+        """Replace the old answer, as decided before an interruption."""
+        decision = Decision.of_data(self.evidence["replacing"], self.path)
         runner.open()
         assert runner.study is not None
         self._replace(runner.study, decision)
@@ -269,9 +265,6 @@ class Retuning:
         best = [self.incumbent, *good]
         touched = fingerprint.touched(changes)
         space = fingerprint.narrowed(found.space, touched, [c.values() for c in (*best, found.baseline)])
-        known = warm_start.from_study(self.storage, self.current.study_name, "the study itself")
-        # As much of the old front as the trials allow; the search may propose the rest.
-        first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
         known = warm_start.from_study(self.storage, self.current.study_name, "the study itself")
         # As much of the old front as the trials allow; the search may propose the rest.
         first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
@@ -335,26 +328,6 @@ def last_looked_at(history: History, study: str, kept: StudyRecord) -> Fingerpri
     )
     values = next((row["evidence"].get("looked_at") for row in done), None)
     return Fingerprint(values=values) if values else Fingerprint.of(kept)
-
-
-def spec_file(folder: Path, name: str) -> Path:
-    """File of the study as the user stated it.
-
-    Raises:
-        UserError: It is gone.
-    """
-    file = folder / "study.yaml"
-    if not file.is_file():
-        raise UserError(
-            f"study {name!r}: {file} is missing, so what to run is not known;"
-            " put it back, or tune anew with `autotune run`"
-        )
-    return file
-
-
-def same_name(spec: StudySpec, name: str) -> StudySpec:
-    """The study of the file under its name in the database."""
-    return spec if spec.name == name else spec.model_copy(update={"name": name})
 
 
 def _keep_previous(folder: Path, path: Path) -> None:

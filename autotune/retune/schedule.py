@@ -33,6 +33,10 @@ LONGEST_CRON = 128  # characters of the database's column
 LEASE = "scheduler"
 # The leader gives a beat every 2 s; another daemon takes over after 5 looks without one, which is 10 s.
 BEAT_S, STALE_LOOKS = 2.0, 5
+NICKNAMES = {
+    "@hourly": "0 * * * *", "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *", "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *",
+}  # fmt: skip
 RETRY_S = 300.0  # until a run that could not begin, for example because its study is being run, is tried again
 RETUNE = (sys.executable, "-m", "autotune.cli", "retune")
 EXITS = {
@@ -96,12 +100,15 @@ class Schedule:
         return cls(number=row["id"], cron=cron, **{name: row[name] for name in names})
 
     def after(self, now: float) -> float:
-        """The first run after a moment, in Unix time."""
-        return next_after(self.every_s, self.cron, now)
+        """The first run after a moment, in Unix time; of an interval, on the grid of the runs before, without drift."""
+        if self.every_s is None or self.next_run_at > now:
+            return next_after(self.every_s, self.cron, now)
+        missed = (now - self.next_run_at) // self.every_s
+        return self.next_run_at + (missed + 1) * self.every_s
 
     def due_at(self, now: float) -> float:
         """When it is due, in Unix time. A clock that was once years ahead must not delay the next run by years."""
-        return min(self.next_run_at, self.after(now))
+        return min(self.next_run_at, next_after(self.every_s, self.cron, now))
 
     @property
     def when(self) -> str:
@@ -141,13 +148,15 @@ def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | No
 
 def _checked_cron(cron: str) -> str:
     """Return the five fields of a crontab, one space between them; raise ValueError if they are none."""
-    fields = cron.split()
+    fields = NICKNAMES.get(cron.strip().lower(), cron).split()
     try:
         if len(fields) != 5 or len(cron) > LONGEST_CRON:
             raise ValueError(f"{len(fields)} fields")
-        trigger = CronTrigger.from_crontab(_days_by_name(cron))
+        trigger = CronTrigger.from_crontab(_days_by_name(" ".join(fields)))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise ValueError(f'{error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0"') from None
+        raise ValueError(
+            f'{error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0", or @daily'
+        ) from None
     if fields[2] != "*" and fields[4] != "*":
         raise ValueError("give a day of the month or a weekday; both together mean different things to different crons")
     now = datetime.datetime.now().astimezone()
@@ -228,7 +237,7 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until SIGTERM or Ctrl-C; then the runs under way are stopped, and go on another time."""
-        # Warnings of cron triggers say nothing that a user could change.
+        # A user can do nothing about the warnings of cron triggers.
         logging.getLogger("apscheduler").setLevel(logging.ERROR)
         with contextlib.suppress(KeyboardInterrupt), signals.terminable():
             try:

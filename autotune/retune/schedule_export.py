@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from apscheduler.triggers.cron import CronTrigger
 
 from autotune.errors import UserError
 from autotune.retune.schedule import Schedule
 
-# How often the other scheduler asks where the rule is an interval; a run begins soon after it is due.
-ASK_HOURLY, ASK_DAILY = "17 * * * *", "17 3 * * *"
-DAY_S = 86400.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 PLAIN = re.compile(r"[\w./:@+=-]+")  # a word that needs no quotes
+# Variables that change the measurements or that the command needs; another scheduler does not set them.
+CARRIED = ("PATH", "AUTOTUNE_CACHE", "OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
 
 
-def export(form: str, schedules: Sequence[Schedule], folder: Path, storage: str | None) -> str:
+def export(
+    form: str, schedules: Sequence[Schedule], folder: Path, storage: str | None, n_gpus: Mapping[str, int] | None = None
+) -> str:
     """The schedules in the form of another scheduler.
 
     Args:
@@ -26,6 +32,7 @@ def export(form: str, schedules: Sequence[Schedule], folder: Path, storage: str 
         schedules: The schedules, whose texts `Schedule.of` has checked.
         folder: Folder in which the commands run: the one above `studies`.
         storage: The database, unless it is the usual one. Its URL is left to the environment.
+        n_gpus: GPUs that the trials of a study need, by study; none of those left out.
 
     Raises:
         UserError: There is no such form, or the folder's name cannot be written in it.
@@ -36,19 +43,59 @@ def export(form: str, schedules: Sequence[Schedule], folder: Path, storage: str 
         raise UserError(f"schedule export: {str(folder)!r} cannot be written into a schedule; move to another folder")
     where = "# AUTOTUNE_STORAGE must hold the database's URL where this runs\n" if storage else ""
     join, write = FORMS[form]
-    return where + join.join(write(each, _name(each, schedules), str(folder)) for each in schedules)
+    texts = [
+        write(Job(each, _name(each, schedules), str(folder), (n_gpus or {}).get(each.study, 0))) for each in schedules
+    ]
+    return where + join.join(texts)
 
 
-def _asks_daily(schedule: Schedule) -> bool:
-    return schedule.every_s is not None and schedule.every_s >= 2 * DAY_S
+class Job(NamedTuple):
+    """A schedule to be written.
+
+    Attributes:
+        schedule: The schedule.
+        name: Its name for the other scheduler.
+        folder: Folder in which the command runs.
+        n_gpus: GPUs that it needs.
+    """
+
+    schedule: Schedule
+    name: str
+    folder: str
+    n_gpus: int
+
+    @property
+    def fields(self) -> str:
+        """When the other scheduler asks whether the study is due, as fields of a crontab; soon after it is due."""
+        every_s = self.schedule.every_s
+        if every_s is None:
+            return self.schedule.cron or ""
+        if every_s < HOUR_S:
+            return f"*/{int(every_s // 60)} * * * *"
+        return "17 3 * * *" if every_s >= 2 * DAY_S else "17 * * * *"
+
+    @property
+    def on_calendar(self) -> str:
+        """The same in the words of systemd; a cron rule is asked for every 5 minutes."""
+        every_s = self.schedule.every_s
+        if every_s is None or every_s < HOUR_S:
+            return f"*:0/{int(every_s // 60) if every_s else 5}"
+        return "daily" if every_s >= 2 * DAY_S else "hourly"
+
+    @property
+    def command(self) -> list[str]:
+        """The command that re-tunes if it is due."""
+        return [sys.executable, "-m", "autotune.cli", "retune", self.schedule.study, "--if-due"]
 
 
-def _fields(schedule: Schedule) -> str:
-    return schedule.cron or (ASK_DAILY if _asks_daily(schedule) else ASK_HOURLY)
+def time_zone() -> str:
+    """The local time zone, in which the fields of a crontab count."""
+    return str(CronTrigger.from_crontab("0 0 * * *").timezone)
 
 
-def _command(schedule: Schedule) -> list[str]:
-    return [sys.executable, "-m", "autotune.cli", "retune", schedule.study, "--if-due"]
+def _environment(names: Sequence[str] = CARRIED) -> dict[str, str]:
+    """The variables of this environment that the command needs."""
+    return {name: os.environ[name] for name in names if os.environ.get(name, "").isprintable() and name in os.environ}
 
 
 def _name(schedule: Schedule, schedules: Sequence[Schedule]) -> str:
@@ -57,36 +104,47 @@ def _name(schedule: Schedule, schedules: Sequence[Schedule]) -> str:
     return f"retune-{schedule.study}" if alone else f"retune-{schedule.study}-{schedule.number}"
 
 
-def _cron(schedule: Schedule, _: str, folder: str) -> str:
+def _cron(job: Job) -> str:
+    variables = [f"{name}={value}" for name, value in _environment().items()]
     # A crontab ends a command at an unescaped %.
-    command = f"cd {shlex.quote(folder)} && {shlex.join(_command(schedule))}".replace("%", "\\%")
-    return f"# {schedule.study}: {schedule.when}; add with `crontab -e`\n{_fields(schedule)} {command}\n"
+    command = f"cd {shlex.quote(job.folder)} && {shlex.join(['env', *variables, *job.command])}".replace("%", "\\%")
+    where = f"times are those of {time_zone()}"
+    return f"# {job.schedule.study}: {job.schedule.when}; {where}; add with `crontab -e`\n{job.fields} {command}\n"
 
 
-def _systemd(schedule: Schedule, name: str, folder: str) -> str:
-    unit = f"autotune-{name}"
+def _systemd(job: Job) -> str:
+    unit, study = f"autotune-{job.name}", job.schedule.study
     # systemd escapes in quotes as JSON does, and expands % everywhere and $ in commands.
-    words = (word if PLAIN.fullmatch(word) else json.dumps(word, ensure_ascii=False) for word in _command(schedule))
+    words = (word if PLAIN.fullmatch(word) else json.dumps(word, ensure_ascii=False) for word in job.command)
     command = " ".join(words).replace("%", "%%").replace("$", "$$")
+    variables = "".join(
+        f"Environment={json.dumps(f'{name}={value}', ensure_ascii=False).replace('%', '%%')}\n"
+        for name, value in _environment().items()
+    )
     return (
         f"# ~/.config/systemd/user/{unit}.service\n"
-        f"[Unit]\nDescription=Re-tune {schedule.study} if it is due ({schedule.when})\n\n"
-        f"[Service]\nType=oneshot\nWorkingDirectory={folder.replace('%', '%%')}\nExecStart={command}\n"
+        f"[Unit]\nDescription=Re-tune {study} if it is due ({job.schedule.when}, {time_zone()})\n\n"
+        f"[Service]\nType=oneshot\nWorkingDirectory={job.folder.replace('%', '%%')}\n{variables}ExecStart={command}\n"
         "# 3: a better configuration was put in place\nSuccessExitStatus=3\n\n"
-        f"# ~/.config/systemd/user/{unit}.timer\n[Unit]\nDescription=Ask whether {schedule.study} is due\n\n"
-        f"[Timer]\nOnCalendar={'daily' if _asks_daily(schedule) else 'hourly'}\nPersistent=true\n\n"
+        f"# ~/.config/systemd/user/{unit}.timer\n[Unit]\nDescription=Ask whether {study} is due\n\n"
+        f"[Timer]\nOnCalendar={job.on_calendar}\nPersistent=true\n\n"
         f"[Install]\nWantedBy=timers.target\n\n# systemctl --user enable --now {unit}.timer\n"
     )
 
 
-def _kubernetes(schedule: Schedule, name: str, _: str) -> str:
-    retune = f"{shlex.join(['autotune', 'retune', schedule.study, '--if-due'])}; s=$?; [ $s -eq 3 ] || exit $s"
+def _kubernetes(job: Job) -> str:
+    retune = f"{shlex.join(['autotune', 'retune', job.schedule.study, '--if-due'])}; s=$?; [ $s -eq 3 ] || exit $s"
+    # The image has its own PATH; kernels and profiles are kept on the volume.
+    kept = _environment(("OMP_NUM_THREADS", "DS_ACCELERATOR")) | {"AUTOTUNE_CACHE": "/work/.cache/autotune"}
+    variables = json.dumps([{"name": name, "value": value} for name, value in kept.items()])
+    limits = f"\n              resources: {{limits: {{nvidia.com/gpu: {job.n_gpus}}}}}" if job.n_gpus else ""
     return f"""apiVersion: batch/v1
 kind: CronJob
 metadata:
-  name: {name.lower().replace("_", "-").replace(".", "-")}
+  name: {job.name.lower().replace("_", "-").replace(".", "-")}
 spec:
-  schedule: {json.dumps(_fields(schedule))}
+  schedule: {json.dumps(job.fields)}
+  timeZone: {json.dumps(time_zone())}
   concurrencyPolicy: Forbid
   jobTemplate:
     spec:
@@ -100,13 +158,15 @@ spec:
               workingDir: /work
               # 3 says that a better configuration was put in place, which is no failure
               command: ["sh", "-c", {json.dumps(retune)}]
-              resources: {{limits: {{nvidia.com/gpu: 1}}}}
-              volumeMounts: [{{name: work, mountPath: /work}}]
-          volumes: [{{name: work, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}]  # holds the studies folder
+              env: {variables}{limits}
+              volumeMounts: [{{name: work, mountPath: /work}}, {{name: shm, mountPath: /dev/shm}}]
+          volumes:
+            - {{name: work, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}  # holds the studies folder
+            - {{name: shm, emptyDir: {{medium: Memory}}}}  # ranks and data loaders share memory through it
 """
 
 
-# By form: the text between two schedules, and what writes one of them (schedule, name, folder).
-FORMS: dict[str, tuple[str, Callable[[Schedule, str, str], str]]] = {
+# By form: the text between two schedules, and what writes one of them.
+FORMS: dict[str, tuple[str, Callable[[Job], str]]] = {
     "cron": ("", _cron), "systemd": ("\n", _systemd), "k8s": ("---\n", _kubernetes),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whatever a person writes into a file or on a command line, it ends in a result or in one sentence: fuzzed from valid documents."""
+"""Fuzzed input, from valid documents: any file or command line ends in a result or in one sentence."""
 
 import contextlib
 import copy

@@ -1,17 +1,17 @@
-"""The commonest mistakes as a user makes them: each ends in one sentence that says what is wrong and what to do, and in status 2."""
+"""The commonest mistakes as a user makes them: each ends in one sentence with a remedy, and in status 2."""
 
 import contextlib
 import json
 import re
 import socket
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from support.commands import called, one_sentence
 from support.instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, report, runner_of, spec_of
 
 from autotune import session
-from autotune.cli.app import main
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
@@ -31,6 +31,7 @@ FILES = {
     "broken.py": "def model(:\n",
     "model.ipynb": "{}",
     "key.yaml": "target: model.py\ntrails: 3\n",
+    "bad.yaml": "target: model.py\n  trials: [3\n",
     "tab.yaml": "target: model.py\nbase_config:\n\ttrain_batch_size: 8\n",
     "twice.yaml": "target: model.py\ntrials: 3\ntrials: 4\n",
     "knob.yaml": "target: model.py\nspace: {zero_stag: [0, 1]}\n",
@@ -71,6 +72,7 @@ MISTAKES = {
     "a template with a typo": (["run", "train.py", "--", "{micro_batchsize}"], ["is no template", "Did you mean 'micro_batch_size'?"]),
     "a key with a typo": (["run", "key.yaml"], ["key.yaml: unknown key 'trails'", "Did you mean 'trials'?"]),
     "a tab in YAML": (["run", "tab.yaml"], ["tab.yaml: line 3: not YAML", "indent with spaces"]),
+    "brackets that stay open": (["run", "bad.yaml"], ["bad.yaml: line 2"]),
     "a key twice": (["run", "twice.yaml"], ["twice.yaml: line 3: key 'trials' is there twice"]),
     "a knob with a typo": (["run", "knob.yaml"], ["knob.yaml: space", "Did you mean 'zero_stage'?"]),
     "choices and a range": (["run", "both.yaml"], ["zero_stage: give either `choices: [..]` or `range: [low, high]`"]),
@@ -86,11 +88,13 @@ MISTAKES = {
     "a preset in two options": (["run", "model.py", "--space", "zero", "--space", "batch,zero"], ["--space: 'zero' is there twice"]),
     "an option twice": (["run", "model.py", "--trials", "3", "--trials", "5"], ["--trials is there twice; give it once"]),
     "a sampler with a typo": (["run", "model.py", "--sampler", "tpee"], ["Did you mean 'tpe'?"]),
+    "no ranks": (["run", "model.py", "--ranks", "0"], ["--ranks"]),
     "no trials": (["run", "model.py", "--trials", "0"], ["--trials: should be greater than or equal to 1"]),
     "a memory that is none": (["run", "model.py", "--device-memory", "4 apples"], ["--device-memory: '4 apples'", "as in '4GiB'", "MiB"]),
     "a duration that is none": (["run", "model.py", "--time-budget", "soon"], ["--time-budget: 'soon'", "as in '1h30m'"]),
     "a batch that is none": (["run", "model.py", "--global-batch", "64..8"], ["keep, free, or a range of samples such as 8..64"]),
     "a name that leaves its folder": (["run", "model.py", "--study", "../up"], ["--study: '../up' cannot name a study"]),
+    "a name too long": (["run", "model.py", "--study", "x" * 300], ["too long"]),
     "a name that is an option": (["run", "model.py", "--study=-rf"], ["cannot name a study", "a dash"]),
     "a name that is the database": (["run", "model.py", "--study", "autotune.db"], ["choose one with another ending"]),
     "ranks that nodes cannot share": (
@@ -107,6 +111,7 @@ MISTAKES = {
     "a folder that is not there": (["run", "nowhere.yaml"], ["working_dir: there is no folder"]),
     "the same for a script": (["run", "elsewhere.yaml"], ["working_dir: there is no folder"]),
     "a database of no kind": (["run", "model.py", "--storage", "nosuchdb://x"], ["storage nosuchdb://x", "for example sqlite:///"]),
+    "a database that is none": (["run", "model.py", "--storage", "sqlite:///key.yaml"], ["not a database"]),
     "a database without its driver": (["run", "model.py", "--storage", "oracle://ann:hunter2@x/y"], ["driver for oracle is not installed"]),
     "a database that would not stay": (["run", "model.py", "--storage", "sqlite://"], ["gone at the end of the run", "name a file"]),
     "a folder that cannot be made": (["run", "model.py", "--storage", "sqlite:///model.py/x.db"], ["name a folder that you may write"]),
@@ -148,26 +153,17 @@ def place(finished, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def refused(monkeypatch, capsys):
-    """Runs a command that refuses its input; returns the sentence with which it does."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["autotune", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        shown = capsys.readouterr()
-        *progress, sentence = shown.err.strip().splitlines()
-        assert end.value.code == 2, shown.err
-        assert sentence.startswith("autotune: ") and "Traceback" not in shown.out + shown.err
-        assert all(line.startswith("- ") for line in progress), shown.err
-        return sentence
-
-    return run
+def refused(*arguments: str) -> str:
+    """Run a command that refuses its input; return the sentence with which it does."""
+    done = called(*arguments, cwd=Path.cwd())
+    sentence = one_sentence(done)
+    assert sentence.startswith("autotune: ")
+    assert all(line.startswith("- ") for line in done.stderr.strip().splitlines()[:-1]), done.stderr
+    return sentence
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_in_a_sentence_that_says_what_to_do(mistake, place, refused):
+def test_a_mistake_ends_in_a_sentence_that_says_what_to_do(mistake, place):
     arguments, fragments = MISTAKES[mistake]
     sentence = refused(*arguments)
     assert [fragment for fragment in fragments if fragment not in sentence] == [], sentence
@@ -250,7 +246,7 @@ LOADED = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("mistake", LOADED)
-def test_a_mistake_that_shows_in_the_target_ends_so_too(mistake, place, refused, machine):
+def test_a_mistake_that_shows_in_the_target_ends_so_too(mistake, place, machine):
     given, arguments, fragments = LOADED[mistake]
     (place / "fp16.yaml").write_text("precision: [fp16]\n")
     machine(given)
@@ -280,13 +276,13 @@ def test_the_same_name_for_another_study_is_refused_with_both_ways_out(finished)
         runner_of(finished, Instant(), space=[{"micro_batch_size": [2, 4]}], objectives=["throughput"]).open()
 
 
-def test_a_folder_of_studies_that_is_a_file_is_named(place, refused):
+def test_a_folder_of_studies_that_is_a_file_is_named(place):
     (place / "studies").unlink()
     (place / "studies").write_text("")
     assert re.search(r"studies.*(folder|directory|exists)", refused("run", "model.py"))
 
 
-def test_a_port_in_use_is_named_with_the_way_out(place, refused, monkeypatch):
+def test_a_port_in_use_is_named_with_the_way_out(place, monkeypatch):
     monkeypatch.delenv("AUTOTUNE_DASHBOARD_TOKEN")
     pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -301,7 +297,18 @@ def test_values_that_hugging_face_fills_in_are_no_mistake(tmp_path):
     assert spec.global_batch == "free" and not spec.batch_is_configured
 
 
-def test_the_database_of_a_mistake_is_left_alone(finished, place, refused):
-    before = records.study_names(records.open_storage(records.default_url(finished)))
+def trials_of(folder: Path) -> list[int]:
+    study = records.load_study(records.open_storage(records.default_url(folder)), "s")
+    return [trial.number for trial in records.told_trials(study)]
+
+
+@pytest.mark.process
+def test_a_run_that_is_refused_leaves_the_study_as_it_was(finished, place, machine):
+    """`--fresh` forgets the trials of a study that can run, not those of one with a typo."""
+    before = trials_of(finished)
     refused("run", "key.yaml", "--study", "s", "--fresh")
-    assert records.study_names(records.open_storage(records.default_url(finished))) == before == ["s"]
+    machine(Machine())
+    assert "33" in refused("run", "model.py", "--study", "s", "--fresh", "--base-config", "batch.json", "--ranks", "2")
+    said = refused("run", "model.py", "--study", "s", "--space", "zero")
+    assert re.search(r"differs in .*--fresh", said), said
+    assert trials_of(finished) == before and len(before) == 3 and not (finished / "s" / "study.yaml").exists()

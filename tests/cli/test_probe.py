@@ -55,27 +55,27 @@ def probed(monkeypatch, tmp_path):
 
 
 def test_a_machine_is_probed_once_and_forecasts_start_from_it(probed, capsys):
-    assert probe.probe(None, 2, again=False, as_json=False) == 0
+    probe.probe(None, 2)
     said = capsys.readouterr().out
     assert "A Device" in said and "all_reduce" in said and "100 us" in said and "2.00 GB/s" in said
-    probe.probe(None, 2, again=False, as_json=True)
+    probe.probe(None, 2, as_json=True)
     data = json.loads(capsys.readouterr().out)
     assert data["kept"] and data["ranks"] == 2 and data["flops"] == {"fp32": 5e10, "bf16": 1e11} and len(probed) == 1
     kept = profile_cache.load(Machine, profile_cache.machine_key(2))
     assert kept is not None and kept.measured
-    probe.probe(None, 2, again=True, as_json=False)
+    probe.probe(None, 2, again=True)
     assert len(probed) == 2
 
 
 def test_other_numbers_of_ranks_are_other_machines(probed):
-    probe.probe(None, 2, again=False, as_json=False)
-    probe.probe(None, 1, again=False, as_json=False)
+    probe.probe(None, 2)
+    probe.probe(None, 1)
     assert len(probed) == 2
 
 
 def test_what_cannot_be_probed_is_refused_in_a_sentence(probed, tmp_path):
     with pytest.raises(UserError, match="from 1 on"):
-        probe.probe(None, 0, again=False, as_json=False)
+        probe.probe(None, 0)
     (tmp_path / "train.py").write_text("import deepspeed\n\ndeepspeed.initialize()\n")
     with pytest.raises(UserError, match=r"data of a model\.py"):
-        probe.probe(tmp_path / "train.py", 2, again=False, as_json=False)
+        probe.probe(tmp_path / "train.py", 2)

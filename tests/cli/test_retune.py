@@ -5,40 +5,36 @@ import shutil
 import sqlite3
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import sqlalchemy
-from support.instant import Instant, recorded
+from support.instant import Instant, answered, recorded
+from support.paths import MODELS
 
-from autotune.cli import history as history_command
-from autotune.cli import retune as retune_command
-from autotune.cli.app import app, schedule
+from autotune import session
 from autotune.cli.history import delete
-from autotune.cli.retune import changes
-from autotune.cli.schedule import schedule_add, schedule_exported, schedule_list, schedule_remove
+from autotune.cli.history import history as list_history
+from autotune.cli.retune import changes, retune
+from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove
 from autotune.errors import UserError
-from autotune.report import files, load
 from autotune.retune import fingerprint
-from autotune.study import warm_start
 from autotune.study.lock import study_lock
+from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.tables import MIGRATIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
-NOTHING = {"if_due": False, "if_stale": False, "force": False, "min_gain": 0.03, "trials": None, "on_change": None}
+ROW = {
+    "study": "s", "generation": 0, "trial": 99, "role": "search", "environment": {"device_name": "x"}, "structure": "",
+    "n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    runner = recorded(folder, Instant(), trials=4, objectives=["throughput"])
-    runner.run()
-    found = load.load("s", records.default_url(folder), folder / "s")
-    list(files.write_answer(found, folder / "s"))
-    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
-    runner.storage.engine.dispose()
-    return folder
+    return answered(tmp_path_factory.mktemp("finished"), trials=4, objectives=["throughput"])
 
 
 @pytest.fixture(autouse=True)
@@ -52,42 +48,34 @@ def known(studies):
     return History(records.open_storage(records.default_url(studies)).engine)
 
 
-def retune(**options):
-    return retune_command.retune("s", None, NOTHING | options, None, as_json=False)
-
-
 # Schedules.
 
 
 def test_a_schedule_is_added_listed_and_removed(studies, capsys):
-    schedule_add("s", None, "7d", None, "environment-change")
+    schedule_add("s", "7d", on="environment-change")
     assert "schedule 1: study s every 7 d, if the environment has changed; first at " in capsys.readouterr().out
-    schedule_list(None, as_json=True)
+    schedule_list(as_json=True)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["study"] == "s" and row["every_s"] == 7 * 86400 and 0 < row["next_run_at"] - time.time() <= 7 * 86400
-    schedule_remove(1, None)
+    schedule_remove(1)
     with pytest.raises(UserError, match="there is no schedule 1"):
-        schedule_remove(1, None)
+        schedule_remove(1)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: schedule_add("s", None, "7d", None, "sundays"), "only environment-change"),
-        (lambda: schedule_add("other", None, "7d", None, None), "no study 'other'.*Known: s"),
-        (lambda: schedule_exported("cron", None, None), "there is no schedule to export"),
-        (
-            lambda: retune_command.retune("s", None, NOTHING | {"if_due": True}, None, as_json=False),
-            "has no schedule, so it is never due",
-        ),
-        (
-            lambda: retune_command.retune("s", None, NOTHING | {"if_due": True, "force": True}, None, as_json=False),
-            "one of --if-due",
-        ),
-        (lambda: retune_command.retune("other", None, NOTHING, None, as_json=False), "no study 'other'"),
-        (lambda: retune_command.retune("s", None, NOTHING, None, as_json=False), "study.yaml is missing"),
-        (lambda: history_command.history("s", None, "weather", 5, as_json=False), "unknown 'weather'"),
-        (lambda: delete("s", None, yes=False), "autotune delete s --yes"),
+        (lambda: schedule_add("s", "7d", on="sundays"), "only environment-change"),
+        (lambda: schedule_add("other", "7d"), "no study 'other'.*Known: s"),
+        (lambda: schedule_export(cron=True), "there is no schedule to export"),
+        (lambda: schedule_export(cron=True, k8s=True), "give one of --cron"),
+        (lambda: retune("s", if_due=True), "has no schedule, so it is never due"),
+        (lambda: retune("s", if_due=True, force=True), "one of --if-due"),
+        (lambda: retune("other"), "no study 'other'"),
+        (lambda: retune("s"), "study.yaml is missing"),
+        (lambda: retune("s", checkpoint=Path("none")), "there is no such folder"),
+        (lambda: list_history("s", "weather"), "unknown 'weather'"),
+        (lambda: delete("s"), "autotune delete s --yes"),
     ],
 )
 def test_what_the_user_got_wrong_is_said_in_a_sentence(call, said):
@@ -96,66 +84,98 @@ def test_what_the_user_got_wrong_is_said_in_a_sentence(call, said):
 
 
 def test_what_is_not_due_is_over_at_once(studies, capsys):
-    schedule_add("s", None, "7d", None, None)
-    assert retune(if_due=True) == 0
+    schedule_add("s", "7d")
+    assert retune("s", if_due=True) == 0
     assert "is not due; next: " in capsys.readouterr().err
     assert known(studies).decisions() == []
 
 
 def test_what_is_due_on_a_change_waits_for_one_and_is_due_again_a_period_later(studies, capsys, monkeypatch):
-    schedule_add("s", None, "7d", None, "environment-change")
+    schedule_add("s", "7d", on="environment-change")
     known(studies).update_schedule(1, next_run_at=0.0)
     kept = records.record(records.load_study(records.open_storage(records.default_url(studies)), "s"))
     monkeypatch.setattr(fingerprint, "here", lambda *_: fingerprint.Fingerprint.of(kept))
-    assert retune(if_due=True) == 0
+    assert retune("s", if_due=True) == 0
     assert "nothing has changed since" in capsys.readouterr().err
-    assert known(studies).schedules()[0]["next_run_at"] > time.time() + 6 * 86400
+    assert time.time() < known(studies).schedules()[0]["next_run_at"] <= time.time() + 7 * 86400
 
 
 def test_a_study_that_is_being_run_is_left_to_whoever_runs_it(studies, capsys):
-    schedule_add("s", None, "7d", None, None)
+    schedule_add("s", "7d")
     known(studies).update_schedule(1, next_run_at=0.0)
     with study_lock(studies / "s"):
-        assert retune(if_due=True) == 0
+        assert retune("s", if_due=True) == 0
         assert "is being run by process" in capsys.readouterr().err
         with pytest.raises(UserError, match="is being run by process"):
-            retune()
+            retune("s")
     assert known(studies).schedules()[0]["next_run_at"] == 0.0  # still due
-
-
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match="there is no such folder"):
-        retune_command.retune("s", None, NOTHING, tmp_path / "none", as_json=False)
 
 
 # Changes, history, the end.
 
 
 def test_what_changed_is_told_without_loading_the_model(studies, capsys):
-    changes("s", None, quick=True, as_json=False)
+    changes("s", quick=True)
     said = capsys.readouterr().out
     assert "device: stub, now " in said
 
 
 def test_the_history_lists_every_trial_with_its_environment(studies, capsys):
-    history_command.history(None, None, "measurements", 100, as_json=True)
+    list_history(what="measurements", limit=100, as_json=True)
     rows = json.loads(capsys.readouterr().out)
     assert {row["role"] for row in rows} == {"baseline", "search", "repeat"}
     assert all(row["environment"]["device_name"] == "stub" and row["study"] == "s" for row in rows)
-    history_command.history("s", None, "recommendations", 100, as_json=False)
+    list_history("s", "recommendations")
     assert "the baseline's throughput" in capsys.readouterr().out
 
 
+def test_a_study_that_was_never_retuned_has_a_history(studies, capsys):
+    list_history("s")
+    assert "recommended trial" in capsys.readouterr().out
+    known(studies).begin("s", "due")
+    list_history()
+    newest, before = capsys.readouterr().out.splitlines()
+    assert "due: under way" in newest and "recommended trial" in before
+    list_history("s", as_json=True)
+    assert [row["cause"] for row in json.loads(capsys.readouterr().out)] == ["due"]
+
+
+def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
+    """An edited file, the options of the run, and those of the re-tuning; an edited copy goes first."""
+    own, folder = tmp_path / "mine.yaml", studies / "s"
+    own.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\nranks: 2\n")
+    given = {"trials": 7, "storage": None}
+    session._keep_spec(StudySpec.of(own, given), own, given, folder)
+    own.write_text(own.read_text() + "repeats: 4\nspace: [{zero_stage: [0, 3]}]\n")
+    spec = session.open_study("s").spec({"ranks": 3, "from_checkpoint": None})
+    assert (spec.trials, spec.repeats, spec.ranks, spec.name) == (7, 4, 3, "s")
+    assert [each.name for each in spec.space.parameters] == ["zero_stage"]
+    copy = folder / "study.yaml"
+    copy.write_text(copy.read_text().replace("repeats: ", "repeats: 1"))
+    assert session.open_study("s").spec().repeats not in (4, StudySpec.of(own, given).repeats)
+    own.unlink()
+    assert session.open_study("s").spec().trials == 7
+
+
+def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
+    asked = []
+
+    def spec(_, overrides):
+        asked.append(overrides)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(session.OpenStudy, "spec", spec)
+    with pytest.raises(UserError, match="far enough"):
+        retune("s", ranks=3)
+    assert asked == [{"ranks": 3, "from_checkpoint": None}]
+
+
 def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys):
-    schedule_add("s", None, "7d", None, None)
-    delete("s", None, yes=True)
+    schedule_add("s", "7d")
+    delete("s", yes=True)
     with sqlite3.connect(studies / "autotune.db") as database:
-        tables = [
-            name
-            for (name,) in database.execute(
-                "select name from sqlite_master where type = 'table' and name like 'autotune_%'"
-            )
-        ]
+        ours = "select name from sqlite_master where type = 'table' and name like 'autotune_%'"
+        tables = [name for (name,) in database.execute(ours)]
         counts = {name: database.execute(f"select count(*) from {name}").fetchone()[0] for name in tables}
         assert database.execute("select count(*) from studies").fetchone() == (0,)
     assert {name for name, count in counts.items() if count} == {"autotune_migration"}
@@ -165,7 +185,7 @@ def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys
 def test_rows_of_a_study_that_another_program_deleted_go_with_the_next_look(studies, capsys):
     with sqlite3.connect(studies / "autotune.db") as database:
         database.execute("delete from studies")
-    history_command.history(None, None, "measurements", 10, as_json=True)
+    list_history(what="measurements", as_json=True)
     assert json.loads(capsys.readouterr().out) == []
 
 
@@ -178,9 +198,8 @@ def test_migrations_are_applied_once_by_however_many_at_once(tmp_path):
     for each in threads:
         each.join()
     with sqlite3.connect(tmp_path / "new" / "autotune.db") as database:
-        assert [name for (name,) in database.execute("select name from autotune_migration order by name")] == sorted(
-            MIGRATIONS
-        )
+        applied = [name for (name,) in database.execute("select name from autotune_migration order by name")]
+    assert applied == sorted(MIGRATIONS)
     assert History(engines[0]).schedules() == []
 
 
@@ -189,32 +208,14 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(studies):
     lock = sqlite3.connect(studies / "autotune.db", isolation_level=None, check_same_thread=False)
     lock.execute("begin immediate")
     threading.Timer(1.0, lambda: lock.execute("commit")).start()
-    row = {
-        "study": "s",
-        "generation": 0,
-        "trial": 99,
-        "role": "search",
-        "environment": {"device_name": "x"},
-        "structure": "",
-    }
-    row |= {"n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0}
-    history.measured(Measurement(**row))
+    history.measured(Measurement(**ROW))
     assert history.measurements(limit=1)[0]["trial"] == 99
 
 
 def test_a_measurement_is_kept_once_though_the_answer_was_lost(studies):
     history = known(studies)
-    row = {
-        "study": "s",
-        "generation": 0,
-        "trial": 99,
-        "role": "search",
-        "environment": {"device_name": "x"},
-        "structure": "",
-    }
-    row |= {"n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0}
-    one = Measurement(**row)
-    for each in (one, one, Measurement(**row)):  # the last one is another measurement
+    one = Measurement(**ROW)
+    for each in (one, one, Measurement(**ROW)):  # the last one is another measurement
         history.measured(each)
     assert sum(kept["trial"] == 99 for kept in history.measurements()) == 2
 
@@ -229,12 +230,4 @@ def test_what_a_run_told_and_was_killed_before_it_kept_it_is_made_up_for(studies
     recorded(studies, Instant(), trials=4, objectives=["throughput"])
     after = [row["trial"] for row in history.measurements("s") if row["role"] != "repeat"]
     assert sorted(after) == sorted(set(before))
-    assert (
-        next(row for row in history.measurements("s") if row["trial"] == 0 and row["role"] != "repeat")["role"]
-        == "baseline"
-    )
-
-
-def test_every_command_of_the_schedules_has_its_own_help():
-    names = {command.name for command in schedule.registered_commands}
-    assert names == {"add", "list", "remove", "run", "export"} and app.registered_groups
+    assert "baseline" in {row["role"] for row in history.measurements("s") if row["trial"] == 0}

@@ -9,12 +9,10 @@ from html import unescape
 
 import plotly.graph_objects as go
 import pytest
-import typer.main
 from rich.console import Console
-from support.commands import autotune, one_sentence
+from support.commands import autotune, called, one_sentence
 
-from autotune.cli import scale as scale_command
-from autotune.cli.app import app
+from autotune.cli.app import imported
 from autotune.cli.scale import equal_threads, measure, rank_counts
 from autotune.errors import UserError
 from autotune.report.page import scaling as page
@@ -31,12 +29,17 @@ def run(world_size, rate, round_=0, **more):
     return Run(world_size=world_size, round=round_, samples_per_s=rate, step_s=16 / rate, samples_per_step=16, **more)
 
 
+def in_rounds(*rates):
+    """Runs on 1 and 2 ranks, given the throughputs of each round."""
+    return [
+        run(n, rate, r, communication=0.1 * (n - 1)) for r, pair in enumerate(rates) for n, rate in enumerate(pair, 1)
+    ]
+
+
 def test_strong_scaling_keeps_the_global_batch_and_the_memory_of_a_rank():
     found = candidates(BASE, [1, 2, 4], "strong")
-    assert {c.global_batch_size(n) for n, c in found.items()} == {32} and {
-        c.micro_batch_size for c in found.values()
-    } == {4}
-    assert found[4] == BASE
+    assert {c.global_batch_size(n) for n, c in found.items()} == {32}
+    assert {c.micro_batch_size for c in found.values()} == {4} and found[4] == BASE
 
 
 def test_weak_scaling_keeps_what_a_rank_does():
@@ -72,22 +75,14 @@ def test_a_machine_that_slows_down_between_rounds_changes_no_speedup():
 
 
 def test_rounds_that_scatter_widen_the_interval():
-    found = scaling(
-        [
-            run(n, rate, r)
-            for r, rates in enumerate([(10, 19), (10, 16), (10, 18)])
-            for n, rate in zip((1, 2), rates, strict=True)
-        ],
-        None,
-    )
+    found = scaling(in_rounds((10, 19), (10, 16), (10, 18)), None)
     low, high = found[1].speedup_ci95
     assert low < 1.6 < found[1].speedup < 1.9 < high
 
 
 def test_a_count_that_never_ran_is_left_out():
-    assert [scale.world_size for scale in scaling([run(1, 10.0), run(4, 30.0)], None)] == [1, 4] and scaling(
-        [], None
-    ) == []
+    assert [scale.world_size for scale in scaling([run(1, 10.0), run(4, 30.0)], None)] == [1, 4]
+    assert scaling([], None) == []
 
 
 @pytest.mark.parametrize("text", ["", "2", "a,b", "0,2", "2,2", "-1,4"])
@@ -121,13 +116,7 @@ def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
 
 
 def test_every_quantity_has_a_panel_with_its_intervals_and_what_is_ideal():
-    rounds = [(10, 19), (10, 16), (10, 18)]
-    runs = [
-        run(n, rate, r, communication=0.1 * (n - 1))
-        for r, rates in enumerate(rounds)
-        for n, rate in enumerate(rates, 1)
-    ]
-    found = scaling(runs, 1000)
+    found = scaling(in_rounds((10, 19), (10, 16), (10, 18)), 1000)
     strong, weak = ({panel.title: panel for panel in page.panels(found, mode)} for mode in ("strong", "weak"))
     assert list(strong) == list(weak) and len(strong) == 6
     for panel in strong.values():
@@ -146,9 +135,7 @@ def test_what_is_not_known_has_no_panel():
 
 
 def test_an_interval_without_end_does_not_make_everything_else_flat():
-    wild = scaling(
-        [run(n, rate, r) for r, rates in enumerate([(10, 19), (10, 2)]) for n, rate in enumerate(rates, 1)], None
-    )
+    wild = scaling(in_rounds((10, 19), (10, 2)), None)
     assert wild[1].speedup_ci95[1] > 100
     panel = next(panel for panel in page.panels(wild, "strong") if panel.title == "Speed-up")
     assert page.figure(panel)["layout"]["yaxis"]["range"][1] < 4
@@ -161,12 +148,9 @@ def test_the_picture_holds_every_panel_on_axes_of_its_own():
     assert [note.text for note in picture.layout.annotations] == [f"{panel.title} ({panel.unit})" for panel in drawn]
 
 
-@pytest.mark.parametrize(("flags", "mode"), [((), "strong"), (("--strong",), "strong"), (("--weak",), "weak")])
-def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, mode, monkeypatch):
-    asked = []
-    monkeypatch.setattr(scale_command, "scale", lambda *given, **_: asked.append(given[3]) or 0)
-    typer.main.get_command(app).main(args=["scale", "model.py", *flags], prog_name="autotune", standalone_mode=False)
-    assert asked == [mode]
+@pytest.mark.parametrize(("flags", "weak"), [((), False), (("--strong",), False), (("--weak",), True)])
+def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, weak):
+    assert imported("scale").make_context("scale", ["model.py", *flags]).params["weak"] is weak
 
 
 @pytest.mark.process
@@ -175,28 +159,14 @@ def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path,
     """Weakly: two ranks do twice the samples in a step, each what one did."""
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    done = autotune(
-        "scale",
-        "ok.py",
-        "--ranks",
-        "1,2",
-        "--weak",
-        "--rounds",
-        "1",
-        "--base-config",
-        "ds.json",
-        "--json",
-        cwd=tmp_path,
-    )
+    options = ["--ranks", "1,2", "--weak", "--rounds", "1", "--base-config", "ds.json", "--json"]
+    done = autotune("scale", "ok.py", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["mode"] == "weak" and [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [
-        (1, 8),
-        (2, 16),
-    ]
-    assert all(
-        each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in found["scales"]
-    )
+    assert found["mode"] == "weak"
+    assert [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [(1, 8), (2, 16)]
+    assert all(each["step_s"] > 0 and each["speedup"] > 0 for each in found["scales"])
+    assert all(each["communication"] is not None for each in found["scales"])
     assert "Weak scaling" in (tmp_path / "studies" / "ok" / "scaling.html").read_text()
 
 
@@ -222,4 +192,4 @@ def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_p
 @pytest.mark.process
 def test_a_wrong_list_of_ranks_ends_as_one_sentence(tmp_path, models):
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
-    assert "--ranks 1,2,4" in one_sentence(autotune("scale", "ok.py", "--ranks", "two", cwd=tmp_path))
+    assert "--ranks 1,2,4" in one_sentence(called("scale", "ok.py", "--ranks", "two", cwd=tmp_path))

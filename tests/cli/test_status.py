@@ -168,14 +168,14 @@ def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, m
     monkeypatch.chdir(tmp_path)
     here, _ = view()
     with study_lock(tmp_path / "studies" / "s"):
-        status.status(None, None, once=True, as_json=False)
+        status.status(once=True)
         assert "no trial has ended yet" in capsys.readouterr().out
-        status.status("s", None, once=False, as_json=True)
+        status.status("s", as_json=True)
         assert json.loads(capsys.readouterr().out)["process"] == os.getpid()
         ran(tmp_path / "studies", here)
-        status.status("s", None, once=True, as_json=False)
+        status.status("s", once=True)
         assert f"process {os.getpid()} runs it now" in capsys.readouterr().out
-    status.status("s", None, once=False, as_json=False)
+    status.status("s")
     said = capsys.readouterr().out
     assert said.startswith("study s: 8 trials") and "recommended" in said and "runs it now" not in said
 
@@ -197,7 +197,7 @@ def test_a_study_that_ends_while_it_is_followed_ends_with_its_answer(tmp_path, m
     runner.start()
     assert begun.wait(30)
     threading.Timer(0.5, over.set).start()
-    assert status.status("s", None, once=False, as_json=False) == 0
+    assert status.status("s") == 0
     runner.join()
     found = capsys.readouterr()
     assert "it broke" in found.err and "recommended" in found.out
@@ -223,7 +223,7 @@ def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_b
     ):
         pass
     threading.Timer(0.5, over.set).start()
-    assert status.status(None, None, once=False, as_json=False) == 0
+    assert status.status() == 0
     measuring.join()
     found = capsys.readouterr()
     assert "round 1 of 3: 2 ranks" in found.err and "studies/s/scaling.html" in found.out
@@ -234,5 +234,5 @@ def test_a_command_opens_the_database_of_its_study_once(tmp_path, monkeypatch):
     ran(tmp_path / "studies", events.SILENT, finalists=0)
     opened, original = [], records.open_storage
     monkeypatch.setattr(records, "open_storage", lambda *args, **kw: opened.append(args) or original(*args, **kw))
-    status.status("s", None, once=True, as_json=True)
+    status.status("s", once=True, as_json=True)
     assert len(opened) == 1

@@ -37,10 +37,10 @@ def study(tmp_path, monkeypatch):
 def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
     monkeypatch.chdir(tmp_path)
-    answer.diagnose("s", None, None, profile=False, as_json=False)
+    answer.diagnose("s")
     said = capsys.readouterr().out
     assert "bound by input pipeline" in said and "num_workers" in said
-    answer.diagnose("s", 0, None, profile=False, as_json=True)
+    answer.diagnose("s", 0, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
 
@@ -54,21 +54,21 @@ def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkey
     report = load.load("s", records.default_url(tmp_path / "studies"), tmp_path / "studies" / "s")
     number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
     with pytest.raises(UserError, match="did not complete"):
-        answer.diagnose("s", number, None, profile=False, as_json=False)
+        answer.diagnose("s", number)
     with pytest.raises(UserError, match="no told trial 99"):
-        answer.diagnose("s", 99, None, profile=False, as_json=False)
+        answer.diagnose("s", 99)
 
 
 def test_a_study_whose_trial_folders_are_gone_is_still_answered(study, tmp_path, capsys):
     (study / "trials").rename(tmp_path / "elsewhere")
-    answer.diagnose("s", 0, None, profile=False, as_json=False)
+    answer.diagnose("s", 0)
     assert "bound by input pipeline" in capsys.readouterr().out
 
 
 def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(), trials=3).run()
     monkeypatch.chdir(tmp_path)
-    answer.diagnose("s", 0, None, profile=False, as_json=False)
+    answer.diagnose("s", 0)
     said = capsys.readouterr().out
     assert "what bounds it is not known" in said and "phases of its step were not kept" in said
 
@@ -76,13 +76,13 @@ def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, ca
 def test_a_trial_whose_files_are_gone_cannot_be_traced_and_that_is_said(study):
     shutil.rmtree(study / "trials" / "0000")
     with pytest.raises(UserError, match="without --profile"):
-        answer.diagnose("s", 0, None, profile=True, as_json=False)
+        answer.diagnose("s", 0, profile=True)
 
 
 def test_a_trial_that_ran_elsewhere_is_not_traced_here(study):
     (study / "study.yaml").write_text("target: model.py\nexecutor: slurm\n")
     with pytest.raises(UserError, match="ran on slurm"):
-        answer.diagnose("s", 0, None, profile=True, as_json=False)
+        answer.diagnose("s", 0, profile=True)
 
 
 @pytest.mark.process
@@ -91,7 +91,7 @@ def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, study, capsys):
     request = read_record(folder.request, TrialRequest)
     again = zoo.request("gpt_tiny", micro=8, world_size=1)
     write_record(folder.request, replace(again, candidate=request.candidate))
-    answer.diagnose("s", 0, None, profile=True, as_json=False)
+    answer.diagnose("s", 0, profile=True)
     said = capsys.readouterr().out
     assert "traced: between operations" in said and "perfetto" in said and "aten::" in said
     with gzip.open(folder.path / "profile" / "trace-rank-0.json.gz") as file:

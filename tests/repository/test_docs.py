@@ -10,7 +10,7 @@ import yaml
 from support.instant import finished
 from support.paths import MODELS, ROOT
 
-from autotune.cli.app import app, commands_of
+from autotune.cli.app import COMMANDS, app, imported
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Outcome
 
@@ -53,17 +53,18 @@ def lines() -> list[tuple[str, tuple[str, ...]]]:
 
 def command(words: tuple[str, ...]):
     """The command that a line calls, its name, and its arguments."""
-    found, name = COMMAND, []
-    while hasattr(found, "commands"):
-        assert words and words[0] in found.commands, f"autotune {' '.join([*name, *words])}: no such command"
-        found, name, words = found.commands[words[0]], [*name, words[0]], words[1:]
-    return found, " ".join(name), list(words)
+    if words and words[0].startswith("-"):
+        return COMMAND, "", list(words)
+    path = next((path for path in (" ".join(words[:2]), words[0]) if path in COMMANDS), None)
+    assert path is not None, f"autotune {' '.join(words)}: no such command"
+    return imported(path), path, list(words[len(path.split()) :])
 
 
-def flags(found) -> set[str]:
+def flags(name: str) -> set[str]:
     """The flags of a command, or of all below it."""
-    below = [flags(each) for each in getattr(found, "commands", {}).values()]
-    return {"--help", "-h"}.union(*below, *([*option.opts, *option.secondary_opts] for option in found.params))
+    paths = [path for path in COMMANDS if path.split()[0] == name]
+    found = [each for path in paths for each in imported(path).params] or COMMAND.params
+    return {"--help", "-h"}.union(*([*option.opts, *option.secondary_opts] for option in found))
 
 
 @pytest.mark.parametrize("heading", ["Nothing runs", "A study does not go on"])
@@ -99,8 +100,8 @@ def test_every_command_that_a_sentence_names_has_the_flags_that_it_is_named_with
             # What stands after `--` and in quotation marks is the script's.
             ours = re.sub(r'"[^"]*"', "", shown.split(" -- ")[0])
             name = ours.split()[0]
-            found = COMMAND if name.startswith("-") else COMMAND.commands.get(name)
-            if found is None or not set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ours)) <= flags(found):
+            known = name.startswith("-") or any(path.split()[0] == name for path in COMMANDS)
+            if not known or not set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ours)) <= flags(name):
                 wrong.append(f"{page}: autotune {shown}")
     assert seen > 30 and wrong == []
 
@@ -108,7 +109,9 @@ def test_every_command_that_a_sentence_names_has_the_flags_that_it_is_named_with
 def test_the_readme_has_every_command():
     text = TEXTS["README.md"]
     assert [
-        name for name in commands_of() if f"`autotune {name}" not in text and f"\nautotune {name}" not in text
+        name
+        for name in {path.split()[0] for path in COMMANDS}
+        if f"`autotune {name}" not in text and f"\nautotune {name}" not in text
     ] == []
 
 

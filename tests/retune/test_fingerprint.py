@@ -42,6 +42,7 @@ def test_nothing_changed_is_nothing_to_say():
         (of(ranks=4), "ranks", "ranks: 2, now 4"),
         (of(replace(BEFORE, structure="b")), "model", "structure of the model has changed"),
         (of(replace(BEFORE, n_parameters=2000)), "parameters", "parameters: 1,000, now 2,000"),
+        (of(replace(BEFORE, n_samples=5000)), "data size", "samples in the data set: 4,096, now 5,000"),
         (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16 GiB, now 8 GiB"),
         (of(space={**SPACE, "zero_stage": [0, 1]}), "space", "search space: new: zero_stage"),
         (

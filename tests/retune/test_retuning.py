@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 import sqlalchemy
-from support.instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, plan_of, recorded, report, spec_of
+from support.instant import (
+    ENVIRONMENT,
+    WORKLOAD,
+    Instant,
+    Watcher,
+    answered,
+    failed,
+    plan_of,
+    recorded,
+    report,
+    spec_of,
+)
 
 from autotune.report import files, load
 from autotune.retune import comparison
@@ -15,7 +26,6 @@ from autotune.retune.comparison import DriftCheck, EarlierRatio, Reading
 from autotune.retune.decision import RetuneVerdict
 from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.space.candidate import Candidate
-from autotune.study import warm_start
 from autotune.study.storage import records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
@@ -30,14 +40,7 @@ STUDY = {"trials": 32, "sampler": "grid", "objectives": ["throughput"], "repeats
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished study, its files written."""
-    folder = tmp_path_factory.mktemp("finished")
-    runner = recorded(folder, Instant(), **STUDY)
-    runner.run()
-    found = load.load("s", records.default_url(folder), folder / "s")
-    list(files.write_answer(found, folder / "s"))
-    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
-    runner.storage.engine.dispose()
-    return folder
+    return answered(tmp_path_factory.mktemp("finished"), **STUDY)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def rows(folder):
 def test_where_nothing_moved_it_stops_after_a_few_measurements_in_turns(tmp_path):
     before, executor = config(tmp_path), Instant()
     decision = retune(tmp_path, executor)
-    assert decision.verdict is RetuneVerdict.UNCHANGED and "as it did" in decision.reason
+    assert decision.verdict is RetuneVerdict.UNCHANGED and "what it was, within 4%" in decision.reason
     assert len(executor.ran) == 2 * comparison.FEWEST and len(set(executor.ran)) == 2
     assert config(tmp_path) == before
 
@@ -248,7 +251,12 @@ THEN = EarlierRatio(logs=(math.log(0.5), math.log(0.503), math.log(0.498)), step
 def test_a_machine_that_became_slower_altogether_has_moved_nothing():
     standing = comparison.check_drift(THEN, turns(lambda n: 0.7 + 0.001 * (n % 2), lambda n: 1.4))
     assert not standing.moved and standing.machine == pytest.approx(math.log(1.4))
-    assert any("40% slower" in line for line in standing.lines())
+    assert any("the baseline itself is 40% slower than it was" in line for line in standing.lines())
+
+
+def test_a_large_change_is_told_as_a_factor():
+    standing = comparison.check_drift(THEN, turns(lambda n: 1.35 + 0.001 * (n % 2), lambda n: 1.0))
+    assert "2.7 times slower than it was" in standing.reason
 
 
 @pytest.mark.parametrize("factor", [1.05, 0.93])

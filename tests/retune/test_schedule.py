@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy
 import yaml
 
-from autotune.cli.schedule import schedule_exported, schedule_list
+from autotune.cli import schedule as commands
 from autotune.errors import UserError
 from autotune.retune import schedule, schedule_export
 from autotune.retune.schedule import Daemon, Schedule, ScheduleError
@@ -87,6 +87,7 @@ def test_an_interval_or_five_fields_of_a_crontab():
     assert schedule.rule_of("7d", None) == (7 * DAY, None)
     assert schedule.rule_of("2w", None) == (14 * DAY, None)
     assert schedule.rule_of(None, "0 3  * * 0") == (None, "0 3 * * 0")
+    assert schedule.rule_of(None, "@daily") == (None, "0 0 * * *")
 
 
 @pytest.mark.parametrize(
@@ -263,13 +264,8 @@ def started(tmp_path):
     script, run = tmp_path / "daemon.py", tmp_path / "run.py"
     script.write_text(textwrap.dedent(DAEMON))
     run.write_text(textwrap.dedent(RUN))
-    command = [
-        sys.executable,
-        str(script),
-        records.default_url(tmp_path / "studies"),
-        str(tmp_path / "studies"),
-        str(run),
-    ]
+    studies = tmp_path / "studies"
+    command = [sys.executable, str(script), records.default_url(studies), str(studies), str(run)]
     return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
 
 
@@ -312,7 +308,11 @@ def test_daemons_that_are_killed_at_random_run_everything_once(history, tmp_path
 
 
 @pytest.fixture
-def two(history):
+def two(history, monkeypatch):
+    for name in schedule_export.CARRIED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("PATH", "/my tools/100%:/usr/bin")
     add(history, every_s=7 * DAY)
     add(history, every_s=None, cron="0 3 * * 0")
     return [Schedule.of(row) for row in history.schedules()]
@@ -321,22 +321,51 @@ def two(history):
 def test_every_form_asks_whether_it_is_due_and_takes_an_improvement_for_no_failure(two):
     for form in schedule_export.FORMS:
         text = schedule_export.export(form, two, Path("/data/my project"), None)
-        assert text.count("retune s --if-due") == 2, form
+        assert text.count("retune s --if-due") == 2 and schedule_export.time_zone() in text, form
     assert "SuccessExitStatus=3" in schedule_export.export("systemd", two, Path("/data"), None)
     jobs = list(yaml.safe_load_all(schedule_export.export("k8s", two, Path("/data"), None)))
     assert [job["spec"]["schedule"] for job in jobs] == ["17 3 * * *", "0 3 * * 0"]
-    assert all("-eq 3" in str(job) for job in jobs)
+    assert all("-eq 3" in str(job) and job["spec"]["timeZone"] == schedule_export.time_zone() for job in jobs)
 
 
-def test_a_folder_is_quoted_for_each_scheduler(two):
-    text = schedule_export.export("cron", two, Path("/data/my 10% project"), None)
-    assert "0 3 * * 0 cd '/data/my 10\\% project' && " in text
-    assert "WorkingDirectory=/data/my 10%% project\n" in schedule_export.export(
-        "systemd", two, Path("/data/my 10% project"), None
-    )
+def test_folder_and_environment_are_quoted_for_each_scheduler(two):
+    folder = Path("/data/my 10% project")
+    text = schedule_export.export("cron", two, folder, None)
+    assert "0 3 * * 0 cd '/data/my 10\\% project' && env 'PATH=/my tools/100\\%:/usr/bin' OMP_NUM_THREADS=3 " in text
+    text = schedule_export.export("systemd", two, folder, None)
+    assert "WorkingDirectory=/data/my 10%% project\n" in text and 'Environment="OMP_NUM_THREADS=3"\n' in text
+    assert 'Environment="PATH=/my tools/100%%:/usr/bin"\n' in text
     for form in schedule_export.FORMS:
         with pytest.raises(UserError, match="cannot be written into a schedule"):
             schedule_export.export(form, two, Path("/data/x\n* * * * * touch pwned"), None)
+
+
+@pytest.mark.parametrize("n_gpus", [0, 4])
+def test_a_pod_gets_the_gpus_of_the_study_its_variables_and_shared_memory(two, n_gpus):
+    job = next(yaml.safe_load_all(schedule_export.export("k8s", two, Path("/data"), None, {"s": n_gpus})))
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = {"limits": {"nvidia.com/gpu": 4}} if n_gpus else None
+    assert container.get("resources") == limits
+    assert {each["name"]: each["value"] for each in container["env"]} == {
+        "OMP_NUM_THREADS": "3", "AUTOTUNE_CACHE": "/work/.cache/autotune",
+    }  # fmt: skip
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("every_s", "asks"),
+    [(600.0, "*/10 * * * *"), (3600.0, "17 * * * *"), (1.5 * DAY, "17 * * * *"), (2 * DAY, "17 3 * * *")],
+)
+def test_an_interval_keeps_its_grid_however_late_it_is_asked_for(history, every_s, asks):
+    number = add(history, every_s=every_s, next_run_at=1000.0)
+    for n in range(5):
+        (due,) = schedule.due(history, "s", now=1000.0 + n * every_s + 500.0)
+        schedule.started(history, [due], now=1000.0 + n * every_s + 500.0)
+    (row,) = history.schedules()
+    assert row["id"] == number and row["next_run_at"] == 1000.0 + 5 * every_s
+    assert f"\n{asks} cd " in schedule_export.export("cron", [Schedule.of(row)], Path("/data"), None)
 
 
 def test_a_password_is_not_exported(two):
@@ -362,8 +391,8 @@ def test_a_row_that_no_command_wrote_is_not_exported(history, values, capsys):
     url = str(history.engine.url)
     for form in schedule_export.FORMS:
         with pytest.raises(ScheduleError, match="autotune schedule remove 1"):
-            schedule_exported(form, None, url)
-    schedule_list(url, as_json=False)
+            commands.schedule_export(storage=url, **{form: True})
+    commands.schedule_list(url)
     assert "pwned" not in capsys.readouterr().out
 
 

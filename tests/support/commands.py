@@ -1,5 +1,7 @@
 """Commands as a user types them, and what they leave."""
 
+import contextlib
+import io
 import os
 import sqlite3
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import psutil
+
+from autotune.cli.app import main
 
 
 def autotune(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -18,6 +22,20 @@ def autotune(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.Com
         timeout=timeout,
         check=False,
     )
+
+
+def called(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same within this process, for commands whose process is not what is tested."""
+    out, err, before, status = io.StringIO(), io.StringIO(), sys.argv, 0
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.argv = ["autotune", *arguments]
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        finally:
+            sys.argv = before
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def one_sentence(done: subprocess.CompletedProcess[str]) -> str:

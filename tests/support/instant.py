@@ -11,9 +11,12 @@ from typing import Any
 
 from autotune import session
 from autotune.executors.base import Status
+from autotune.report import load
+from autotune.report.files import write_answer
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.legality import Setting
+from autotune.study import warm_start
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.study.measure import ENDLESS_SAMPLES
 from autotune.study.runner import Runner
@@ -232,3 +235,14 @@ def finished(studies: Path, name: str, **changes: Any) -> None:
     spec = spec_of(**{"name": name} | changes)
     Runner(plan_of(spec), Instant(), studies / name, records.default_url(studies), Watcher()).run()
     files.write_text(studies / name / "study.yaml", spec.to_yaml(studies / name))
+
+
+def answered(studies: Path, **changes: Any) -> Path:
+    """Leaves the finished study `s` with its history, recommendation and files; returns the folder of the studies."""
+    runner = recorded(studies, Instant(), **changes)
+    runner.run()
+    found = load.load("s", records.default_url(studies), studies / "s")
+    write_answer(found, studies / "s")
+    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
+    runner.storage.engine.dispose()
+    return studies

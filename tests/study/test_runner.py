@@ -535,7 +535,7 @@ def test_a_run_killed_between_record_and_baseline_begins_anew(tmp_path):
 
 def test_a_trial_killed_before_it_had_a_candidate_is_closed(tmp_path):
     runner, _, _ = run(tmp_path, trials=2, finalists=0)
-    runner.leases.claim(runner.study, "search")
+    runner.leases.claim(runner.study)
     after, _, _ = run(tmp_path, trials=3, finalists=0)
     assert states(after) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
 

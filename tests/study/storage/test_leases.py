@@ -163,7 +163,7 @@ def begun(url: str):
 @pytest.mark.system
 def test_who_was_taken_for_dead_cannot_tell_his_trial(url):
     study, dead, alive = begun(url), ledger_of(url, ELSEWHERE), ledger_of(url)
-    asked = dead.claim(study, "search")
+    asked = dead.claim(study)
     held = next(lease for lease in leases.leases(alive.storage, "s") if lease.trial == asked.number)
     assert alive.take_over(records.running(study)[0], held)
     assert not dead.tell(asked, TrialState.COMPLETE, [1.0], {"a": 1}, {})
@@ -181,7 +181,7 @@ def test_who_was_taken_for_dead_cannot_tell_his_trial(url):
 @pytest.mark.system
 def test_a_trial_is_told_once_though_the_answer_was_lost(url):
     study, ledger = begun(url), ledger_of(url)
-    asked = ledger.claim(study, "search")
+    asked = ledger.claim(study)
     assert ledger.tell(asked, TrialState.COMPLETE, [1.0], {}, {})
     assert ledger.tell(asked, TrialState.COMPLETE, [1.0], {}, {})  # the same call again, as after a lost connection
     assert not ledger_of(url).tell(asked, TrialState.COMPLETE, [3.0], {}, {})
@@ -191,7 +191,7 @@ def test_a_trial_is_told_once_though_the_answer_was_lost(url):
 @pytest.mark.system
 def test_of_two_who_take_over_a_trial_one_gets_it(url):
     study, dead = begun(url), ledger_of(url, ELSEWHERE)
-    dead.claim(study, "search")
+    dead.claim(study)
     held, trial = leases.leases(dead.storage, "s")[0], records.running(study)[0]
     assert [ledger_of(url).take_over(trial, held) for _ in range(2)] == [True, False]
 
@@ -199,7 +199,7 @@ def test_of_two_who_take_over_a_trial_one_gets_it(url):
 @pytest.mark.system
 def test_one_that_stirs_in_the_last_moment_is_not_taken_over(url):
     study, slow = begun(url), ledger_of(url, ELSEWHERE)
-    slow.claim(study, "search")
+    slow.claim(study)
     held, trial = leases.leases(slow.storage, "s")[0], records.running(study)[0]
     slow.look()
     assert not ledger_of(url).take_over(trial, held)
@@ -208,7 +208,7 @@ def test_one_that_stirs_in_the_last_moment_is_not_taken_over(url):
 @pytest.mark.system
 def test_a_coordinator_elsewhere_is_dead_when_its_beat_stands_still_for_long(url):
     study, other, ledger = begun(url), ledger_of(url, ELSEWHERE), ledger_of(url)
-    other.claim(study, "search")
+    other.claim(study)
     for _ in range(leases.STALE_LOOKS):
         ledger.look()
         assert ledger.abandoned(records.running(study)) == []
@@ -226,7 +226,7 @@ def test_a_dead_process_of_this_machine_is_known_at_once(url):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = replace(Owner.here(), pid=child.pid, started=liveness.started(child.pid))
     study, other, ledger = begun(url), ledger_of(url, owner), ledger_of(url)
-    other.claim(study, "search")
+    other.claim(study)
     assert ledger.abandoned(records.running(study)) == []
     child.kill()
     until(lambda: len(ledger.abandoned(records.running(study))) == 1)  # though nobody has waited for it yet
@@ -270,12 +270,12 @@ def test_while_one_decides_the_others_wait(url):
 @pytest.mark.system
 def test_what_was_decided_after_the_turn_was_lost_is_not_claimed(url):
     study, ledger = begun(url), ledger_of(url)
-    asked = ledger.claim(study, "search")
+    asked = ledger.claim(study)
     with ledger.turn():
         ledger._turn.invalidate()
         ledger._turn.close()
         with pytest.raises(leases.TurnLost):
-            ledger.describe(asked, {}, {}, {CANDIDATE_ATTR: "x"})
+            ledger.describe(asked, {}, {CANDIDATE_ATTR: "x"})
     assert CANDIDATE_ATTR not in study.get_trials()[0].user_attrs
 
 

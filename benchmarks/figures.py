@@ -160,7 +160,7 @@ def retune(found: Results) -> Iterator[tuple[str, str]]:
 def driver_overhead(found: Results) -> Iterator[tuple[str, str]]:
     each = found["seconds_per_trial"]
     names = [name for name in ("physics", "tpe") if name in each]
-    what = f"driver time per trial (all that is not the trial), mean over {found['n_trials']} trials"
+    what = f"driver CPU time per trial (all that is not the trial), mean over {found['n_trials']} trials"
     yield (
         f"{what}: {', '.join(f'`{name}`' for name in names)}",
         ", ".join(f"{each[name]['mean_s']:.2f} s" for name in names),

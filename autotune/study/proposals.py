@@ -32,9 +32,9 @@ class Proposer:
         state: The study.
         teller: Tells a trial that ends before it runs.
         budget: Ends the search.
-        events: Receives what is no longer proposed.
+        events: Receives a message when a precision is no longer proposed.
         warm: Knowledge of another study to start from.
-        leads: Whether this coordinator leads the study, or helps another one.
+        leads: Whether this coordinator leads the study, or helps another coordinator.
     """
 
     def __init__(

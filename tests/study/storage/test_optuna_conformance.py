@@ -1,6 +1,6 @@
-"""What `study.storage.optuna_tables` relies on inside Optuna and optuna-dashboard, checked against the installed releases.
+"""What `optuna_tables` relies on inside Optuna and optuna-dashboard, checked against the installed releases.
 
-Runs with any release that `pyproject.toml` allows: put another one first on PYTHONPATH.
+Runs with any release that `pyproject.toml` allows: put it first on PYTHONPATH.
 """
 
 import inspect

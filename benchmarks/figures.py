@@ -142,7 +142,7 @@ def retune(found: Results) -> Rows:
 def driver_overhead(found: Results) -> Rows:
     each = found["seconds_per_trial"]
     names = [name for name in ("physics", "tpe") if name in each]
-    what = f"driver time per trial (all that is not the trial), mean over {found['n_trials']} trials"
+    what = f"driver CPU time per trial (all that is not the trial), mean over {found['n_trials']} trials"
     values = ", ".join(f"{each[name]['mean_s']:.2f} s" for name in names)
     return [(f"{what}: {', '.join(f'`{name}`' for name in names)}", values)]
 

@@ -1,4 +1,4 @@
-"""Dtype mismatches: which precisions a model cannot train in, and what is tried under autocast instead."""
+"""Dtype mismatches: which precisions a model cannot train in, and the same configurations under autocast instead."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def next_under_autocast(state: StudyState) -> Candidate | None:
 
 
 def with_remedy(state: StudyState, candidate: Candidate, result: TrialResult) -> TrialResult:
-    """The result of a trial; if it met a dtype mismatch, the reason says what is tried instead."""
+    """The result of a trial; if it met a dtype mismatch, the reason names the configuration tried instead."""
     if not conclude.is_dtype_mismatch(result):
         return result
     found = under_autocast(state, candidate)

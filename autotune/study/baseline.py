@@ -29,7 +29,7 @@ class BaselineTrial:
     Args:
         state: The study, which does not exist in the database yet.
         measurer: Runs the trials.
-        events: Receives what is decided.
+        events: Receives messages about decisions.
     """
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink) -> None:

@@ -28,7 +28,7 @@ class BranchCheck:
         state: The study.
         measurer: Runs the branches.
         budget: Ends the check.
-        events: Receives what is trained and found.
+        events: Receives messages about branches.
     """
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:

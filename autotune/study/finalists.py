@@ -29,7 +29,7 @@ class Finalists:
         measurer: Runs the trials.
         teller: States the progress.
         budget: Ends the repeats.
-        events: Receives what is checked and measured.
+        events: Receives messages about checks and measurements.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Finalists:
         if found:
             self._measure_again(found)
         while (leaders := self._leaders()) and self._changed(leaders):
-            pass  # measured again, another one leads and has to pass the same checks
+            pass  # after repeats another trial may lead, and must pass the same checks
         while self._numerics.run(self._shown()):
             pass
 

@@ -38,7 +38,7 @@ class NumericsCheck:
         state: The study.
         measurer: Runs the references.
         budget: States the study's time so far.
-        events: Receives what is checked and refused.
+        events: Receives messages about checks and refusals.
     """
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:

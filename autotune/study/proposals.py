@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 
-from optuna.distributions import BaseDistribution
 from optuna.trial import Trial, TrialState
 
 from autotune.scoring import objective
@@ -37,9 +36,9 @@ class Proposer:
         state: The study.
         teller: Tells a trial that ends before it runs.
         budget: Ends the search.
-        events: Receives what is no longer proposed.
+        events: Receives a message when a precision is no longer proposed.
         warm: Knowledge of another study to start from.
-        leads: Whether this coordinator leads the study, or helps another one.
+        leads: Whether this coordinator leads the study, or helps another coordinator.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class Proposer:
         """Begins the trial of the baseline."""
         baseline = self._state.plan.baseline
         self.start().force(baseline)
-        asked = self._state.leases.claim(self._state.study, "baseline")
-        self._drawn(asked, baseline)
+        asked = self._state.leases.claim(self._state.study)
+        self._drawn(asked, baseline, "baseline")
         return asked
 
     def next(self) -> ClaimedTrial | str | None:
@@ -158,9 +157,9 @@ class Proposer:
         forced, candidate, unfit = sampler.forced, None, None
         sampler.exhausted = False
         with undisturbed():
-            asked = state.leases.claim(state.study, "search")
+            asked = state.leases.claim(state.study)
         try:
-            candidate = self._drawn(asked, forced)
+            candidate = self._drawn(asked, forced, "search")
             # The physics sampler has weighed its own proposals already.
             if candidate and forced is None and state.spec.memory_filter and state.spec.sampler != "physics":
                 unfit = self.advisor().unfit(state.study, candidate)
@@ -180,7 +179,7 @@ class Proposer:
             result = TrialResult(outcome=Outcome.PREDICTED_OOM, reason=unfit, candidate=candidate.values())
         return ClaimedTrial(asked=asked, candidate=candidate, result=result)
 
-    def _drawn(self, asked: Trial, forced: Candidate | None) -> Candidate | None:
+    def _drawn(self, asked: Trial, forced: Candidate | None, role: str) -> Candidate | None:
         """The candidate of a claimed trial, noted in the database; None if nothing is left to measure."""
         space, baseline = self._state.plan.space, self._state.plan.baseline
         drawn = asked.relative_params  # has the sampler draw, and so use up a forced candidate
@@ -192,10 +191,12 @@ class Proposer:
         else:
             candidate = space.candidate(space.suggest(lambda p: p.decode(drawn[p.optuna_name]), baseline), baseline)
             params = {name: drawn[name] for name in encoded(space, candidate)}
-        distributions: dict[str, BaseDistribution] = {
-            p.optuna_name: p.distribution() for p in space.parameters if p.optuna_name in params
+        described = {
+            p.optuna_name: (params[p.optuna_name], p.distribution())
+            for p in space.parameters
+            if p.optuna_name in params
         }
-        self._state.leases.describe(asked, params, distributions, {CANDIDATE_ATTR: candidate.key})
+        self._state.leases.describe(asked, described, {CANDIDATE_ATTR: candidate.key, records.ROLE_ATTR: role})
         return candidate
 
     def _lost(self) -> Candidate | None:

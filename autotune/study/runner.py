@@ -51,7 +51,7 @@ class Runner:
         events: Receives what happens.
         slots: Engines for the trials that run at once; by default one.
         warm: Knowledge of another study to start from.
-        leads: Whether this coordinator leads the study, or helps another one.
+        leads: Whether this coordinator leads the study, or helps another coordinator.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Runner:
         """Opens the study if a run has begun it.
 
         Raises:
-            UserError: The study of that name is another one.
+            UserError: A different study has that name.
         """
         if self.state.exists or not self.state.load(delete_empty=self._leads):
             return

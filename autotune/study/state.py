@@ -77,7 +77,7 @@ class StudyState:
             delete_empty: Delete a study whose run died before it told a trial.
 
         Raises:
-            UserError: The study of that name is another one.
+            UserError: A different study has that name.
         """
         name = self.spec.name
         try:

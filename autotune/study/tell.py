@@ -112,7 +112,7 @@ class Teller:
         return TrialResult(outcome=Outcome.LOST, reason=ABANDONED, candidate=candidate.values())
 
     def explained(self, candidate: Candidate, result: TrialResult) -> TrialResult:
-        """The result, with what is done, or can be done, about its failure."""
+        """The result; a failure's reason also names the remedy."""
         if result.outcome is Outcome.NOT_APPLIED and self._state.plan.target.kind == "script":
             return replace(result, reason=result.reason + remedy(result.reason))
         return autocast.with_remedy(self._state, candidate, result)

@@ -1,4 +1,4 @@
-"""A small study that is struck three times ends as if it had not been; the large version is `tests/support/chaos.py`."""
+"""A small study that is killed three times ends like an undisturbed one; the long test is `tests/support/chaos.py`."""
 
 import itertools
 from pathlib import Path

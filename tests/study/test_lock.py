@@ -1,5 +1,6 @@
-"""What a killed run left is ended and removed by the next one; Ctrl-C and SIGTERM end alike, and are told apart by their status."""
+"""The study's lock: one run at a time; a new run ends the processes and removes the files of a killed one."""
 
+import fcntl
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.zoo import wait_until
 
+from autotune.errors import UserError
 from autotune.study.lock import note_agent, run_under_way, study_lock
 from autotune.system import signals
 from autotune.system.processes import MARK, new_mark, run_mark
@@ -96,3 +98,33 @@ def test_a_stop_is_put_off_and_its_status_says_by_what(number, status):
 def test_sigterm_comes_as_an_interrupt():
     with pytest.raises(Terminated), signals.terminable():
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_run_of_a_study_is_refused_with_the_number_of_the_first(tmp_path):
+    with (
+        study_lock(tmp_path / "s"),
+        pytest.raises(UserError, match=rf"study 's' is being run by process {os.getpid()}"),
+        study_lock(tmp_path / "s"),
+    ):
+        pass
+
+
+@pytest.mark.process
+def test_the_lock_is_free_after_a_run_and_after_a_killed_one(tmp_path):
+    with study_lock(tmp_path / "s") as file:
+        note_agent(file, "0" * 32)
+    pid = os.fork()
+    if pid == 0:
+        descriptor = os.open(tmp_path / "s" / ".lock", os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with study_lock(tmp_path / "s"):
+        assert json.loads((tmp_path / "s" / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_file_full_of_nonsense_is_no_obstacle(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / ".lock").write_text("{nonsense")
+    with study_lock(tmp_path / "s"):
+        pass

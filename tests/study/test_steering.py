@@ -1,4 +1,4 @@
-"""A study that knows before it runs: what does not fit is not launched, what is beaten is stopped, and the study ends when it is done."""
+"""Forecasts steer a study: unfit candidates are not launched, beaten trials stop, the search ends when it is done."""
 
 import math
 import zlib

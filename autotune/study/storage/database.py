@@ -236,7 +236,7 @@ class _File:
         if now == UNKNOWN or now == record.info.setdefault("file", self._first) == self._first:
             return
         if now is None or self._storage.patience_s > 0:
-            how = "removed" if now is None else "replaced by another one"
+            how = "removed" if now is None else "replaced by another file"
             said = f"the file was {how} while it was in use. Put the old one back, and run the same command again"
             raise StoreError(f"storage {self._storage.shown}: {said}")
         if now != record.info["file"]:

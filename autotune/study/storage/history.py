@@ -126,12 +126,8 @@ class History:
             "metrics": pick["metrics"], "speedup": pick.get("speedup"), "speedup_low": low, "speedup_high": high,
         }  # fmt: skip
         with self._of(study) as connection:
-            last = connection.execute(
-                sql.select(RECOMMENDATION)
-                .where(RECOMMENDATION.c.study == study)
-                .order_by(RECOMMENDATION.c.id.desc())
-                .limit(1)
-            ).first()
+            newest = sql.select(RECOMMENDATION).order_by(RECOMMENDATION.c.id.desc()).limit(1)
+            last = connection.execute(newest.where(RECOMMENDATION.c.study == study)).first()
             if last is None or any(last._mapping[name] != value for name, value in values.items()):
                 connection.execute(RECOMMENDATION.insert().values(at=time.time(), **values))
 
@@ -141,10 +137,7 @@ class History:
             sql.select(MEASUREMENT, ENVIRONMENT.c.data).join(ENVIRONMENT).order_by(MEASUREMENT.c.id.desc()).limit(limit)
         )
         rows = self._rows(query if study is None else query.where(MEASUREMENT.c.study == study))
-        return [
-            {**{name: value for name, value in row.items() if name != "data"}, "environment": row["data"]}
-            for row in rows
-        ]
+        return [{name: row[name] for name in row if name != "data"} | {"environment": row["data"]} for row in rows]
 
     def recommendations(self, study: str | None = None) -> list[Row]:
         """Recommendations, newest first."""
@@ -182,14 +175,10 @@ class History:
         """
         with self._of(study) as connection:
             last = connection.scalar(sql.select(sql.func.max(DECISION.c.generation)).where(DECISION.c.study == study))
-            values: dict[str, Any] = {
-                "study": study,
-                "generation": (last or 0) + 1,
-                "cause": cause,
-                "began_at": time.time(),
-                "evidence": {},
-            }
-            done = connection.execute(DECISION.insert().values(**values))
+            begun = DECISION.insert().values(
+                study=study, generation=(last or 0) + 1, cause=cause, began_at=time.time(), evidence={}
+            )
+            done = connection.execute(begun)
             return int(done.inserted_primary_key[0])  # type: ignore[index]
 
     def decide(self, study: str, number: int, **values: Any) -> None:
@@ -199,9 +188,8 @@ class History:
             GoneError: It was deleted, with its study.
         """
         with self.engine.begin() as connection:
-            if not connection.execute(
-                DECISION.update().where(DECISION.c.id == number).values(**redaction.redact(values))
-            ).rowcount:
+            update = DECISION.update().where(DECISION.c.id == number).values(**redaction.redact(values))
+            if not connection.execute(update).rowcount:
                 raise GoneError(study)
 
     def decisions(self, study: str | None = None) -> list[Row]:
@@ -259,11 +247,9 @@ class History:
     def drop_orphans(self) -> None:
         """Remove the rows of studies that another program deleted."""
         names = sql.select(STUDIES.c.study_name)
-        found = {
-            row["study"]
-            for table in OF_A_STUDY
-            for row in self._rows(sql.select(table.c.study).where(table.c.study.not_in(names)))
-        }
+        orphans = sql.union(*(sql.select(table.c.study).where(table.c.study.not_in(names)) for table in OF_A_STUDY))
+        with self.engine.connect() as connection:
+            found = connection.scalars(orphans).all()
         for study in found:
             self.forget(study)
 
@@ -272,21 +258,14 @@ class History:
         """A transaction on a study's rows; it fails if the study does not exist at its end."""
         with self.engine.begin() as connection:
             yield connection
-            if (
-                connection.scalar(
-                    sql.select(sql.func.count()).select_from(STUDIES).where(STUDIES.c.study_name == study)
-                )
-                != 1
-            ):
+            if connection.execute(sql.select(STUDIES).where(STUDIES.c.study_name == study)).first() is None:
                 raise GoneError(study)
 
     def _environment(self, connection: sql.Connection, data: Mapping[str, Any]) -> str:
         text = json.dumps(data, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        known = connection.scalar(
-            sql.select(sql.func.count()).select_from(ENVIRONMENT).where(ENVIRONMENT.c.digest == digest)
-        )
-        if not known:
+        known = sql.select(ENVIRONMENT.c.digest).where(ENVIRONMENT.c.digest == digest)
+        if connection.execute(known).first() is None:
             connection.execute(ENVIRONMENT.insert().values(digest=digest, data=json.loads(text)))
         return digest
 

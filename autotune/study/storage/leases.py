@@ -26,7 +26,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from autotune.errors import UserError
 from autotune.study.storage import tables
 from autotune.study.storage.database import Storage, StoreError
-from autotune.study.storage.optuna_tables import constraint_attrs, trial_id
+from autotune.study.storage.optuna_tables import constraint_attrs, trial_id, write_trial
 from autotune.study.storage.owner import Owner
 
 HEARTBEAT_S = 5.0
@@ -143,9 +143,10 @@ class Leases:
         except IntegrityError:
             return False
 
-    def renew(self, name: str) -> bool:
+    def _renewed(self, connection: Connection, name: str) -> bool:
         """Give a beat for a lease, so that it cannot be taken over as it was seen before; False if it is lost."""
-        return self._took(update(tables.LEASE).where(self._mine & (ROWS.name == name)).values(beat=ROWS.beat + 1))
+        beat = update(tables.LEASE).where(self._mine & (ROWS.name == name)).values(beat=ROWS.beat + 1)
+        return connection.execute(beat).rowcount == 1
 
     def give_back(self, name: str) -> None:
         """End a lease of this owner."""
@@ -300,7 +301,7 @@ class StudyLeases(Leases):
             except SQLAlchemyError as error:
                 raise TurnLost from error
 
-    def claim(self, study: Study, role: str) -> Trial:
+    def claim(self, study: Study) -> Trial:
         """Begin a trial with a lease on it, during a `turn`, so that nobody sees the trial without its lease."""
         trial = study.ask()
         name = f"trial {trial.number}"
@@ -311,32 +312,28 @@ class StudyLeases(Leases):
                 # A deleted study of the same name may have left a lease.
                 connection.execute(delete(tables.LEASE).where((ROWS.study == self.scope) & (ROWS.name == name)))
                 connection.execute(insert(tables.LEASE).values(**row))
-            self.storage.set_trial_user_attr(trial_id(trial), "role", role)
 
         self.storage.patiently(begin)
         return trial
 
     def describe(
-        self,
-        trial: Trial,
-        params: Mapping[str, Any],
-        distributions: Mapping[str, BaseDistribution],
-        attrs: Mapping[str, Any],
+        self, trial: Trial, params: Mapping[str, tuple[Any, BaseDistribution]], attrs: Mapping[str, Any]
     ) -> None:
-        """Write down what a claimed trial measures, which reserves it.
+        """Write down in one transaction what a claimed trial measures, which reserves it.
+
+        Args:
+            trial: The trial.
+            params: Value and distribution of each parameter.
+            attrs: User attributes.
 
         Raises:
             TurnLost: Another coordinator may be deciding on the same now.
         """
         self._check_turn()
-        number = trial_id(trial)
 
         def describe() -> None:
-            for name, value in params.items():
-                its = distributions[name]
-                self.storage.set_trial_param(number, name, its.to_internal_repr(value), its)
-            for key, text in attrs.items():
-                self.storage.set_trial_user_attr(number, key, text)
+            with self.engine.begin() as connection:
+                write_trial(connection, trial_id(trial), params=params, user_attrs=attrs)
 
         self.storage.patiently(describe)
 
@@ -344,7 +341,7 @@ class StudyLeases(Leases):
         self, trial: Trial | FrozenTrial, state: TrialState, values: Sequence[float] | None,
         attrs: Mapping[str, Any], constraints: Mapping[str, float],
     ) -> bool:  # fmt: skip
-        """End a trial. Attributes are written first, the state last and once, so an interrupted call can be repeated.
+        """End a trial: its attributes first, its state once, so that an interrupted call can be repeated.
 
         Args:
             trial: The trial.
@@ -356,19 +353,18 @@ class StudyLeases(Leases):
         Returns:
             False if the trial is another coordinator's by now: this one was taken for dead.
         """
-        storage, number, name = self.storage, trial_id(trial), f"trial {trial.number}"
+        number, name = trial_id(trial), f"trial {trial.number}"
         system = {key: value for key, value in attrs.items() if key.startswith(SYSTEM_PREFIX)}
         user = {key: value for key, value in attrs.items() if key not in system} | {TOLD_BY_ATTR: str(self.owner)}
+        system |= constraint_attrs(constraints)
 
         def end() -> bool:
             try:
-                if not self.renew(name):
-                    return self._told(number)
-                for key, value in (system | constraint_attrs(constraints)).items():
-                    storage.set_trial_system_attr(number, key, value)
-                for key, value in user.items():
-                    storage.set_trial_user_attr(number, key, value)
-                storage.set_trial_state_values(number, state, values)
+                with self.engine.begin() as connection:
+                    if not self._renewed(connection, name):
+                        return self._told(number)
+                    write_trial(connection, number, user_attrs=user, system_attrs=system)
+                self.storage.set_trial_state_values(number, state, values)
                 told = True
             except UpdateFinishedTrialError:  # by an earlier attempt, or by another coordinator
                 told = self._told(number)
@@ -377,7 +373,7 @@ class StudyLeases(Leases):
             self.give_back(name)
             return told
 
-        return storage.patiently(end)
+        return self.storage.patiently(end)
 
     def _told(self, number: int) -> bool:
         """Whether this coordinator has ended a trial, in an attempt whose answer was lost."""

@@ -1,4 +1,4 @@
-"""The only use of Optuna's internals: a storage that can hold still, ids of studies and trials, reserved attributes.
+"""The only use of Optuna's internals: its cache, ids, reserved attributes, and three of its tables.
 
 `tests/study/storage/test_optuna_conformance.py` checks each of them against the installed Optuna.
 """
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import optuna
+import sqlalchemy as sql
+from optuna.distributions import BaseDistribution, distribution_to_json
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.study import Study
@@ -23,6 +26,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.study.storage.database import Storage, StoreError
 
 NOTE_PIECE_CHARS = 2045  # optuna-dashboard spreads the text of a note over attributes of this length
+# Optuna's tables, in the columns that are written here.
+TRIALS = sql.table("trials", sql.column("trial_id"), sql.column("state"))
+PARAMS = sql.table("trial_params", *map(sql.column, ("trial_id", "param_name", "param_value", "distribution_json")))
+USER_ATTRS, SYSTEM_ATTRS = (
+    sql.table(f"trial_{kind}_attributes", *map(sql.column, ("trial_id", "key", "value_json")))
+    for kind in ("user", "system")
+)
 T = TypeVar("T")
 
 
@@ -123,6 +133,58 @@ def study_id(study: Study) -> int:
 def trial_id(trial: Trial | FrozenTrial) -> int:
     """The trial's id in its storage."""
     return trial._trial_id
+
+
+def write_trial(
+    connection: sql.Connection,
+    number: int,
+    *,
+    params: Mapping[str, tuple[Any, BaseDistribution]] | None = None,
+    user_attrs: Mapping[str, Any] | None = None,
+    system_attrs: Mapping[str, Any] | None = None,
+) -> None:
+    """Write parameters and attributes of a running trial in the caller's transaction; replaces those of equal name.
+
+    Optuna's storage interface takes one transaction and two or three statements for each. This takes two statements
+    for all parameters and two for all attributes of a kind.
+
+    Args:
+        connection: The transaction.
+        number: Id of the trial, as `trial_id` gives it.
+        params: Value and distribution of each parameter.
+        user_attrs: Attributes that dashboards show.
+        system_attrs: Attributes for programs.
+
+    Raises:
+        UpdateFinishedTrialError: The trial has ended.
+        KeyError: The trial was deleted.
+    """
+    state = connection.scalar(sql.select(TRIALS.c.state).where(TRIALS.c.trial_id == number).with_for_update())
+    if state is None:
+        raise KeyError(f"no trial has the id {number}")
+    if state != TrialState.RUNNING.name:
+        raise UpdateFinishedTrialError(f"the trial of id {number} has ended")
+    described = [
+        {
+            "param_name": name,
+            "param_value": kind.to_internal_repr(value),
+            "distribution_json": distribution_to_json(kind),
+        }
+        for name, (value, kind) in (params or {}).items()
+    ]
+    _replace(connection, PARAMS, "param_name", number, described)
+    for table, attrs in (USER_ATTRS, user_attrs), (SYSTEM_ATTRS, system_attrs):
+        stated = [{"key": key, "value_json": json.dumps(value)} for key, value in (attrs or {}).items()]
+        _replace(connection, table, "key", number, stated)
+
+
+def _replace(
+    connection: sql.Connection, table: sql.TableClause, key: str, number: int, rows: list[dict[str, Any]]
+) -> None:
+    if rows:
+        same = (table.c.trial_id == number) & table.c[key].in_([row[key] for row in rows])
+        connection.execute(sql.delete(table).where(same))
+        connection.execute(sql.insert(table), [{"trial_id": number} | row for row in rows])
 
 
 def constraint_attrs(constraints: Mapping[str, float]) -> dict[str, Any]:

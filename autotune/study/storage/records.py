@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import optuna
 from optuna.study import Study
@@ -61,6 +61,7 @@ SQLITE = "sqlite:///"
 TOLD_FIELDS = {
     "outcome", "reason", "phase", "wall_s", "metrics", "ci95", "censored", "feasible", "caveats",
 }  # fmt: skip
+T = TypeVar("T")
 # Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
 READABLE = (
     ("step_time_s", "step time (ms)", 1e-3, 2), ("samples_per_s", "throughput (samples/s)", 1.0, 2),
@@ -360,18 +361,18 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
 
 def branch_in(folder: Path, number: int) -> Branch | None:
     """Result of a trial's branch; None if it has none."""
-    try:
-        return read_record(branch_path(folder, number), Branch)
-    except (FileNotFoundError, ValueError):
-        return None
+    return _read(branch_path(folder, number), Branch)
 
 
 def verdict_in(folder: Path, number: int) -> GateVerdict | None:
     """The quality gate's verdict on a trial; None if it was not checked."""
-    try:
-        return read_record(gate_path(folder, number), GateVerdict)
-    except (FileNotFoundError, ValueError):
-        return None
+    return _read(gate_path(folder, number), GateVerdict)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return read_record(path, kind)
+    return None
 
 
 def trial_path(folder: Path, number: int) -> Path:

@@ -16,12 +16,8 @@ DRIVERS = {
     "mysql": ("mysql+pymysql", "mysql"),
     "mariadb": ("mariadb+pymysql", "mysql"),
 }
+redact_url = redaction.redact_url
 _HIDDEN_OPTION = re.compile(rf"([?&])[^=&]*={re.escape(HIDDEN)}(?:&|$)")
-
-
-def redact_url(url: str) -> str:
-    """The URL for messages and files, with stars for its secrets."""
-    return redaction.redact_url(url)
 
 
 def without_password(text: str, url: str) -> str:

@@ -39,7 +39,7 @@ def old(tmp_path):
     study, storage = runner.study, runner.storage
     record = optuna_tables.storage_of(study).get_study_system_attrs(1)[records.RECORD_ATTR]
     told = {trial.number: json.dumps(records.told_data(trial)) for trial in records.told_trials(study)}
-    StudyLeases(storage, "s").claim(study, "search")
+    StudyLeases(storage, "s").claim(study)
     History(storage.engine).add_schedule(study="s", every_s=86400.0, next_run_at=0.0)
     storage.engine.dispose()
     with sqlite3.connect(tmp_path / "autotune.db") as database:

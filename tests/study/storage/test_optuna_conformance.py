@@ -1,6 +1,6 @@
-"""What `study.storage.optuna_tables` relies on inside Optuna and optuna-dashboard, checked against the installed releases.
+"""What `optuna_tables` relies on inside Optuna and optuna-dashboard, checked against the installed releases.
 
-Runs with any release that `pyproject.toml` allows: put another one first on PYTHONPATH.
+Runs with any release that `pyproject.toml` allows: put it first on PYTHONPATH.
 """
 
 import inspect
@@ -28,8 +28,8 @@ def ended(study, value=1.0, constraints=(("fits", 0.0),)):
     """A trial that went through a coordinator."""
     storage = optuna_tables.storage_of(study)
     leases = StudyLeases(storage._backend, "s")
-    trial, knob = leases.claim(study, "search"), optuna.distributions.IntDistribution(1, 8)
-    leases.describe(trial, {"x": 2}, {"x": knob}, {"candidate": "{}"})
+    trial, knob = leases.claim(study), optuna.distributions.IntDistribution(1, 8)
+    leases.describe(trial, {"x": (2, knob)}, {"candidate": "{}", "role": "search"})
     assert leases.tell(trial, TrialState.COMPLETE, [value], {"outcome": "complete"}, dict(constraints))
     return storage.get_trial(optuna_tables.trial_id(trial))
 
@@ -72,6 +72,45 @@ def test_a_trial_is_read_back_as_it_was_told(study):
     assert trial.user_attrs["outcome"] == "complete" and trial.user_attrs["role"] == "search"
     assert trial.datetime_start <= trial.datetime_complete
     assert study.best_trial.number == trial.number
+
+
+def test_a_trial_written_at_once_is_the_one_that_optunas_interface_writes(study):
+    """`write_trial` against `set_trial_param`, `set_trial_user_attr` and `set_trial_system_attr`, which it replaces."""
+    storage, distributions = optuna_tables.storage_of(study), optuna.distributions
+    params = {
+        "category": ("b", distributions.CategoricalDistribution(["a", "b", None, 2.5])),
+        "steps": (6, distributions.IntDistribution(2, 10, step=2)),
+        "size": (10**9, distributions.IntDistribution(1, 2**40, log=True)),
+        "rate": (0.1, distributions.FloatDistribution(1e-5, 1.0, log=True)),
+    }
+    user = {"text": "3 × \U0001f600", "number": 1.5, "none": None, "list": [1, "a"], "long": "x" * 10_000}
+    system = {"autotune:measured": "{}", **optuna_tables.constraint_attrs({"fits": -1.0})}
+    by_interface, at_once = storage.create_new_trial(study._study_id), storage.create_new_trial(study._study_id)
+    for name, (value, distribution) in params.items():
+        storage.set_trial_param(by_interface, name, distribution.to_internal_repr(value), distribution)
+    for key, value in user.items():
+        storage.set_trial_user_attr(by_interface, key, value)
+    for key, value in system.items():
+        storage.set_trial_system_attr(by_interface, key, value)
+    stale = {"text": "before", "kept": 1}
+    for attrs in stale, user:  # what was there under the same name is replaced, and the rest kept
+        with storage._backend.engine.begin() as connection:
+            optuna_tables.write_trial(connection, at_once, params=params, user_attrs=attrs, system_attrs=system)
+    expected, found = storage.get_trial(by_interface), storage.get_trial(at_once)
+    assert (found.params, found.distributions, found.system_attrs) == (
+        expected.params, expected.distributions, expected.system_attrs,
+    )  # fmt: skip
+    assert found.user_attrs == expected.user_attrs | {"kept": 1}
+    assert found.state is TrialState.RUNNING
+
+
+def test_a_trial_that_has_ended_or_was_deleted_is_not_written(study):
+    trial, engine = ended(study), optuna_tables.storage_of(study)._backend.engine
+    with pytest.raises(optuna.exceptions.UpdateFinishedTrialError), engine.begin() as connection:
+        optuna_tables.write_trial(connection, optuna_tables.trial_id(trial), user_attrs={"outcome": "lost"})
+    with pytest.raises(KeyError), engine.begin() as connection:
+        optuna_tables.write_trial(connection, 10**6, user_attrs={"outcome": "lost"})
+    assert study.get_trials()[0].user_attrs["outcome"] == "complete"
 
 
 def test_an_ended_trial_cannot_be_ended_again(study):

@@ -154,7 +154,7 @@ def test_a_database_that_is_replaced_while_a_study_runs_ends_it_with_a_sentence(
         return report(candidate)
 
     executor.behaviour = replacing
-    with pytest.raises(StoreError, match=r"was replaced by another one while it was in use\. Put the old one back"):
+    with pytest.raises(StoreError, match=r"was replaced by another file while it was in use\. Put the old one back"):
         runner_of(tmp_path, executor, trials=6, finalists=0).run()
 
 

@@ -1,0 +1,151 @@
+"""The baseline: it decides which objectives, constraints and batches a study has."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from support.instant import WORKLOAD, Instant, Watcher, failed, report, runner_of
+from support.studies import run
+
+from autotune.errors import UserError
+from autotune.scoring import recommend
+from autotune.scoring.objective import Constraint
+from autotune.trial.result import Outcome
+from autotune.trial.workload import Probed
+
+
+def test_an_objective_that_the_baseline_does_not_yield_is_left_out_with_a_word(tmp_path):
+    flat = Instant(lambda candidate: report(candidate, losses=[1.0 + 0.1 * (i % 3) for i in range(24)]))
+    runner, _, watcher = run(tmp_path, flat, trials=3, objectives=DEFAULTS)
+    assert [o.name for o in runner.objectives] == ["latency", "throughput", "memory"]
+    assert any("'convergence' is left out: the baseline's loss did not fall" in text for text in watcher.said)
+
+
+TO_LOSS = {"name": "convergence", "metric": "time_to_loss_s"}
+DEFAULTS = ["latency", "throughput", TO_LOSS, "memory"]
+
+
+def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth(tmp_path):
+    runner, executor, _ = run(tmp_path, trials=4, objectives=["latency", "convergence"])
+    probes = [request for request in executor.requests if request.noise]
+    assert [(p.candidate["micro_batch_size"], p.candidate["gradient_accumulation_steps"]) for p in probes] == [(2, 4)]
+    phi = runner.reference.noise.samples
+    assert phi == pytest.approx(8 * (4.1 - 2) / 3 / ((8 - 4.1) / 3), rel=0.01)
+    for m in runner.measured():
+        batch = m.candidate.global_batch_size(1)
+        assert m.metrics["goodput_samples_per_s"] == pytest.approx(
+            m.metrics["samples_per_s"] * (phi + 8) / (phi + batch)
+        )
+    again, executor, _ = run(tmp_path, trials=5, objectives=["latency", "convergence"])
+    assert again.reference == runner.reference and not any(request.noise for request in executor.requests)
+
+
+def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_a_word(tmp_path):
+    silent = functools.partial(report, noise=None)
+    runner, executor, watcher = run(tmp_path, Instant(silent), trials=6, objectives=["latency", "convergence"])
+    assert [o.name for o in runner.objectives] == ["latency", "convergence"]
+    assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8} and len(set(executor.ran)) == 6
+    assert any("the baseline's 8 is kept" in line for line in watcher.said)
+    _, executor, _ = run(tmp_path, Instant(silent), trials=8, objectives=["latency", "convergence"])  # resumed, too
+    assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8}
+    with pytest.raises(UserError, match="the space varies nothing else"):
+        run(
+            tmp_path / "third",
+            Instant(silent),
+            trials=2,
+            space=[{"micro_batch_size": [8, 16]}],
+            objectives=["convergence"],
+        )
+
+
+def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
+    _, executor, _ = run(tmp_path, trials=2, objectives=["latency", "convergence"], global_batch="keep")
+    assert not any(request.noise for request in executor.requests)
+
+
+def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recommended(tmp_path):
+    base = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    executor = Instant()
+    runner = runner_of(tmp_path, executor, trials=6, planned={"base_config": base})
+    runner.run()
+    for request in executor.requests:
+        batch = request.candidate["micro_batch_size"] * request.candidate["gradient_accumulation_steps"]
+        assert request.ds_config["optimizer"]["params"]["lr"] == pytest.approx(1e-3 * (batch / 8) ** 0.5, rel=1e-4)
+        assert request.learning_rate_factor == pytest.approx((batch / 8) ** 0.5)
+    for m in runner.measured():
+        assert m.ds_config["optimizer"]["params"]["lr"] == pytest.approx(
+            1e-3 * (m.candidate.global_batch_size(1) / 8) ** 0.5, rel=1e-4
+        )
+
+
+def test_a_study_of_nothing_but_what_cannot_be_measured_is_refused(tmp_path):
+    flat = Instant(lambda candidate: report(candidate, losses=[1.0] * 24))
+    with pytest.raises(UserError, match="'convergence': time_to_loss_s cannot be measured"):
+        run(tmp_path, flat, objectives=[TO_LOSS])
+
+
+def test_a_constraint_that_cannot_be_measured_is_refused_before_the_budget_is_spent(tmp_path):
+    executor = Instant()
+    with pytest.raises(UserError, match="tokens_per_s cannot be measured"):
+        run(tmp_path, executor, constraints=[Constraint(metric="tokens_per_s", min=1.0)])
+    assert len(executor.ran) == 1
+
+
+def test_convergence_alone_needs_a_baseline_that_completes(tmp_path):
+    broken = Instant(lambda candidate: failed(Outcome.OOM, "over the limit"))
+    with pytest.raises(UserError, match="did not complete"):
+        run(tmp_path, broken, objectives=["convergence"])
+
+
+def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
+    bound = Constraint(metric="peak_memory_bytes", max=float(10**8 + 5 * 10**6))
+    runner, _, _ = run(tmp_path, trials=12, constraints=[bound])
+    infeasible = [m for m in runner.measured() if not m.feasible]
+    assert infeasible
+    assert all(m.candidate.micro_batch_size > 4 for m in infeasible)
+    found = recommend.recommend(runner.measured(), None, runner.objectives, 1)
+    assert all(pick.measured.candidate.micro_batch_size <= 4 for pick in found.picks.values())
+
+
+@pytest.mark.parametrize(
+    ("movable", "ran"), [(("micro_batch_size",), None), (("micro_batch_size", "gradient_accumulation_steps"), (2, 4))]
+)
+def test_a_script_whose_batch_cannot_be_split_is_asked_for_no_noise_that_one_micro_batch_cannot_show(
+    tmp_path, movable, ran
+):
+    executor, watcher = Instant(), Watcher()
+    script = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, movable=movable)
+    planned, objectives = {"workload": replace(WORKLOAD, script=script)}, ["latency", "convergence"]
+    runner_of(tmp_path, executor, watcher=watcher, trials=2, objectives=objectives, planned=planned).run()
+    probes = [request.candidate for request in executor.requests if request.noise]
+    assert [(each["micro_batch_size"], each["gradient_accumulation_steps"]) for each in probes] == (
+        [ran] if ran else []
+    )
+    assert any("the script's batch cannot be split" in line for line in watcher.said) == (ran is None)
+
+
+SPLIT = {
+    "tensor-parallel": {"model_parallel_size": 2},
+    "pipelined": {"pipeline_stages": 2},
+    "experts": {"expert_parallel": True},
+}
+
+
+@pytest.mark.parametrize("split", SPLIT.values(), ids=SPLIT)
+def test_gradients_and_weights_of_a_model_that_is_split_between_ranks_are_no_ranks_own(tmp_path, split):
+    executor, watcher = Instant(), Watcher()
+    script = Probed(
+        ds_config={},
+        micro_batch_size=8,
+        gradient_accumulation_steps=1,
+        movable=("micro_batch_size", "gradient_accumulation_steps"),
+        **split,
+    )
+    planned = {"workload": replace(WORKLOAD, script=script), "world_size": split.get("model_parallel_size", 1)}
+    objectives = ["latency", "convergence"]
+    runner = runner_of(tmp_path, executor, watcher=watcher, trials=2, objectives=objectives, planned=planned)
+    runner.run()
+    assert not any(request.noise or request.weights for request in executor.requests)
+    assert any("is not measured where a model is split between ranks" in line for line in watcher.said)
+    assert not runner.state.record().branches
+    assert any(request.check_gradient for request in executor.requests) == ("model_parallel_size" not in split)

@@ -1,0 +1,114 @@
+"""Branches: candidates with another global batch train from one state on equal data."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from support.instant import Instant, report
+from support.studies import run
+
+from autotune.scoring import recommend
+from autotune.space.candidate import Candidate
+from autotune.trial import request as trial_request
+from autotune.trial.folder import read_record
+
+
+def branching(folder, worth=None, **changes):
+    """Runs a study in which half the batch takes half the time; `worth` says how fast the loss falls, by batch."""
+
+    def behaviour(candidate):
+        batch = candidate.global_batch_size(1)
+        share = (worth or {}).get(batch, 24 / (16 + batch))
+        losses = [3 - 0.45 * math.log(share * i * batch + 200) + 0.01 * math.sin(5 * i * batch) for i in range(200)]
+        return report(candidate, losses=losses)
+
+    executor, submit = Instant(behaviour), Instant.submit
+    executor.submit = lambda folder: _leaving_weights(executor, submit, folder)
+    space = [{"micro_batch_size": [4, 8, 16], "checkpoint_every": [0, 1]}]
+    given = {
+        "trials": 6,
+        "space": space,
+        "branch": True,
+        "sampler": "grid",
+        "objectives": ["latency", "throughput"],
+    } | changes
+    return run(folder, executor, **given)
+
+
+def _leaving_weights(executor, submit, folder):
+    saves = read_record(folder.request, trial_request.TrialRequest).save_weights
+    if saves is not None:
+        Path(saves).parent.mkdir(parents=True, exist_ok=True)
+        Path(saves).touch()
+    return submit(executor, folder)
+
+
+def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_equal_data(tmp_path):
+    runner, executor, watcher = branching(tmp_path)
+    branches = [request for request in executor.requests if request.weights is not None]
+    warm = [request for request in executor.requests if request.save_weights is not None]
+    assert len(warm) == 1 and {request.weights for request in branches} == {warm[0].save_weights}
+    assert len({request.first_sample for request in branches}) == 1
+    assert {request.deadline_s for request in branches} == {
+        runner.plan.spec.trial_deadline_s
+    }  # it trains longer than a trial
+    samples = {r.max_steps * r.candidate["micro_batch_size"] for r in branches}
+    assert max(samples) - min(samples) < 16  # equal, up to a step
+    assert any(m.branch is not None and m.branch.confirmed for m in runner.measured())
+    assert any("a branch over" in text for text in watcher.said)
+
+
+def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_nothing_twice(tmp_path):
+    runner, _, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
+    refuted = [m for m in runner.measured() if m.branch is not None and m.branch.confirmed is False]
+    assert refuted and refuted[0].doubt.startswith("a branch over")
+    _, executor, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
+    assert not [request for request in executor.requests if request.weights is not None]
+
+
+def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurried):
+    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
+    runner, _, _ = branching(tmp_path, space=space, trials=4)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert (best.candidate.precision, best.candidate.global_batch_size(1)) == ("bf16", 16)
+    assert best.verdict.passed and best.branch.confirmed and best.repeats
+
+
+def test_who_leads_only_after_the_re_measurements_stands_the_same_checks(tmp_path):
+    """The wider batch is checked last and would cost too much then; measured again it turns out the best by far."""
+    executor = Instant()
+
+    def behaviour(candidate):
+        quick = candidate.micro_batch_size == 16 and len(executor.ran) > 4  # once it is measured again
+        whole = report(candidate)
+        return replace(whole, step_times_s=[step / (4 if quick else 1) for step in whole.step_times_s])
+
+    executor.behaviour = behaviour
+    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
+    runner, _, _ = run(tmp_path, executor, trials=4, finalists=3, sampler="grid", space=space, objectives=["latency"])
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert best.candidate == Candidate(micro_batch_size=16, precision="bf16") and best.verdict.passed
+
+
+def test_without_branches_nothing_is_branched(tmp_path):
+    _, executor, _ = branching(tmp_path, branch=False)
+    assert not [request for request in executor.requests if request.weights or request.save_weights]
+
+
+def test_a_checkpoint_of_the_users_is_where_probe_and_branches_start(tmp_path):
+    checkpoint = tmp_path / "mine.pt"
+    checkpoint.touch()
+    _, executor, _ = branching(tmp_path, from_checkpoint=str(checkpoint), objectives=["latency", "convergence"])
+    started = [request for request in executor.requests if request.weights is not None]
+    assert {request.weights for request in started} == {str(checkpoint)} and any(request.noise for request in started)
+    assert not [request for request in executor.requests if request.save_weights]
+
+
+def test_branch_tokens_say_how_long_a_branch_is(tmp_path):
+    _, executor, _ = branching(tmp_path, branch_tokens=1600)  # these samples are no sequences
+    branches = [request for request in executor.requests if request.weights is not None]
+    assert branches and all(r.max_steps * r.candidate["micro_batch_size"] == 1600 for r in branches)

@@ -1,0 +1,170 @@
+"""Trials that fail: what the search makes of them, and when it gives up."""
+
+from dataclasses import replace
+
+import pytest
+from support.instant import Instant, failed, plan_of, report, runner_of, spec_of
+from support.studies import run, states
+
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.study.events import EventSink
+from autotune.study.setup.script import remedy
+from autotune.study.storage import records
+from autotune.trial.result import Outcome
+
+
+def test_a_study_goes_on_where_some_trials_fail(tmp_path):
+    some = Instant(
+        lambda c: (
+            failed(Outcome.OOM, "over the limit")
+            if c.micro_batch_size > 4 and c != Candidate(micro_batch_size=8)
+            else report(c)
+        )
+    )
+    runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
+    outcomes = {m.outcome for m in runner.measured()}
+    assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
+    assert set(states(runner)) == {"COMPLETE", "PRUNED"}
+
+
+def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
+    executor = Instant(
+        lambda c: failed(Outcome.OOM, "over the limit") if c == Candidate(micro_batch_size=8) else report(c)
+    )
+    runner, _, watcher = run(tmp_path, executor, trials=5, memory_filter=False)
+    assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
+    assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
+    assert "convergence" not in [o.name for o in runner.objectives]
+
+
+# Models whose types do not mix.
+
+MIXED = "RuntimeError: expected scalar type Float but found BFloat16"
+WITH_AUTOCAST = {
+    "micro_batch_size": [4, 8],
+    "precision": ["fp32", "bf16", "torch_autocast"],
+    "checkpoint_every": [0, 1],
+}
+
+
+def mixed(candidate):
+    return failed(Outcome.CRASHED, MIXED) if candidate.precision == "bf16" else report(candidate)
+
+
+def test_a_dtype_mismatch_is_tried_again_under_autocast_and_twice_is_enough(tmp_path):
+    runner, executor, watcher = run(tmp_path, Instant(mixed), trials=12, finalists=0, space=[WITH_AUTOCAST])
+    bf16 = [n for n, candidate in enumerate(executor.ran) if candidate.precision == "bf16"]
+    assert len(bf16) == 2 and len(set(executor.ran)) == len(executor.ran) == 4 + 2 + 4
+    for n in bf16:
+        again = replace(executor.ran[n], precision="torch_autocast")
+        # The next trial, unless it had been measured already.
+        assert again in executor.ran[: n + 2]
+    assert any("bf16 is no longer proposed" in text for text in watcher.said)
+    reasons = [records.told_data(told)["reason"] for told in records.told_trials(runner.study)]
+    assert all("under torch_autocast" in reason for reason in reasons if reason)
+
+
+def test_without_autocast_in_the_space_the_reason_says_what_to_do(tmp_path):
+    runner, executor, _ = run(
+        tmp_path, Instant(mixed), trials=10, finalists=0
+    )  # the space of `instant` has no autocast
+    reasons = [reason for told in records.told_trials(runner.study) if (reason := records.told_data(told)["reason"])]
+    assert len(reasons) == 2 and all("add it to `precision` in the study's space" in reason for reason in reasons)
+    assert {candidate.precision for candidate in executor.ran[-3:]} == {"fp32"}
+
+
+def test_a_resumed_study_still_owes_the_try_under_autocast(tmp_path):
+    bf16 = Candidate(micro_batch_size=8, precision="bf16")
+    first = runner_of(tmp_path, Instant(mixed), trials=1, finalists=0, space=[WITH_AUTOCAST], baseline=bf16)
+    first.run()
+    executor = Instant(mixed)
+    runner_of(tmp_path, executor, trials=2, finalists=0, space=[WITH_AUTOCAST], baseline=bf16).run()
+    assert executor.ran == [replace(bf16, precision="torch_autocast")]
+
+
+def test_what_was_asked_for_and_not_seen_comes_with_the_remedy(tmp_path):
+    reason = "micro_batch_size: 4 was asked for, 8 ran"
+
+    def unmoved(candidate):
+        return report(candidate) if candidate.micro_batch_size == 8 else failed(Outcome.NOT_APPLIED, reason)
+
+    target = replace(plan_of(spec_of()).target, kind="script")
+    runner = runner_of(tmp_path, Instant(unmoved), trials=6, finalists=0, planned={"target": target})
+    runner.run()
+    reasons = {text for told in records.told_trials(runner.study) if (text := records.told_data(told)["reason"])}
+    assert len(reasons) == 1 and "--set NAME={micro_batch_size}" in reasons.pop()
+    assert remedy("zero_stage: 1 was asked for") == "" and remedy(reason + remedy(reason)) == ""
+
+
+def test_a_precision_that_has_worked_once_stays(tmp_path):
+    """Only some configurations mix types."""
+
+    def sometimes(candidate):
+        return mixed(candidate) if candidate.checkpoint_every else report(candidate)
+
+    _, executor, watcher = run(
+        tmp_path, Instant(sometimes), trials=12, finalists=0, space=[WITH_AUTOCAST], sampler="grid"
+    )
+    assert len(executor.ran) == 12 and not any("no longer proposed" in text for text in watcher.said)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reasons", "n", "said"),
+    [
+        (Outcome.CRASHED, ["TypeError: model() is broken"], 4, "all ended the same way: crashed: TypeError"),
+        (Outcome.CRASHED, ["rank {n} exited with status 0"], 4, "all ended the same way: crashed: rank"),
+        (
+            Outcome.DIVERGED,
+            ["the loss was not finite", "updates were skipped"],
+            8,
+            "all failed; the baseline: diverged",
+        ),
+    ],
+)
+def test_a_target_that_always_fails_stops_the_study(tmp_path, outcome, reasons, n, said):
+    executor = Instant()
+    executor.behaviour = lambda _: failed(
+        outcome, reasons[len(executor.ran) % len(reasons)].format(n=len(executor.ran))
+    )
+    with pytest.raises(UserError, match=rf"the first {n} trials, the baseline among them, {said}.*rank-0\.log"):
+        run(tmp_path, executor, trials=30)
+    assert len(executor.ran) == n
+
+
+def test_a_broken_target_stays_stopped_when_it_is_run_again(tmp_path):
+    broken = lambda _: failed(Outcome.CRASHED, "TypeError: no")  # noqa: E731
+    for _ in range(2):
+        executor = Instant(broken)
+        with pytest.raises(UserError, match="the first 4 trials"):
+            run(tmp_path, executor, trials=30)
+    assert executor.ran == []
+
+
+def test_out_of_memory_is_no_reason_to_give_up(tmp_path):
+    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if len(executor.ran) < 10 else report(c))
+    runner, _, _ = run(tmp_path, executor, trials=14, finalists=0)
+    assert [m.usable for m in runner.measured()].count(True) > 0
+
+
+def test_a_trial_whose_watcher_dies_is_run_again_at_once(tmp_path):
+    executor = Instant()
+
+    class Killing(EventSink):
+        def ended(self, _):
+            executor.lost = 1 if len(executor.ran) == 2 else 0
+
+    runner = runner_of(tmp_path, executor, trials=4, finalists=0, watcher=Killing())
+    runner.run()
+    assert len(executor.ran) == 5
+    assert executor.ran[2] == executor.ran[3]
+    assert states(runner) == ["COMPLETE"] * 4
+
+
+def test_a_candidate_that_is_lost_twice_has_crashed_so_that_a_study_ends(tmp_path):
+    executor = Instant()
+    executor.lost = 2
+    runner, _, _ = run(tmp_path, executor, trials=3, finalists=0)
+    first = runner.measured()[0]
+    assert first.outcome is Outcome.CRASHED
+    assert len(executor.ran) == 4

@@ -1,0 +1,117 @@
+"""The quality gate: candidates with other numerics must train as the baseline does."""
+
+from dataclasses import replace
+
+from support.instant import SPACE, Instant, failed, report
+from support.studies import run
+
+from autotune.scoring import recommend
+from autotune.scoring.convergence.quality_gate import LEAST_STEPS
+from autotune.trial.folder import read_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import GradientCheck, Outcome
+
+
+def trains(**bad):
+    """A behaviour in which some precisions train worse: the loss falls so many times more slowly."""
+
+    def behaviour(candidate):
+        batch, slower = candidate.global_batch_size(1), bad.get(candidate.precision, 1.0)
+        return report(candidate, losses=[1 + 2 / (1 + i * batch / 100 / slower) for i in range(24)])
+
+    return behaviour
+
+
+def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended(tmp_path, unhurried):
+    runner, executor, watcher = run(tmp_path, Instant(trains(bf16=3.0)), trials=12, sampler="grid")
+    refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
+    assert refused and {m.candidate.precision for m in refused} == {"bf16"}
+    assert all("trains worse: over steps" in m.verdict.reason and "steps behind" in m.verdict.reason for m in refused)
+    assert any(f"trial {refused[0].trial} trains worse" in text for text in watcher.said)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert all(pick.measured.candidate.precision == "fp32" for pick in found.picks.values())
+    assert not {m.trial for m in found.front} & {m.trial for m in refused}
+    references = {request.candidate["precision"] for request in executor.gated}
+    assert references == {"fp32"}  # the baseline's numerics, at each batch; candidates show their own curves
+
+
+def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp_path, unhurried):
+    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
+    runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=space)
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert best.candidate.precision == "bf16" and best.verdict.passed and best.verdict.losses
+    assert any("trains as the baseline's numerics do" in reason for reason in found.picks["recommended"].reasons)
+    assert found.picks["drop_in"].measured.candidate.precision == "fp32"
+    batch = best.candidate.global_batch_size(1)
+    seen = [
+        r
+        for r in executor.gated
+        if r.candidate["micro_batch_size"] * r.candidate["gradient_accumulation_steps"] == batch
+    ]
+    assert [r.replicate for r in seen] == ([1, 2] if batch == 8 else [0, 1, 2])
+
+
+def test_a_resumed_study_checks_nothing_twice(tmp_path):
+    run(tmp_path, trials=12, sampler="grid")
+    runner, executor, _ = run(tmp_path, trials=12, sampler="grid")
+    assert executor.gated == [] and any(m.verdict for m in runner.measured())
+
+
+def test_with_the_numerics_kept_nothing_is_checked(tmp_path):
+    _, executor, _ = run(tmp_path, trials=6, space=[{"micro_batch_size": [4, 8], "checkpoint_every": [0, 1]}])
+    assert executor.gated == []
+
+
+def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
+    executor = Instant()
+    executor.behaviour = lambda c: (
+        failed(Outcome.OOM, "over the limit") if c.precision == "fp32" and executor.gated else report(c)
+    )
+    runner, _, _ = run(tmp_path, executor, trials=12, sampler="grid", space=[SPACE | {"precision": ["fp32", "bf16"]}])
+    doubted = [m for m in runner.measured() if m.verdict is not None and m.verdict.passed is None]
+    assert doubted and all(
+        "could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted
+    )
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert not found.picks["recommended"].measured.doubt
+
+
+def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses(tmp_path):
+    def lossy(candidate):
+        error = 0.008 if candidate.precision == "bf16" and candidate.gradient_accumulation_steps > 1 else 0.0019
+        return report(
+            candidate, gradient=GradientCheck(error=error, norm=1.0, n_micro=candidate.gradient_accumulation_steps)
+        )
+
+    runner, _, _ = run(tmp_path, Instant(lossy), trials=16, sampler="grid")
+    refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
+    assert refused and all(m.candidate.gradient_accumulation_steps == 2 for m in refused)
+    assert "the sum of 2 micro-gradients is off by 0.80%" in refused[0].verdict.reason
+
+
+class Slow(Instant):
+    """Steps take seconds, and a trial ends as the ranks' do: with its budget, but not before the fifth step."""
+
+    def submit(self, folder):
+        request = read_record(folder.request, TrialRequest)
+
+        def behaviour(candidate):
+            whole = report(candidate)
+            times = [100 * step for step in whole.step_times_s]
+            n = min(len(times), request.max_steps, max(5, int(request.budget_s / times[0])))
+            return replace(whole, step_times_s=times[:n], cpu_times_s=times[:n], losses=whole.losses[:n])
+
+        self.behaviour = behaviour
+        return super().submit(folder)
+
+
+def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equal_numerics(tmp_path, unhurried):
+    space = [{"precision": ["fp32", "bf16"], "zero_stage": [1, 2]}]
+    runner, executor, _ = run(tmp_path, Slow(), trials=5, finalists=4, sampler="grid", space=space, trial_budget_s=1.0)
+    judged = [m for m in runner.measured() if m.verdict is not None]
+    assert len(judged) == 2 and all(m.verdict.passed and m.verdict.n_steps >= LEAST_STEPS for m in judged), judged
+    assert sorted(m.verdict.same_as is None for m in judged) == [False, True]
+    assert [r.candidate["precision"] for r in executor.gated].count("bf16") == 1
+    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    assert found.picks["recommended"].measured.candidate.precision == "bf16"

@@ -1,0 +1,96 @@
+"""Several trials at once in one coordinator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from support.coordinate import SPACE
+from support.instant import Instant, Watcher, plan_of, report, runner_of, spec_of
+
+from autotune.space.candidate import Candidate
+from autotune.study.parallel import ClaimedTrial, TrialPool
+from autotune.study.runner import Runner
+from autotune.study.storage import records
+from autotune.trial.result import Outcome, TrialResult
+
+
+def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
+    running, most = [0], [0]
+
+    def behaviour(candidate):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        end = time.monotonic() + 3  # until a second one has come
+        while most[0] < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        running[0] -= 1
+        return report(candidate)
+
+    executor = Instant(behaviour)
+    spec = spec_of(trials=7, finalists=0, space=[SPACE], stop_below=0, overlap=True)
+    runner = Runner(
+        plan_of(spec), executor, tmp_path / "s", records.default_url(tmp_path), Watcher(), [executor, executor]
+    )
+    runner.run()
+    assert most[0] == 2
+    measured = runner.measured()
+    assert len({m.candidate for m in measured}) == len(measured) == 7
+    caveats = [records.told_data(t)["caveats"] for t in records.told_trials(runner.study)]
+    assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
+
+
+def test_ctrl_c_gives_every_trial_under_way_back(tmp_path):
+    executor = Instant(lambda candidate: time.sleep(0.5) or report(candidate))
+    runner = runner_of(tmp_path, executor, trials=20, slots=[executor, executor])
+    original, calls = runner.proposer.next, [0]
+
+    def interrupted():
+        calls[0] += 1
+        if calls[0] == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return original()
+
+    runner.proposer.next = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        runner.run()
+    assert records.running(runner.study) == []
+    again = runner_of(tmp_path, Instant(), trials=8, finalists=0)
+    again.run()
+    assert len(records.told_trials(again.study)) == 8
+
+
+def test_flights_return_what_ended_and_stop_the_rest():
+    flights = TrialPool(["a", "b"], side_by_side=True)
+
+    def quick(executor, tick):
+        time.sleep(0.05)
+        return TrialResult(outcome=Outcome.COMPLETE, wall_s=1.0)
+
+    def endless(executor, tick):
+        while True:
+            tick()
+            time.sleep(0.01)
+
+    class Asked:
+        number = 1
+
+    one, other = (ClaimedTrial(asked=Asked(), candidate=Candidate(micro_batch_size=n)) for n in (1, 2))
+    flights.start(one, quick)
+    flights.start(other, endless)
+    ((claim, result),) = flights.landed(None)
+    assert claim is one and "up to 2 trials ran on this host" in result.caveats[0]
+    flights.stop()
+    assert flights.claims == [other] and flights.results() == {}
+
+
+def test_the_next_candidate_is_not_sought_beside_one_under_way(tmp_path):
+    runner = runner_of(tmp_path, Instant(), trials=8, sampler="physics", finalists=0, stop_below=0)
+    runner.run()
+    asked = [runner.proposer.claim().candidate for _ in range(4)]
+    assert len(set(asked)) == 4
+    assert not set(asked) & {m.candidate for m in runner.measured()}

@@ -1,0 +1,175 @@
+"""A study that is run again: after its end, after an interruption, after its driver was killed."""
+
+import shutil
+
+import pytest
+from support.instant import SPACE, Instant, report, runner_of
+from support.studies import candidates, run, states
+
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.study.storage import records
+from autotune.trial import result
+from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.result import Outcome
+
+
+def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
+    before, _, _ = run(tmp_path, trials=4, finalists=0)
+    first = [(m.candidate, dict(m.metrics)) for m in before.measured()]
+    after, executor, watcher = run(tmp_path, trials=6, finalists=0)
+    assert len(executor.ran) == 2
+    assert [(m.candidate, dict(m.metrics)) for m in after.measured()][:4] == first
+    assert len(set(candidates(after))) == 6
+    assert "resuming: 4 of 6 trials are already there" in watcher.said
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "n_told"),
+    [
+        ({"trials": 5}, {}, 5),
+        ({"trials": 5, "finalists": 0}, {"trials": 2}, 5),
+        ({"trials": 9, "finalists": 0, "space": [{"checkpoint_every": [0, 1, 2]}]}, {}, 3),
+        ({"trials": 1}, {}, 1),
+    ],
+    ids=["finished", "fewer trials", "exhausted", "the baseline alone"],
+)
+def test_a_study_that_is_complete_runs_nothing_when_it_is_run_again(tmp_path, first, again, n_told):
+    before, executor, _ = run(tmp_path, **first)
+    assert candidates(before)[0] == executor.ran[0] == Candidate(micro_batch_size=8)
+    assert len(executor.ran) == n_told or first.get("finalists") != 0
+    runner, executor, _ = run(tmp_path, **first | again)
+    assert executor.ran == [] and len(candidates(runner)) == n_told
+
+
+def test_new_finalists_are_measured_with_the_baseline_and_not_compared_with_its_earlier_rounds(tmp_path):
+    slow_at_first = Instant(lambda c: report(c, step_times_s=[9.0 + c.micro_batch_size] * 24))
+    run(tmp_path, slow_at_first, trials=3, finalists=1, repeats=1)
+    runner, executor, _ = run(tmp_path, trials=12, finalists=1, repeats=1)
+    assert executor.ran[-1] == Candidate(micro_batch_size=8)
+    base, *others = [m for m in runner.measured() if m.repeats]
+    newest = max(others, key=lambda m: max(m.repeats))
+    assert 1 not in newest.repeats
+    assert set(newest.repeats) <= set(base.repeats)
+
+
+def test_an_interrupted_round_is_measured_anew(tmp_path):
+    """Half a round from yesterday and half from today would take a slower machine for a slower configuration."""
+    executor = Instant()
+    executor.stop_at = 5  # after four trials and the first of two re-measurements
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, executor, trials=4, finalists=1, repeats=1)
+    runner, executor, _ = run(tmp_path, trials=4, finalists=1, repeats=1)
+    assert len(executor.ran) == 2
+    finalist, base = sorted((m for m in runner.measured() if m.repeats), key=lambda m: m.trial == 0)
+    assert list(finalist.repeats) == [1, 2]
+    assert list(base.repeats) == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"space": [SPACE | {"zero_stage": [0, 1]}]}, "space"),
+        ({"objectives": ["latency"]}, "objectives"),
+        ({"seed": 1}, "seed"),
+        ({"device_memory_bytes": "1GiB"}, "device_memory_bytes"),
+        ({"global_batch": "8..64"}, "global_batch"),
+        ({"base_config": {"bf16": {"enabled": True}}}, "base_config"),
+    ],
+)
+def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_path, change, named):
+    run(tmp_path, trials=2, finalists=0)
+    with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named},.*--fresh"):
+        run(tmp_path, trials=3, finalists=0, **change)
+
+
+def test_more_trials_another_sampler_or_more_time_are_no_other_study(tmp_path):
+    run(tmp_path, trials=2, finalists=0)
+    assert len(run(tmp_path, trials=3, finalists=0, sampler="grid", time_budget_s=600)[1].ran) == 1
+
+
+def test_a_study_that_somebody_else_made_is_refused(tmp_path):
+    study = records.create_study(records.open_storage(records.default_url(tmp_path)), "s", ["minimize"], ["m"])
+    study.tell(study.ask(), 1.0)
+    with pytest.raises(UserError, match="was not made by autotune"):
+        run(tmp_path)
+
+
+def test_an_interrupted_trial_is_lost_and_run_again(tmp_path):
+    executor = Instant()
+    executor.stop_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, executor, trials=5, finalists=0)
+    runner, again, _ = run(tmp_path, trials=5, finalists=0)
+    assert again.ran[0] == executor.ran[2]
+    assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
+    assert records.running(runner.study) == []
+
+
+def dead_run(folder, *, with_result):
+    """Leaves a study as a killed driver does: two trials told, a third one running."""
+    runner, _, _ = run(folder, trials=2, finalists=0)
+    claim = runner.proposer.claim()
+    candidate, path = claim.candidate, records.trial_path(folder / "s", claim.asked.number)
+    path.mkdir(parents=True)
+    if with_result:
+        write_record(
+            TrialDir(path).result,
+            result.TrialResult(outcome=Outcome.OOM, reason="it was told on disk", candidate=candidate.values()),
+        )
+    return candidate
+
+
+def test_a_trial_that_was_running_when_the_driver_was_killed_is_retried(tmp_path):
+    candidate = dead_run(tmp_path, with_result=False)
+    runner, executor, _ = run(tmp_path, trials=4, finalists=0)
+    assert executor.ran[0] == candidate
+    assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_a_trial_that_ended_just_before_the_driver_was_killed_is_told_and_not_retried(tmp_path):
+    candidate = dead_run(tmp_path, with_result=True)
+    runner, executor, _ = run(tmp_path, trials=4, finalists=0)
+    assert candidate not in executor.ran
+    assert [m.outcome for m in runner.measured()][2] is Outcome.OOM
+    assert len(executor.ran) == 1
+
+
+def test_a_run_killed_before_its_first_trial_was_told_begins_anew(tmp_path):
+    runner = runner_of(tmp_path, Instant())
+    records.create_study(runner.storage, "s", ["minimize"], ["m"])
+    assert len(run(tmp_path, trials=3, finalists=0)[1].ran) == 3
+
+
+def test_a_run_killed_between_record_and_baseline_begins_anew(tmp_path):
+    runner = runner_of(tmp_path, Instant())
+    study = records.create_study(runner.storage, "s", ["minimize"] * 4, ["a", "b", "c", "d"])
+    records.keep(study, runner.state.record())
+    study.ask()
+    after, executor, _ = run(tmp_path, trials=3, finalists=0)
+    assert executor.ran[0] == Candidate(micro_batch_size=8)
+    assert states(after) == ["COMPLETE"] * 3
+
+
+def test_a_trial_killed_before_it_had_a_candidate_is_closed(tmp_path):
+    runner, _, _ = run(tmp_path, trials=2, finalists=0)
+    runner.leases.claim(runner.study)
+    after, _, _ = run(tmp_path, trials=3, finalists=0)
+    assert states(after) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+
+
+def test_a_study_goes_on_without_its_trials_folder(tmp_path):
+    run(tmp_path, trials=3, finalists=1)
+    shutil.rmtree(tmp_path / "s" / "trials")
+    runner, executor, _ = run(tmp_path, trials=4, finalists=1)
+    assert len(candidates(runner)) == 4
+    assert len(executor.ran) == 1 + 2
+
+
+def test_a_study_whose_database_is_gone_begins_anew_in_its_old_folder(tmp_path):
+    run(tmp_path, trials=5)
+    for path in tmp_path.glob("autotune.db*"):
+        path.unlink()
+    runner, executor, _ = run(tmp_path, trials=3, finalists=0)
+    assert len(executor.ran) == 3
+    assert all(not m.repeats for m in runner.measured())

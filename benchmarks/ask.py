@@ -18,9 +18,9 @@ import common
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from autotune.forecast.predictor import AnalyticPrior
 from autotune.search.model import Observation
 from autotune.search.optimizer import CandidateOptimizer
-from autotune.search.physics import AnalyticPrior
 from autotune.space.candidate import Candidate
 from autotune.space.legality import Setting
 from autotune.space.space import SearchSpace

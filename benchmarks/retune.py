@@ -27,13 +27,13 @@ import search_simulated as simulation
 from search_simulated import METRICS, NOISE, ZERO, Table, World, micro_steps
 from support.instant import Instant, Watcher, plan_of, recorded, report, spec_of
 
+from autotune.forecast.predictor import AnalyticPrior
 from autotune.report import files, load
 from autotune.retune.decision import RetuneVerdict
 from autotune.retune.fingerprint import PARTS, narrowed
 from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.search.model import Observation
 from autotune.search.optimizer import CandidateOptimizer
-from autotune.search.physics import AnalyticPrior
 from autotune.search.transfer import Transferred
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records

@@ -33,10 +33,10 @@ import truth
 import yaml
 
 from autotune.executors.replay import ReplayExecutor, Row, read_table
+from autotune.forecast.features import PriorPrediction
+from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import METRICS
 from autotune.search.acquisition import dominated, front_of
-from autotune.search.features import PriorPrediction
-from autotune.search.physics import AnalyticPrior
 from autotune.space.candidate import Candidate
 from autotune.study.events import SILENT
 from autotune.study.runner import Runner

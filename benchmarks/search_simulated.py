@@ -27,9 +27,10 @@ import common
 import numpy as np
 import optuna
 
+from autotune.forecast.features import PriorPrediction, flat
+from autotune.forecast.predictor import AnalyticPrior
 from autotune.search.acquisition import dominated
-from autotune.search.features import PriorPrediction, flat
-from autotune.search.physics import AnalyticPrior, PhysicsSampler
+from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import Setting

@@ -1,34 +1,39 @@
-"""Forecasts with intervals: the formulas' terms, each scaled by what was measured, and how sure the sum is."""
+"""Forecasts of memory and step time: the formulas' terms as the prior of the calibrated model, corrected by trials."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+from scipy.special import ndtr
 
 from autotune.forecast import memory as memory_formulas
-from autotune.forecast import step_time as step_time_module
+from autotune.forecast import step_time as step_time_formulas
+from autotune.forecast.features import FeatureTable, PriorPrediction, knobs_of
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.step_time import step_time_terms
+from autotune.forecast.regression import (
+    MEMORY_NOISE,
+    MEMORY_SMOOTH,
+    Z90,
+    CalibratedGP,
+    Data,
+    Design,
+    expected_noise,
+    fit,
+    joined,
+)
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.legality import Setting
 from autotune.trial.profile import Floats, Machine, Profile
+from autotune.trial.workload import Workload
 
-Formula = Callable[[Knobs, Profile, Machine], Mapping[str, Floats]]
-# Standard normal quantile of a two-sided 90 % interval.
-Z90 = 1.645
-ITERATIONS = 12
-# How far a single measurement scatters, and how far all terms together may be off before anything was measured.
-MEMORY_NOISE, TIME_NOISE = 0.05, 0.15
-MEMORY_SCALE, TIME_SCALE = 0.03, 0.35
-GUESSED_MEMORY_SCALE, GUESSED_TIME_SCALE = 0.7, 1.0
-# Leave-one-out errors count as much as this many that agree with the stated spreads.
-PRIOR_ERRORS = 10.0
-WIDEST, MOST_LEFT_OUT = 4.0, 20
+Quantity = Literal["memory", "time"]
+# Standard deviations of the log of the whole, and the least of a term where the workload was guessed from its size.
+MEMORY_SCALE, TIME_SCALE = 0.05, 0.5
+GUESSED_SCALE, GUESSED_SPREAD, GUESSED_DOUBT = 1.0, 1.0, 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,118 +73,49 @@ class Forecast:
         return float(np.log(self.total.high / self.total.low) / (2 * Z90)) if self.total.low > 0 else 0.0
 
 
-class Calibration:
-    """Scales of the terms of a sum, learned from measured totals.
-
-    log y = log sum_j exp(theta_0 + theta_j) t_j + error, theta_j normal about 0 with the term's own spread, theta_0
-    with that of the
-    whole: the most probable scales by damped Gauss-Newton, their covariance from the curvature there.
+class AnalyticPrior:
+    """Memory and step time by the formulas of `forecast.memory` and `forecast.step_time`.
 
     Args:
-        spreads: Standard deviation of the logarithm of each term.
-        scale_sd: The same for all of them together.
-        noise_sd: The same for one measurement.
+        profile: The workload.
+        machine: What it runs on.
+        base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
     """
 
-    def __init__(self, spreads: Sequence[float], scale_sd: float, noise_sd: float) -> None:
-        self.prior_sd = np.array([scale_sd, *spreads])
-        self.noise_sd, self.n_measured, self.widening = noise_sd, 0, 1.0
-        self.theta = np.zeros(len(self.prior_sd))
-        self.covariance = np.diag(self.prior_sd**2)
+    def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
+        self.profile, self.machine, self.base = profile, machine, dict(base or {})
 
-    def fit(self, terms: Floats, measured: Floats) -> Calibration:
-        """Learns from totals that were measured.
-
-        Args:
-            terms: The formulas' terms, one row a measurement.
-            measured: The totals.
-        """
-        self.theta, self.covariance = self._solve(terms, np.log(measured))
-        self.n_measured = len(measured)
-        if len(measured) > 2:
-            self.widening = self._widening(terms, np.log(measured))
-        return self
-
-    def forgetting(self, spreads: Mapping[int, float]) -> Calibration:
-        """The same, but for terms that something else will make: whatever was learned of the whole, they are as the formula says.
-
-        Args:
-            spreads: Standard deviation of the logarithm of such a term, by its place.
-        """
-        found = copy.copy(self)
-        found.theta, found.covariance = self.theta.copy(), self.covariance.copy()
-        for place, sd in spreads.items():
-            own = place + 1
-            # theta_0 + theta_own is to have mean 0 and this deviation, and to hang together with nothing.
-            found.theta[own] = -found.theta[0]
-            found.covariance[own, :] = found.covariance[:, own] = -found.covariance[0, :]
-            # That trials fell closer than expected says nothing of it.
-            found.covariance[own, own] = found.covariance[0, 0] + (sd / found.widening) ** 2
-        return found
-
-    def predict(self, terms: Floats) -> tuple[Floats, Floats]:
-        """Logarithms of the totals of rows of terms: mean and standard deviation of a measurement."""
-        return self._predict(terms, self.theta, self.covariance, self.widening)
-
-    def forecast(self, name: str, names: Sequence[str], terms: Floats) -> Forecast:
-        """One row of terms as a forecast with 90 % intervals.
-
-        Args:
-            name: What the total is.
-            names: Names of the terms.
-            terms: Their values.
-        """
-        mean, sd = self.predict(terms[None, :])
-        factors, spread = np.exp(self.theta[0] + self.theta[1:]), Z90 * np.sqrt(np.diag(self.covariance)[1:])
-        parts = [
-            Term(name=key, value=float(v * f), low=float(v * f * np.exp(-s)), high=float(v * f * np.exp(s)))
-            for key, v, f, s in zip(names, terms, factors, spread, strict=True)
-        ]
-        low, value, high = (float(np.exp(mean[0] + sign * Z90 * sd[0])) for sign in (-1, 0, 1))
-        return Forecast(terms=parts, total=Term(name=name, value=value, low=low, high=high), n_measured=self.n_measured)
-
-    def _predict(self, terms: Floats, theta: Floats, covariance: Floats, widening: float) -> tuple[Floats, Floats]:
-        total, slopes = self._total(terms, theta)
-        variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
-        sd = np.asarray(widening * np.sqrt(variance + self.noise_sd**2), dtype=float)
-        return np.asarray(np.log(total), dtype=float), sd
-
-    def _total(self, terms: Floats, theta: Floats) -> tuple[Floats, Floats]:
-        scaled = np.asarray(terms, dtype=float) * np.exp(theta[0] + theta[1:])
-        total = np.maximum(scaled.sum(axis=1), 1e-30)
-        return total, np.column_stack([np.ones(len(total)), scaled / total[:, None]])
-
-    def _solve(
-        self, terms: Floats, y: Floats, start: Floats | None = None, iterations: int = ITERATIONS
-    ) -> tuple[Floats, Floats]:
-        theta, prior = (
-            np.zeros(len(self.prior_sd)) if start is None else start,
-            np.diag(1.0 / np.maximum(self.prior_sd, 1e-6) ** 2),
+    def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
+        """The prediction, one row for each candidate."""
+        knobs, guessed = Knobs.of(candidates, self.base), self.profile.guessed
+        times = step_time_formulas.step_time_terms(knobs, self.profile, self.machine)
+        sizes = memory_formulas.memory_terms(knobs, self.profile, self.machine)
+        spreads = np.array(list(step_time_formulas.SPREADS.values()))
+        return PriorPrediction(
+            time_terms=np.column_stack([times[name] for name in step_time_formulas.SPREADS]),
+            memory_terms=np.column_stack([sizes[name] for name in memory_formulas.SPREADS]),
+            time_spread=np.maximum(spreads, GUESSED_SPREAD) if guessed else spreads,
+            memory_spread=1.5 * np.array(list(memory_formulas.spreads(self.profile).values())),
+            time_scale_sd=TIME_SCALE if self.machine.measured and not guessed else GUESSED_SCALE,
+            memory_scale_sd=GUESSED_SCALE if guessed else MEMORY_SCALE,
+            doubt=GUESSED_DOUBT if guessed else 1.0,
         )
-        weight = np.full(len(y), 1.0 / self.noise_sd**2)
-        for _ in range(iterations):
-            total, slopes = self._total(terms, theta)
-            residual = y - np.log(total)
-            # One measurement that something else spoiled must not bend all scales: Huber's weights, beyond three
-            # deviations.
-            weight = np.minimum(1.0, 3.0 * self.noise_sd / np.maximum(np.abs(residual), 1e-12)) / self.noise_sd**2
-            curvature = slopes.T @ (weight[:, None] * slopes) + prior
-            step = np.linalg.solve(curvature, slopes.T @ (weight * residual) - prior @ theta)
-            theta = theta + np.clip(step, -1.0, 1.0)
-        _, slopes = self._total(terms, theta)
-        return theta, np.asarray(np.linalg.inv(slopes.T @ (weight[:, None] * slopes) + prior), dtype=float)
 
-    def _widening(self, terms: Floats, y: Floats) -> float:
-        """How much wider (or narrower) than stated the errors are on measurements that were left out."""
-        errors = []
-        for left in np.unique(np.linspace(0, len(y) - 1, MOST_LEFT_OUT).astype(int)):
-            rows = np.arange(len(y)) != left
-            theta, covariance = self._solve(terms[rows], y[rows], self.theta, iterations=3)
-            mean, sd = self._predict(terms[left][None, :], theta, covariance, 1.0)
-            errors.append(abs(float(y[left] - mean[0])) / float(sd[0]))
-        found = float(np.quantile(errors, 0.9)) / Z90
-        n = len(y)
-        return float(np.clip((found * n + PRIOR_ERRORS) / (n + PRIOR_ERRORS), 1.0 / WIDEST, WIDEST))
+
+def generic_prior(workload: Workload, setting: Setting) -> AnalyticPrior:
+    """The prior of a workload: from its profile and the machine's rates, else a transformer of its size on a typical machine."""
+    profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+    machine = workload.machine or Machine.guess(setting.accelerator, setting.world_size, workload.environment.n_cores)
+    return AnalyticPrior(profile, machine, dict(setting.base))
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    candidate: Candidate
+    machine: Machine
+    peak_memory_bytes: float | None
+    step_time_s: float | None
+    step_time_sd: float
 
 
 class Predictor:
@@ -193,10 +129,10 @@ class Predictor:
 
     def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
         self.profile, self.machine, self.base = profile, machine, dict(base or {})
-        self._measured: dict[tuple[Candidate, Machine], tuple[float | None, float | None]] = {}
-        self._fitted: tuple[Calibration, Calibration] | None = None
-        # The terms of what was measured, which many fits ask for; by column of `_measured`.
-        self._rows: tuple[dict[tuple[Candidate, Machine], Floats], ...] = ({}, {})
+        self._measured: list[_Measurement] = []
+        self._models: dict[Quantity, CalibratedGP] = {}
+        self._tables: dict[Machine, FeatureTable] = {}
+        self._link_sd: Mapping[str, float] = {}
 
     def learn(
         self,
@@ -204,18 +140,22 @@ class Predictor:
         *,
         peak_memory_bytes: float | None,
         step_time_s: float | None,
+        step_time_sd: float = 0.0,
         machine: Machine | None = None,
     ) -> None:
-        """Takes what a trial measured; the latest counts where a candidate was measured twice.
+        """Takes what a trial measured; a candidate may be measured several times.
 
         Args:
             candidate: The configuration.
             peak_memory_bytes: Its peak.
             step_time_s: Its step time.
+            step_time_sd: Standard deviation of the logarithm of the step time, as far as the trial itself shows it.
             machine: What it ran on, where that was not the predictor's machine (another number of ranks).
         """
-        self._measured[candidate, machine or self.machine] = (peak_memory_bytes, step_time_s)
-        self._fitted = None
+        self._measured.append(
+            _Measurement(candidate, machine or self.machine, peak_memory_bytes, step_time_s, step_time_sd)
+        )
+        self._models, self._tables = {}, {}
 
     def on(self, machine: Machine, link_sd: Mapping[str, float] | None = None) -> Predictor:
         """The same workload on another machine, with what was learned here.
@@ -226,77 +166,83 @@ class Predictor:
                 others, so that what was learned of these says nothing of those; None if they are the same.
         """
         found = Predictor(self.profile, machine, self.base)
-        sizes, times = self._calibrations()
-        places = {list(step_time_module.SPREADS).index(name): sd for name, sd in (link_sd or {}).items()}
-        found._fitted = sizes, times.forgetting(places)
+        found._measured, found._link_sd = list(self._measured), dict(link_sd or {})
+        found._models = {"memory": self._model("memory"), "time": self._model("time")}
         return found
 
     def memory(self, candidate: Candidate) -> Forecast:
         """Peak bytes of a rank."""
-        return self._calibrations()[0].forecast(
-            "peak memory", list(memory_formulas.SPREADS), self.memory_terms([candidate])[0]
-        )
+        return self._forecast("memory", "peak memory", list(memory_formulas.SPREADS), candidate)
 
     def step_time(self, candidate: Candidate) -> Forecast:
         """Seconds of an optimizer step."""
-        return self._calibrations()[1].forecast(
-            "step time", list(step_time_module.SPREADS), self.time_terms([candidate])[0]
-        )
-
-    def memory_terms(self, candidates: Sequence[Candidate]) -> Floats:
-        """The terms of the formula for memory, one row a candidate."""
-        return self._terms(memory_formulas.memory_terms, memory_formulas.SPREADS, candidates, self.machine)
-
-    def time_terms(self, candidates: Sequence[Candidate]) -> Floats:
-        """The terms of the formula for step time, one row a candidate."""
-        return self._terms(step_time_terms, step_time_module.SPREADS, candidates, self.machine)
+        return self._forecast("time", "step time", list(step_time_formulas.SPREADS), candidate)
 
     def log_memory(self, candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
-        """Logarithm of the peak of many candidates: mean and standard deviation."""
-        return self._calibrations()[0].predict(self.memory_terms(candidates))
+        """Logarithm of the peak of many candidates: mean and standard deviation of a measurement."""
+        return self._model("memory").predict(self._design("memory", self.machine, candidates), noise=True)
 
-    def _terms(
-        self, formula: Formula, names: Iterable[str], candidates: Sequence[Candidate], machine: Machine
-    ) -> Floats:
-        table = formula(Knobs.of(candidates, self.base), self.profile, machine)
-        return np.column_stack([table[name] for name in names])
+    def _forecast(self, which: Quantity, name: str, names: Sequence[str], candidate: Candidate) -> Forecast:
+        model, design = self._model(which), self._design(which, self.machine, [candidate])
+        foreign = np.array([self._link_sd.get(key, 0.0) if which == "time" else 0.0 for key in names])
+        is_own = foreign == 0
+        own = replace(design, terms=design.terms * is_own)
+        corrected = own.terms[0] * np.exp(model.correction)
+        # What links do that no trial has used is as the formula says.
+        mean = float(model.predict(own)[0][0])
+        values = np.where(is_own, corrected * np.exp(mean) / corrected.sum(), design.terms[0])
+        total = float(values.sum())
+        sd = float(np.linalg.norm([model.predict(design, noise=True)[1][0], *(values * foreign / total)]))
+        spreads = Z90 * np.where(is_own, model.correction_sd(), foreign)
+        parts = [
+            Term(name=key, value=float(v), low=float(v * np.exp(-s)), high=float(v * np.exp(s)))
+            for key, v, s in zip(names, values, spreads, strict=True)
+        ]
+        low, high = (total * float(np.exp(sign * Z90 * sd)) for sign in (-1, 1))
+        whole = Term(name=name, value=total, low=low, high=high)
+        return Forecast(terms=parts, total=whole, n_measured=model.n_observed)
 
-    def _calibrations(self) -> tuple[Calibration, Calibration]:
-        if self._fitted is None:
-            guessed, probed = self.profile.guessed, self.machine.measured
-            sizes = Calibration(
-                list(memory_formulas.spreads(self.profile).values()),
-                GUESSED_MEMORY_SCALE if guessed else MEMORY_SCALE,
-                MEMORY_NOISE,
+    def _model(self, which: Quantity) -> CalibratedGP:
+        if which not in self._models:
+            is_time = which == "time"
+            known = [m for m in self._measured if (m.step_time_s if is_time else m.peak_memory_bytes)]
+            for machine in dict.fromkeys(m.machine for m in known):
+                self._design(which, machine, [m.candidate for m in known if m.machine == machine])
+            table = self._table(self.machine, known[0].candidate if known else Candidate(micro_batch_size=1))
+            within = [m.step_time_sd * is_time for m in known]
+            data = None
+            if known:
+                values = np.array([m.step_time_s if is_time else m.peak_memory_bytes for m in known], dtype=float)
+                design = joined([self._design(which, m.machine, [m.candidate]) for m in known])
+                data = Data.of(design, np.log(values), within)
+            self._models[which] = (
+                fit(data, table.time_sd, table.time_spread, expected_noise(within))
+                if is_time
+                else fit(data, table.memory_sd, table.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH)
             )
-            times = Calibration(
-                list(step_time_module.SPREADS.values()),
-                TIME_SCALE if probed and not guessed else GUESSED_TIME_SCALE,
-                TIME_NOISE,
-            )
-            for column, calibration, formula, names in (
-                (0, sizes, memory_formulas.memory_terms, memory_formulas.SPREADS),
-                (1, times, step_time_terms, step_time_module.SPREADS),
-            ):
-                rows = {key: found[column] for key, found in self._measured.items() if found[column]}
-                if rows:
-                    known = self._rows[column]
-                    for machine in dict.fromkeys(m for _, m in rows):
-                        new = [c for c, m in rows if m == machine and (c, m) not in known]
-                        if new:
-                            terms = self._terms(formula, names, new, machine)
-                            known |= {(c, machine): row for c, row in zip(new, terms, strict=True)}
-                    calibration.fit(np.vstack([known[key] for key in rows]), np.array(list(rows.values()), dtype=float))
-            self._fitted = sizes, times
-        return self._fitted
+        return self._models[which]
+
+    def _design(self, which: Quantity, machine: Machine, candidates: Sequence[Candidate]) -> Design:
+        table = self._table(machine, candidates[0])
+        table.add(candidates)
+        design: Design = getattr(table, which)
+        return design.take(np.array([table.row[c] for c in candidates], dtype=np.intp))
+
+    def _table(self, machine: Machine, asked: Candidate) -> FeatureTable:
+        """The features on a machine; before anything was measured a candidate is the origin of its own."""
+        if machine not in self._tables or not self._measured:
+            seen = [m.candidate for m in self._measured]
+            prior = AnalyticPrior(self.profile, machine, self.base)
+            self._tables[machine] = FeatureTable(knobs_of(seen), seen[0] if seen else asked, prior)
+            self._tables[machine].add([asked])
+        return self._tables[machine]
 
 
 def probability_below(forecast: Forecast, limit: float) -> float:
     """Probability that the total is below a limit."""
-    from math import erf, log, sqrt
-
-    sd = max(forecast.log_sd, 1e-6)
-    return 0.5 * (1 + erf((log(limit) - log(max(forecast.total.value, 1e-30))) / (sd * sqrt(2))))
+    if limit <= 0:
+        return 0.0
+    return float(ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

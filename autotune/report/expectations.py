@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.study import Study
 
+from autotune.forecast.predictor import generic_prior
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.search.model import Observation
 from autotune.search.optimizer import Outlook, chance_needed
-from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.space.legality import why_illegal

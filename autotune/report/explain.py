@@ -14,12 +14,11 @@ from autotune.report.data import StudyReport, differences, metric_scale, quantit
 from autotune.report.expectations import Expectations
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
-from autotune.search.model import RAN
 from autotune.space.candidate import Candidate, check_knob, check_value
 from autotune.space.deepspeed import Scalar, check_setting
 from autotune.study.spec.yaml_file import read_value
 from autotune.system.units import format_bytes
-from autotune.trial.result import Outcome
+from autotune.trial.result import RAN, Outcome
 
 NEAREST = 3  # trials shown beside a configuration that was not run
 NOTHING = 0.01  # a predicted gain of 1 % is no reason for anything

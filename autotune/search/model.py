@@ -2,7 +2,7 @@
 
 Two functions are unknown, the logarithms of step time and of the samples to the target; memory is the third. Latency,
 throughput and time to target follow from them exactly. Each is the prior times a residual that is learned
-(`residual.py`). Goodput is throughput over what a useful sample costs in samples, (phi + B) / (phi + B0), which is
+(`forecast.regression`). Goodput is throughput over what a useful sample costs in samples, (phi + B) / (phi + B0), which is
 learned as the samples to the target are: both are linear in the batch.
 """
 
@@ -17,11 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
+from autotune.forecast.features import FeatureTable
+from autotune.forecast.regression import (
+    MEMORY_NOISE,
+    MEMORY_SMOOTH,
+    STOPPED_SD,
+    Z95,
+    CalibratedGP,
+    Data,
+    Design,
+    expected_noise,
+    fit,
+    interval_sd,
+    probability_below,
+)
 from autotune.scoring.metrics import GOODPUT, METRICS
-from autotune.search.features import FeatureTable
-from autotune.search.gaussian_process import CalibratedGP, Data, Design, fit, probability_below
 from autotune.space.candidate import Candidate
-from autotune.trial.result import Outcome
+from autotune.trial.result import RAN, Outcome
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
@@ -31,15 +43,14 @@ Bound = tuple[str, Literal["min", "max"], float]
 OVER_LIMIT = 1.02
 HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
-DERIVED_SD = 0.02
+DERIVED_SD = 0.03
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost
 # is cubic.
 MOST_DERIVED, DERIVED_TRIALS = 2, 50
-CENSORED_SD, SAMPLES_SD, STOPPED_SD = 0.5, 0.1, 0.1
+CENSORED_SD, SAMPLES_SD = 0.5, 0.1
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}
-RAN = (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
 FATAL = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
@@ -130,7 +141,7 @@ class CostModel:
         """Probability that a candidate fits the memory."""
         if self.limit is None:
             return np.ones(len(rows))
-        mean, sd = self.memory.predict(self.catalogue.memory.take(rows))
+        mean, sd = self.memory.predict(self.catalogue.memory.take(rows), noise=True)
         return probability_below(mean, sd, self.limit)
 
     def held(self, rows: Rows) -> Floats:
@@ -149,9 +160,9 @@ class CostModel:
             chance = chance * ndtr(z if below else -z)
         return np.maximum(chance, 1e-6)  # a bound that nothing seems to keep must not end the search
 
-    def step_time(self, rows: Rows) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the log step time."""
-        return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows))
+    def step_time(self, rows: Rows, *, noise: bool = False) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the log step time; with `noise` of what a trial would measure."""
+        return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows), noise=noise)
 
     def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
@@ -247,7 +258,7 @@ def learn(
 ) -> CostModel:
     """Fits the models to every trial; their candidates are in the catalogue."""
     memory, limit = _learn_memory(catalogue, limit, told)
-    time_sd = np.concatenate([catalogue.linear_sd, [HINGE_SD, HINGE_SQUARE_SD]])
+    time_sd = np.concatenate([catalogue.time_sd, [HINGE_SD, HINGE_SQUARE_SD]])
     ran = [t for t in told if t.outcome in RAN and t.step_time_s(world_size) is not None]
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
@@ -266,14 +277,19 @@ def learn(
         design = time_design(catalogue, memory, limit, _rows(catalogue, some))
         wide = time_sd.copy()
         wide[0] = 30.0  # another unit altogether
-        return fit(_data(design, [math.log(t.metrics[metric]) for t in some]), wide, catalogue.time_spread)
+        return fit(Data.of(design, [math.log(t.metrics[metric]) for t in some]), wide, catalogue.time_spread)
 
     return CostModel(
         catalogue=catalogue,
         metrics=metrics,
         world_size=world_size,
         bounds=bounds,
-        time=fit(_time_data(catalogue, memory, limit, world_size, ran), time_sd, catalogue.time_spread),
+        time=fit(
+            _time_data(catalogue, memory, limit, world_size, ran),
+            time_sd,
+            catalogue.time_spread,
+            expected_noise([_own_noise(t) for t in ran]),
+        ),
         memory=memory,
         samples=_learn_samples(catalogue, world_size, done),
         useful=_learn_useful(catalogue, done),
@@ -302,14 +318,6 @@ def _rows(catalogue: FeatureTable, told: Sequence[Observation]) -> Rows:
     return np.array([catalogue.row[t.candidate] for t in told], dtype=np.intp)
 
 
-def _data(design: Design, y: Sequence[float], extra_sd: Sequence[float] | None = None, n_censored: int = 0) -> Data:
-    n = len(y)
-    return Data(
-        design=design, y=np.array(y, dtype=float), group=np.arange(n), censored=np.arange(n) >= n - n_censored,
-        extra_sd=np.zeros(n) if extra_sd is None else np.array(extra_sd, dtype=float),
-    )  # fmt: skip
-
-
 def _learn_memory(
     catalogue: FeatureTable, limit: float | None, told: Sequence[Observation]
 ) -> tuple[CalibratedGP, float | None]:
@@ -321,15 +329,16 @@ def _learn_memory(
     if limit is None:
         out = []
     y += [(limit or 0.0) + math.log(OVER_LIMIT)] * len(out)
-    data = _data(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))
-    return fit(data, catalogue.memory_sd, catalogue.memory_spread), limit
+    data = Data.of(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))
+    return fit(data, catalogue.memory_sd, catalogue.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH), limit
 
 
 def _inferred_limit(
     catalogue: FeatureTable, seen: Sequence[Observation], out: Sequence[Observation], y: Sequence[float]
 ) -> float:
     """Where nobody said how much memory there is: half way from the largest that ran to the least predicted of what did not."""
-    model = fit(_data(catalogue.memory.take(_rows(catalogue, seen)), y), catalogue.memory_sd, catalogue.memory_spread)
+    data = Data.of(catalogue.memory.take(_rows(catalogue, seen)), y)
+    model = fit(data, catalogue.memory_sd, catalogue.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH)
     least, _ = model.predict(catalogue.memory.take(_rows(catalogue, out)))
     return max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
 
@@ -341,13 +350,14 @@ def _time_data(
     for n, t in enumerate(ran):
         derive = n >= len(ran) - DERIVED_TRIALS
         stopped = STOPPED_SD if t.outcome is Outcome.STOPPED_EARLY else 0.0
+        own = _own_noise(t)
         for candidate, seconds, sd in _priced(catalogue, t, world_size, derive=derive):
             row = catalogue.row.get(candidate)
             if row is not None and seconds > 0:
                 rows.append(row)
                 y.append(math.log(seconds))
                 group.append(n)
-                extra.append(math.hypot(sd, stopped))
+                extra.append(math.hypot(sd, stopped, own))
     if not rows:
         return None
     return Data(
@@ -400,7 +410,7 @@ def _learn_samples(catalogue: FeatureTable, world_size: int, done: Sequence[Obse
         y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(world_size)))
         extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else _spread(t, "time_to_loss_s", SAMPLES_SD))
     return fit(
-        _data(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0])
+        Data.of(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0])
     )
 
 
@@ -409,7 +419,7 @@ def _learn_useful(catalogue: FeatureTable, done: Sequence[Observation]) -> Calib
     some = [t for t in done if t.good(GOODPUT) and t.good("samples_per_s")]
     y = [math.log(t.metrics["samples_per_s"] / t.metrics[GOODPUT]) for t in some]
     return fit(
-        _data(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0])
+        Data.of(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0])
     )
 
 
@@ -423,11 +433,16 @@ def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
     return np.asarray(bad / (bad + good + 0.25) * (good < bad), dtype=float)
 
 
+def _own_noise(t: Observation) -> float:
+    """Noise of the step time as the trial's own steps show it; 0 where no interval was told."""
+    return interval_sd(*t.ci95["step_time_s"]) if "step_time_s" in t.ci95 else 0.0
+
+
 def _spread(t: Observation, metric: str, otherwise: float) -> float:
     low, high = t.ci95.get(metric, (0.0, 0.0))
     if not (0 < low <= high < math.inf):
         return otherwise
-    return float(np.clip(math.log(high / low) / 3.92, 0.01, CENSORED_SD))
+    return float(np.clip(math.log(high / low) / (2 * Z95), 0.01, CENSORED_SD))
 
 
 def _sign(metric: str) -> float:

@@ -1,7 +1,7 @@
 """The search itself, without a study: candidates, a prior and what was measured in; the next candidate and the best one out.
 
 It needs no workload, no DeepSpeed and no Optuna, so it can be tried on any table of candidates; `docs/develop/sampler.md` shows
-how, and how to use the same search as an Optuna sampler. What trials teach is in `learned.py`; here is what follows
+how, and how to use the same search as an Optuna sampler. What trials teach is in `model.py`; here is what follows
 from it.
 """
 
@@ -10,28 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.search import acquisition
-from autotune.search.features import FeatureTable, Prior
 from autotune.search.model import Bound, CostModel, Observation, TransferredCorrections, learn
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.result import Outcome
 
-__all__ = [
-    "Beliefs",
-    "Bound",
-    "CandidateOptimizer",
-    "Observation",
-    "Outlook",
-    "RemainingCandidates",
-    "chance_needed",
-    "knobs_of",
-]
+__all__ = ["Beliefs", "Bound", "CandidateOptimizer", "Observation", "Outlook", "RemainingCandidates", "chance_needed"]
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
@@ -55,7 +45,7 @@ class Beliefs:
     """What is believed of candidates, one entry each.
 
     Attributes:
-        log_step_time: Expected logarithm of the step time, as (mean, standard deviation).
+        log_step_time: Logarithm of the step time that a trial would measure, as (mean, standard deviation).
         log_memory: The same for the peak memory.
         log_samples: The same for the samples to the target.
         log_useful: The same for the samples that a useful one costs.
@@ -214,8 +204,8 @@ class CandidateOptimizer:
         state = self._learn(told)
         rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
         return Beliefs(
-            log_step_time=state.step_time(rows),
-            log_memory=state.memory.predict(self.catalogue.memory.take(rows)),
+            log_step_time=state.step_time(rows, noise=True),
+            log_memory=state.memory.predict(self.catalogue.memory.take(rows), noise=True),
             log_samples=state.samples.predict(self.catalogue.samples.take(rows)),
             log_useful=state.useful.predict(self.catalogue.samples.take(rows)),
             fits=state.fits(rows),
@@ -352,16 +342,6 @@ class CandidateOptimizer:
 def chance_needed(told: Sequence[Observation]) -> float:
     """The least probability to fit that a candidate needs to be run: a slice of what nearly fits, until some did not."""
     return float(1.0 - RISK * LESS_RISK ** sum(t.outcome is Outcome.OOM for t in told))
-
-
-def knobs_of(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:
-    """Every knob that differs between candidates, with its values."""
-    found: dict[str, dict[str, Any]] = {}
-    for candidate in candidates:
-        for name, value in candidate.values().items():
-            found.setdefault(name, {}).setdefault(repr(value), value)
-    absent = {name for name in found if "." in name}
-    return {name: list(values.values()) for name, values in found.items() if len(values) > 1 or name in absent}
 
 
 def _lowest(values: Floats, where: NDArray[np.bool_], n: int) -> Rows:

@@ -20,23 +20,19 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import UserError
-from autotune.forecast import memory, step_time
-from autotune.forecast.knobs import Knobs
+from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
 from autotune.search import early_stopping, stopping
-from autotune.search.features import Prior, PriorPrediction
 from autotune.search.model import Bound, Observation
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import Setting, why_illegal
 from autotune.space.space import SearchSpace
-from autotune.trial.profile import Machine, Profile
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Workload
 
-# Written by `store`, which lies beside this package: what a told trial yielded, as JSON.
+# What a told trial yielded, as JSON.
 # A trial's result, as a system attribute; a user attribute in databases of earlier releases.
 MEASURED_ATTR, OLD_MEASURED_ATTR = "autotune:measured", "measured"
 # Spaces up to this size are enumerated; of larger ones so many candidates are drawn, and the neighbours of the best
@@ -44,49 +40,9 @@ MEASURED_ATTR, OLD_MEASURED_ATTR = "autotune:measured", "measured"
 MOST_CANDIDATES = 100_000
 DRAWN = 30_000
 NEIGHBOURS_OF = 4
-# Standard deviations of the log of each term, and of the whole, where the workload was guessed from its size.
-GUESSED_SPREAD = 1.0
-COUNTED_SCALE_SD, GUESSED_SCALE_SD = 0.15, 1.0
 # Every trial is looked at again for every proposal, and what was read of it never changes.
 _from_key = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
 _parsed = functools.lru_cache(maxsize=20_000)(json.loads)
-
-
-class AnalyticPrior:
-    """Memory and step time by the formulas of `autotune.predictors`.
-
-    Args:
-        profile: The workload.
-        machine: What it runs on.
-        base: Settings by dotted path that hold where a candidate says nothing.
-    """
-
-    def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
-        self.profile, self.machine, self.base = profile, machine, base
-        guessed = profile.guessed
-        self._time_spread = np.array([max(s, GUESSED_SPREAD) if guessed else 2 * s for s in step_time.SPREADS.values()])
-        said = memory.spreads(profile)
-        self._memory_spread = np.array([1.5 * s for s in said.values()])
-
-    def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
-        """The prediction, one row for each candidate."""
-        knobs = Knobs.of(candidates, self.base)
-        times = step_time.step_time_terms(knobs, self.profile, self.machine)
-        sizes = memory.memory_terms(knobs, self.profile, self.machine)
-        return PriorPrediction(
-            time_terms=np.column_stack([times[name] for name in step_time.SPREADS]),
-            memory_terms=np.column_stack([sizes[name] for name in memory.SPREADS]),
-            time_spread=self._time_spread,
-            memory_spread=self._memory_spread,
-            memory_scale_sd=GUESSED_SCALE_SD if self.profile.guessed else COUNTED_SCALE_SD,
-        )
-
-
-def generic_prior(workload: Workload, setting: Setting) -> AnalyticPrior:
-    """What to expect of a workload: from its profile and the machine's rates, else a transformer of its size on a typical machine."""
-    profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
-    machine = workload.machine or Machine.guess(setting.accelerator, setting.world_size, workload.environment.n_cores)
-    return AnalyticPrior(profile, machine, dict(setting.base))
 
 
 class PhysicsSampler(LegalSampler):

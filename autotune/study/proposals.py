@@ -7,9 +7,10 @@ from collections import Counter
 
 from optuna.trial import Trial, TrialState
 
+from autotune.forecast.features import Prior
+from autotune.forecast.predictor import generic_prior
 from autotune.scoring import objective
-from autotune.search.features import Prior
-from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal

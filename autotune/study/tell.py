@@ -11,7 +11,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autotune.forecast.predictor import Predictor, settings_of
+from autotune.forecast.predictor import Predictor, generic_prior, settings_of
+from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
 from autotune.scoring.measured import log_ratio
 from autotune.scoring.objective import Score
@@ -26,8 +27,7 @@ from autotune.study.storage import records
 from autotune.study.storage.leases import Lease
 from autotune.system.signals import undisturbed
 from autotune.trial.folder import TrialDir, result_in
-from autotune.trial.profile import Machine, Profile
-from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.result import RAN, Outcome, TrialResult
 
 # The constraint that a trial has completed, in Optuna's study.
 COMPLETED = "completed"
@@ -145,10 +145,13 @@ class Teller:
         predictor = self._predictor
         for told in self._state.told():
             data = records.told_data(told)
-            if told.number not in self._learned and data["outcome"] == Outcome.COMPLETE:
+            if told.number not in self._learned and data["outcome"] in RAN:
                 self._learned.add(told.number)
                 metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
-                predictor.learn(records.told_candidate(told), **metrics)
+                within = data["ci95"].get("step_time_s")
+                stopped = STOPPED_SD if data["outcome"] == Outcome.STOPPED_EARLY else 0.0
+                noise = math.hypot(interval_sd(*within) if within else 0.0, stopped)
+                predictor.learn(records.told_candidate(told), **metrics, step_time_sd=noise)
         totals = {
             "peak_memory_bytes": predictor.memory(candidate).total,
             "step_time_s": predictor.step_time(candidate).total,
@@ -158,12 +161,9 @@ class Teller:
     @functools.cached_property
     def _predictor(self) -> Predictor:
         """Forecasts from the profile, corrected by the trials that were told."""
-        plan, workload = self._state.plan, self._state.plan.workload
-        profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
-        machine = workload.machine or Machine.guess(
-            plan.setting.accelerator, plan.world_size, workload.environment.n_cores
-        )
-        return Predictor(profile, machine, settings_of(plan.base_config))
+        plan = self._state.plan
+        prior = generic_prior(plan.workload, plan.setting)
+        return Predictor(prior.profile, prior.machine, settings_of(plan.base_config))
 
 
 def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
+from autotune.forecast.features import Prior
+from autotune.forecast.predictor import generic_prior
 from autotune.search import transfer
-from autotune.search.features import Prior
-from autotune.search.model import RAN, Observation
+from autotune.search.model import Observation
 from autotune.search.optimizer import CandidateOptimizer
-from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.physics import PhysicsSampler
 from autotune.search.transfer import Transferred
 from autotune.space.candidate import Candidate
 from autotune.space.space import SearchSpace
@@ -23,6 +24,7 @@ from autotune.study.storage import records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.records import StudyRecord
+from autotune.trial.result import RAN
 from autotune.trial.workload import Workload
 
 RELATED_SIZE = 4.0  # ratio of parameters up to which models with blocks of one class are related

@@ -34,6 +34,10 @@ class Outcome(StrEnum):
     LOST = "lost"
 
 
+# The outcomes of trials that told a step time.
+RAN = (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """An operation of a traced step.

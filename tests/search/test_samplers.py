@@ -8,8 +8,9 @@ from optuna.trial import TrialState
 from support.instant import WORKLOAD
 
 from autotune.errors import UserError
+from autotune.forecast.predictor import generic_prior
 from autotune.search import SAMPLERS, check_sampler
-from autotune.search.physics import PhysicsSampler, generic_prior
+from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import Setting, why_illegal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 
 from autotune.errors import UserError
 from autotune.forecast.predictor import Forecast, ForecastInputs, Predictor, probability_below, settings_of
+from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, check_setting
 from autotune.space.legality import why_illegal
@@ -27,7 +29,7 @@ from autotune.system.machine import n_devices
 from autotune.system.units import format_bytes, format_seconds
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
-from autotune.trial.result import Outcome
+from autotune.trial.result import RAN, Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Workload
 
@@ -181,7 +183,7 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
     predictor = Predictor(found.profile, found.machine, settings_of(found.base_config))
     measured = measured_in(studies / spec.name, spec.target, found.world_size)
     for other, metrics in measured.items():
-        predictor.learn(other, peak_memory_bytes=metrics["peak_memory_bytes"], step_time_s=metrics["step_time_s"])
+        predictor.learn(other, **metrics, machine=found.machine)
     limit = float(spec.device_memory_bytes or found.share_bytes)
     said = predictor.memory(candidate)
     return Answer(
@@ -221,16 +223,27 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
 
 
 def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, dict[str, float]]:
-    """Returns the metrics of a study's completed trials with this target and number of ranks, by candidate."""
+    """What the trials of a study with this target and number of ranks measured, by candidate, as `Predictor.learn` takes it.
+
+    A trial that was stopped early counts with more noise, and only where no other trial of its candidate was complete.
+    """
     found: dict[Candidate, dict[str, float]] = {}
     for path in sorted((folder / "trials").glob("[0-9]*")):
         trial_dir = TrialDir(path)
         try:
             request, result = (json.loads(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
-            wanted = (str(target), world_size, Outcome.COMPLETE)
-            if (request["target"], result["world_size"], result["outcome"]) == wanted:
-                peak, step = float(result["peak_memory_bytes"]), float(result["steps"]["median_s"])
-                found[Candidate.of(result["candidate"])] = {"peak_memory_bytes": peak, "step_time_s": step}
+            if request["target"] != str(target) or result["world_size"] != world_size or result["outcome"] not in RAN:
+                continue
+            candidate, stopped = Candidate.of(result["candidate"]), result["outcome"] == Outcome.STOPPED_EARLY
+            if stopped and candidate in found:
+                continue
+            median, half = float(result["steps"]["median_s"]), float(result["steps"]["ci95_s"])
+            metrics = {
+                "peak_memory_bytes": float(result["peak_memory_bytes"]),
+                "step_time_s": median,
+                "step_time_sd": math.hypot(interval_sd(median - half, median + half), STOPPED_SD * stopped),
+            }
+            found[candidate] = metrics
         except (OSError, ValueError, KeyError, TypeError, UserError):
             continue  # lost, incomplete, or written by another version
     return found

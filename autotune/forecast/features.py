@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.search.gaussian_process import Design
+from autotune.forecast.regression import Design, joined
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 
@@ -19,10 +19,14 @@ Floats = NDArray[np.float64]
 MOST_LEVELS = 5
 # Standard deviations of the coefficients, of log time: wide enough that a confident wrong prior recovers (narrow
 # offsets never do).
-CONSTANT_SD, MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 2.0, 0.15, 0.02, 0.1, 0.3, 0.15
+MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 0.15, 0.02, 0.1, 0.3, 0.15
+# Kernels work in tiles: a micro-batch that is odd, or no multiple of 8, may cost more than its samples say.
+TILE_SD = 0.15
 MEMORY_SHRINK = 0.6
 # A change of level is as far as a few doublings of the batch.
 LEVEL_DISTANCE, DOUBLING = 0.6, 0.4
+# Where nothing predicts the costs, all differences between candidates are left to the features.
+NO_OPINION = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class PriorPrediction:
         memory_terms: Peak bytes of a rank, in parts that add up.
         time_spread: How far each time term may be off: standard deviation of its logarithm.
         memory_spread: The same for memory.
+        time_scale_sd: The same for the time as a whole.
         memory_scale_sd: The same for the memory as a whole; small where bytes were counted and not guessed.
         doubt: How much the knobs may add to the formulas, of what they usually may; less where earlier trials told what
             they add.
@@ -46,6 +51,7 @@ class PriorPrediction:
     memory_terms: Floats
     time_spread: Floats
     memory_spread: Floats
+    time_scale_sd: float = 2.0
     memory_scale_sd: float = 1.0
     doubt: float = 1.0
     samples_scale: tuple[float, float] = (1.0, 1.0)
@@ -61,7 +67,9 @@ class Prior(Protocol):
 
 def flat(candidates: Sequence[Candidate]) -> PriorPrediction:
     """No opinion: every candidate costs the same."""
-    return from_logs(np.zeros(len(candidates)), np.zeros(len(candidates)), memory_scale_sd=30.0)
+    return replace(
+        from_logs(np.zeros(len(candidates)), np.zeros(len(candidates)), memory_scale_sd=30.0), doubt=NO_OPINION
+    )
 
 
 def from_logs(log_step_time: Floats, log_memory: Floats, memory_scale_sd: float = 1.0) -> PriorPrediction:
@@ -123,7 +131,10 @@ class FeatureTable:
         steps = np.log2([c.gradient_accumulation_steps / self.reference.gradient_accumulation_steps for c in new])
         batch = np.array([c.micro_batch_size * c.gradient_accumulation_steps for c in new], dtype=float)
         one = np.ones(len(new))
-        linear = np.column_stack([one, micro, micro**2, steps, present, slopes, slopes**2])
+        sizes = np.array([c.micro_batch_size for c in new])
+        linear = np.column_stack(
+            [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2]
+        )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
         relative = batch / (self.reference.micro_batch_size * self.reference.gradient_accumulation_steps)
         time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
@@ -131,40 +142,37 @@ class FeatureTable:
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
         samples = Design(
             terms=np.column_stack([one, relative]) * said.samples_scale,
-            linear=np.column_stack([present]),
+            linear=np.column_stack([one, present]),
             smooth=np.log2(batch)[:, None] * DOUBLING,
         )
         if first:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
             n_levels, n_slopes = present.shape[1], slopes.shape[1]
-            self.linear_sd = np.array(
+            self.time_sd = np.array(
                 [
-                    CONSTANT_SD,
+                    said.time_scale_sd,
                     MICRO_SD,
                     BEND_SD,
                     ACCUMULATION_SD,
+                    TILE_SD,
+                    TILE_SD,
                     *[LEVEL_SD] * n_levels,
                     *[SLOPE_SD] * n_slopes,
                     *[SLOPE_SD / 2] * n_slopes,
                 ]
             )
-            self.linear_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
-            self.memory_sd = self.linear_sd * MEMORY_SHRINK
+            self.time_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
+            self.memory_sd = self.time_sd * MEMORY_SHRINK
             self.samples_spread = np.full(2, said.samples_spread)
             self.memory_sd[0] = said.memory_scale_sd
-            self.samples_sd = np.full(n_levels, 0.03)
+            self.samples_sd = np.array([0.0, *[0.03] * n_levels])
             self.time_spread, self.memory_spread = (
                 np.asarray(said.time_spread, float),
                 np.asarray(said.memory_spread, float),
             )
             return
         self.time, self.memory, self.samples = (
-            Design(
-                terms=np.vstack([a.terms, b.terms]),
-                linear=np.vstack([a.linear, b.linear]),
-                smooth=np.vstack([a.smooth, b.smooth]),
-            )
-            for a, b in ((self.time, time), (self.memory, memory), (self.samples, samples))
+            joined(pair) for pair in ((self.time, time), (self.memory, memory), (self.samples, samples))
         )
         self.batch, self.present = np.concatenate([self.batch, batch]), np.vstack([self.present, present])
 
@@ -186,6 +194,16 @@ class FeatureTable:
             values = _column(candidates, name)
             columns.append([0.0 if not value else (np.log2(float(value)) - middle) / half for value in values])
         return np.array(columns, dtype=float).T.reshape(len(candidates), len(self.numeric))
+
+
+def knobs_of(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:
+    """Every knob that differs between candidates, with its values."""
+    found: dict[str, dict[str, Any]] = {}
+    for candidate in candidates:
+        for name, value in candidate.values().items():
+            found.setdefault(name, {}).setdefault(repr(value), value)
+    absent = {name for name in found if "." in name}
+    return {name: list(values.values()) for name, values in found.items() if len(values) > 1 or name in absent}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,324 @@
+"""The calibrated model: a Gaussian process on log(measured / predicted), with linear features and noise learned from the trials."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
+from scipy.special import log_ndtr, ndtr
+
+Floats = NDArray[np.float64]
+
+# What the marginal likelihood weighs: the standard deviations of the smooth remainder and of a trial's noise (of the
+# logarithm), and factors on the stated standard deviations of the linear coefficients.
+SMOOTH_SD = (0.02, 0.06, 0.15, 0.3)
+NOISE_SD = (0.012, 0.03, 0.06, 0.1, 0.15, 0.2)
+WIDTH = (0.06, 0.2, 0.6, 2.0)
+# Where each of the three is expected before anything was measured; they are off by a factor of e in one case of three.
+# The formulas leave less of the memory unexplained than of the time.
+TYPICAL_WIDTH, TYPICAL_SMOOTH, TYPICAL_NOISE = 0.2, 0.1, 0.1
+MEMORY_SMOOTH = 0.03
+MOST_FOR_CHOICE = 60
+ROUNDS, STEPS, IMPUTATIONS = 2, 8, 4
+LARGEST_CORRECTION = 4.0
+JITTER = 1e-9
+# A trial that lies further than this many standard deviations from what the others foretell counts as more noisy, while
+# such trials are few.
+OUTLYING, MOST_OUTLYING = 2.5, 0.2
+# Leave-one-out errors weigh against this many that agree with the stated deviations; beyond `FAR` they count as `FAR`.
+PRIOR_ERRORS, FAR, NARROWEST, WIDEST = 8.0, 4.0, 1.15, 2.0
+Z90, Z95 = 1.645, 1.96
+# What a trial's own interval can say of its noise at most, and what a trial that was stopped has besides (standard
+# deviations of the logarithm).
+WIDEST_OWN, STOPPED_SD = 0.2, 0.1
+# Noise of a trial's peak memory, and of its step time where no interval is known, as standard deviations of the
+# logarithm. Between trials times scatter more than the steps within one say: on the truth tables four times as much.
+MEMORY_NOISE, TIME_NOISE, BETWEEN_TRIALS, LARGEST_NOISE = 0.02, 0.03, 4.0, 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """Rows that a model can be asked about.
+
+    Attributes:
+        terms: What the prior adds up, one column a term; every row has a positive sum.
+        linear: Features with a coefficient each; the first is the constant.
+        smooth: Coordinates in which the remainder is smooth, at a length scale of 1.
+    """
+
+    terms: Floats
+    linear: Floats
+    smooth: Floats
+
+    def take(self, rows: NDArray[np.intp]) -> Design:
+        """Some of the rows."""
+        return Design(terms=self.terms[rows], linear=self.linear[rows], smooth=self.smooth[rows])
+
+    def __len__(self) -> int:
+        return len(self.terms)
+
+
+def joined(designs: Sequence[Design]) -> Design:
+    """The rows of several designs, in order."""
+    return Design(
+        terms=np.vstack([d.terms for d in designs]),
+        linear=np.vstack([d.linear for d in designs]),
+        smooth=np.vstack([d.smooth for d in designs]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What was observed.
+
+    Attributes:
+        design: The rows observed.
+        y: Logarithms of the values; for a censored row its lower bound.
+        group: Rows of one group come from one trial and share its noise.
+        extra_sd: Noise that a row has besides its trial's.
+        censored: The value is at least this.
+    """
+
+    design: Design
+    y: Floats
+    group: NDArray[np.intp]
+    extra_sd: Floats
+    censored: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, design: Design, y: Sequence[float] | Floats, extra_sd: Sequence[float] | None = None, n_censored: int = 0
+    ) -> Data:
+        """Rows of one trial each, of which the last `n_censored` are censored."""
+        n = len(y)
+        return cls(
+            design=design, y=np.array(y, dtype=float), group=np.arange(n), censored=np.arange(n) >= n - n_censored,
+            extra_sd=np.zeros(n) if extra_sd is None else np.array(extra_sd, dtype=float),
+        )  # fmt: skip
+
+    def take(self, rows: NDArray[np.intp]) -> Data:
+        """Some of the rows."""
+        return Data(
+            design=self.design.take(rows), y=self.y[rows], group=self.group[rows], extra_sd=self.extra_sd[rows],
+            censored=self.censored[rows],
+        )  # fmt: skip
+
+
+class CalibratedGP:
+    """What is believed after the observations; made by `fit`.
+
+    The model is y = log(sum of terms x exp(correction of the term)) + linear features x coefficients + a smooth
+    remainder (squared-exponential kernel) + noise. The corrections enter linearised at their best estimate
+    (Gauss-Newton), so a wrong bandwidth in the prior is corrected where it matters and not everywhere.
+
+    Args:
+        linear_sd: Prior standard deviation of each linear coefficient.
+        term_sd: Prior standard deviation of the correction of each term (of its logarithm).
+        noise: Where the noise of a trial is expected, as a standard deviation.
+        smooth: The same for the remainder.
+
+    Attributes:
+        smooth_sd: Standard deviation of the remainder.
+        noise_sd: Noise of a trial.
+        n_observed: Trials that were observed, but for the censored ones.
+        covered: Share of the observations in their 90 % interval, each foretold from the others; 0 before there are any.
+    """
+
+    def __init__(self, linear_sd: Floats, term_sd: Floats, noise: float, smooth: float) -> None:
+        self.stated_sd, self.linear_sd, self.term_sd = linear_sd, linear_sd, term_sd
+        self.correction = np.zeros(len(term_sd))
+        self.covered, self.n_observed = 0.0, 0
+        self._data: Data | None = None
+        self._inflation: dict[int, float] = {}
+        self._wider = NARROWEST
+        self._grid = list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD))
+        typical = np.log([TYPICAL_WIDTH, smooth, noise])
+        self._expected = -0.5 * ((np.log(self._grid) - typical) ** 2).sum(axis=1)
+        self._choose(self._expected)
+
+    def learn(self, data: Data) -> None:
+        """Chooses scales, corrections and the weights of outlying trials by uncensored rows, one for each trial."""
+        for number in range(ROUNDS):
+            self._correct(data.y, data)
+            self._choose(self._expected + self._likelihoods(data))
+            self.observe(data)
+            inverse = cho_solve(self._factor, np.eye(len(data.y)))
+            # Leave-one-out errors in units of their own deviations (Rasmussen and Williams, 5.4.2).
+            errors = np.abs(self._alpha) / np.sqrt(np.diag(inverse))
+            if not number:  # an outlying trial counts against the model
+                self.covered = float((errors <= Z90).mean())
+            outlying = errors > OUTLYING
+            if outlying.mean() <= MOST_OUTLYING:
+                self._inflation = dict(zip(data.group[outlying], errors[outlying] / OUTLYING, strict=True))
+        n, squares = len(errors), (np.minimum(errors, FAR) ** 2).sum()
+        self._wider = float(np.clip(np.sqrt((squares + PRIOR_ERRORS) / (n + PRIOR_ERRORS)), NARROWEST, WIDEST))
+
+    def _choose(self, log_weights: Floats) -> None:
+        """Takes means over the grid, of variances and of the noise's logarithm: few trials single out no point of it."""
+        weights = np.exp(log_weights - log_weights.max())
+        weights = weights / weights.sum()
+        width, self.smooth_sd, _ = (float(v) for v in np.sqrt(weights @ np.square(self._grid)))
+        self.noise_sd = float(np.exp(weights @ np.log(self._grid)[:, 2]))
+        self.linear_sd = np.concatenate([self.stated_sd[:1], self.stated_sd[1:] * width])
+
+    def _likelihoods(self, data: Data) -> Floats:
+        """Log marginal likelihood of each point of the grid, at the corrections as they stand."""
+        base, shares = self._prior(data.design)
+        target = data.y - base + shares @ self.correction
+        features = data.design.linear * self.stated_sd
+        fixed = np.hstack([features[:, :1], shares * self.term_sd])
+        parts = np.array(
+            [features[:, 1:] @ features[:, 1:].T, _kernel(data.design.smooth, data.design.smooth), self._shared(data)]
+        )
+        covariance = (
+            fixed @ fixed.T + np.diag(data.extra_sd**2 + JITTER) + np.tensordot(np.square(self._grid), parts, axes=1)
+        )
+        lower = np.linalg.cholesky(covariance)
+        white = np.linalg.solve(lower, np.broadcast_to(target[:, None], (len(lower), len(target), 1)))[:, :, 0]
+        determinants = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(axis=1)
+        return np.asarray(-0.5 * (white**2).sum(axis=1) - determinants, dtype=float)
+
+    def _shared(self, data: Data) -> Floats:
+        """Which rows share the noise of a trial, and how much more of it than others an outlying trial has."""
+        factor = np.array([self._inflation.get(int(group), 1.0) for group in data.group])
+        same = data.group[:, None] == data.group[None, :]
+        return np.asarray(same * np.outer(factor, factor), dtype=float)
+
+    def _remainder(self, data: Data) -> Floats:
+        kernel = self.smooth_sd**2 * _kernel(data.design.smooth, data.design.smooth)
+        return kernel + self.noise_sd**2 * self._shared(data) + np.diag(data.extra_sd**2 + JITTER)
+
+    def observe(self, data: Data, y: Floats | None = None) -> None:
+        """Conditions on observations; the scales stay.
+
+        Args:
+            data: The observations.
+            y: Values in place of `data.y`, where censored ones were filled in.
+        """
+        y = data.y if y is None else y
+        self._data = data
+        self._correct(y, data)
+        base, shares = self._prior(data.design)
+        self._features = np.hstack([data.design.linear * self.linear_sd, shares * self.term_sd])
+        target = y - base + shares @ self.correction
+        self._factor = cho_factor(self._features @ self._features.T + self._remainder(data), lower=True)
+        self._alpha = cho_solve(self._factor, target)
+        self._weights = self._features.T @ self._alpha
+
+    def _correct(self, y: Floats, data: Data) -> None:
+        """The most likely corrections of the terms, everything else integrated out: Gauss-Newton from where they stand."""
+        if not self.term_sd.any():
+            return
+        linear = data.design.linear * self.linear_sd
+        lower = cholesky(linear @ linear.T + self._remainder(data), lower=True)
+        for _ in range(STEPS):
+            base, shares = self._prior(data.design)
+            white = solve_triangular(lower, np.column_stack([y - base, shares * self.term_sd]), lower=True)
+            slopes, sd = white[:, 1:], np.maximum(self.term_sd, 1e-6)
+            gradient = slopes.T @ white[:, 0] - self.correction / sd
+            move = self.term_sd * np.linalg.solve(slopes.T @ slopes + np.eye(len(sd)), gradient)
+            self.correction = np.clip(
+                self.correction + np.clip(move, -1.0, 1.0), -LARGEST_CORRECTION, LARGEST_CORRECTION
+            )
+            if np.abs(move).max() < 0.01:
+                return
+
+    def mean(self, design: Design) -> Floats:
+        """The expected logarithm in each row without the smooth remainder: cheap for very many rows."""
+        base = np.log(design.terms @ np.exp(self.correction))
+        if self._data is None:
+            return np.asarray(base, dtype=float)
+        return np.asarray(base + design.linear @ (self.linear_sd * self._weights[: len(self.linear_sd)]), dtype=float)
+
+    def remainder(self, design: Design) -> Floats:
+        """What is expected in each row beyond the corrected terms, as a logarithm: what knobs and machine add to the formulas."""
+        base, _ = self._prior(design)
+        return np.asarray(self.predict(design)[0] - base, dtype=float)
+
+    def predict(self, design: Design, *, noise: bool = False) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm in each row; with `noise` of what a trial would measure."""
+        base, shares = self._prior(design)
+        features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
+        prior = (features**2).sum(axis=1) + self.smooth_sd**2
+        more = self.noise_sd if noise else 0.0
+        if self._data is None:
+            return base, np.hypot(self._wider * np.sqrt(prior), more)
+        cross = features @ self._features.T + self.smooth_sd**2 * _kernel(design.smooth, self._data.design.smooth)
+        centre = base - shares @ self.correction + cross @ self._alpha
+        explained = solve_triangular(self._factor[0], cross.T, lower=True)
+        variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-8)
+        return np.asarray(centre, dtype=float), np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
+
+    def correction_sd(self) -> Floats:
+        """How unsure the correction of each term is."""
+        if self._data is None:
+            return self.term_sd
+        cross = self._features[:, -len(self.term_sd) :] * self.term_sd
+        explained = solve_triangular(self._factor[0], cross, lower=True)
+        return np.asarray(np.sqrt(np.maximum(self.term_sd**2 - (explained**2).sum(axis=0), 0.0)), dtype=float)
+
+    def _prior(self, design: Design) -> tuple[Floats, Floats]:
+        """The corrected prior in each row, and the share of each term in it, which is the derivative by its correction."""
+        scaled = design.terms * np.exp(self.correction)
+        total = scaled.sum(axis=1)
+        return np.log(total), scaled / total[:, None]
+
+
+def fit(
+    data: Data | None, linear_sd: Floats, term_sd: Floats, noise: float = TYPICAL_NOISE, smooth: float = TYPICAL_SMOOTH
+) -> CalibratedGP:
+    """The posterior, with scales weighed by how likely they make the observations.
+
+    Censored observations are filled in by their expectation under the model, again and again (Buckley and James, 1979).
+    """
+    model = CalibratedGP(linear_sd, term_sd, noise, smooth)
+    if data is None or not len(data.y):
+        return model
+    # A trial's own value; what was derived from it would be foretold too well. Bounds alone teach too little.
+    first = np.unique(data.group, return_index=True)[1]
+    own = np.sort(first[~data.censored[first]])[-MOST_FOR_CHOICE:]
+    model.n_observed = int((~data.censored[first]).sum())
+    if len(own):
+        model.learn(data.take(own))
+    hidden = data.censored
+    if not hidden.all():
+        model.observe(data.take(np.flatnonzero(~hidden)))
+    if not hidden.any():
+        return model
+    y, rows = data.y.copy(), data.design.take(np.flatnonzero(hidden))
+    for _ in range(IMPUTATIONS):
+        mean, sd = model.predict(rows)
+        z = (data.y[hidden] - mean) / sd
+        # E[m | m > c] = mean + sd phi(z) / (1 - Phi(z)), in logarithms so that a far tail stays finite.
+        y[hidden] = np.maximum(data.y[hidden], mean + sd * np.exp(-0.5 * z**2 - 0.9189385332046727 - log_ndtr(-z)))
+        model.observe(data, y)
+    return model
+
+
+def interval_sd(low: float, high: float) -> float:
+    """Standard deviation of a logarithm from the 95 % interval of its value; the largest where that says nothing."""
+    return min(WIDEST_OWN, float(np.log(high / low)) / (2 * Z95)) if 0 < low <= high < np.inf else WIDEST_OWN
+
+
+def expected_noise(within: Sequence[float]) -> float:
+    """How far the step times of two trials of one configuration are expected to differ.
+
+    Args:
+        within: Standard deviation of the logarithm of each trial's step time, as its own steps show it; 0 if not known.
+    """
+    known = [sd for sd in within if sd > 0]
+    return float(np.clip(BETWEEN_TRIALS * np.median(known), TIME_NOISE, LARGEST_NOISE)) if known else TIME_NOISE
+
+
+def probability_below(mean: Floats, sd: Floats, limit: float) -> Floats:
+    """Probability that the value is below a limit."""
+    return np.asarray(ndtr((limit - mean) / sd), dtype=float)
+
+
+def _kernel(a: Floats, b: Floats) -> Floats:
+    squared = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None, :] - 2.0 * a @ b.T
+    return np.asarray(np.exp(-0.5 * np.maximum(squared, 0.0)), dtype=float)

@@ -104,8 +104,8 @@ def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, C
     odd = [n for n in ranks if most % n]
     if odd:
         raise ScalingError(
-            f"strong scaling keeps the global batch by accumulating more on fewer ranks; {', '.join(map(str, odd))} do"
-            f" not divide {most}; choose other rank counts, or --weak"
+            f"strong scaling keeps the global batch by accumulating more on fewer ranks; {', '.join(map(str, odd))}"
+            f" {'does' if len(odd) == 1 else 'do'} not divide {most}; choose other rank counts, or --weak"
         )
     steps = base.gradient_accumulation_steps
     return {n: Candidate.of({**base.values(), "gradient_accumulation_steps": steps * most // n}) for n in sorted(ranks)}

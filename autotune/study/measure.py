@@ -10,7 +10,7 @@ from typing import Any
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig
+from autotune.space.deepspeed import DsConfig, Scalar, at_path
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.state import StudyState
@@ -84,8 +84,15 @@ class TrialMeasurer:
             device_memory_bytes=spec.device_memory_bytes,
             script=plan.script(candidate),
             learning_rate_factor=rate.factor(batch),
+            changed_from=self._changed_from(candidate),
             rivals=self._bounds_to_beat(candidate) if role == "search" else (),
         )
+
+    def _changed_from(self, candidate: Candidate) -> dict[str, Scalar]:
+        """The baseline's values of the knobs in which a candidate differs from it."""
+        own, base = self._state.plan.baseline.values(), self._state.plan.base_config
+        before = {name: own[name] if name in own else at_path(base, name) for name in candidate.values()}
+        return {name: before[name] for name, value in candidate.values().items() if value != before[name]}
 
     def _min_samples(self, role: str) -> int:
         if role not in ("baseline", "search"):

@@ -181,4 +181,5 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
+        "unwitnessed": list(result.observed.unwitnessed) if result.observed else [],
     }

@@ -57,6 +57,7 @@ class TrialRequest:
         save_weights: File for the weights at the end.
         first_sample: Position in the order of the data to start at.
         learning_rate_factor: Factor on the learning rates of the target's own optimizer.
+        changed_from: The baseline's values of the knobs in which the candidate differs from it; each needs a witness.
         rivals: Measured trials; this trial ends once it is known to be worse than one of them on every objective.
         ops: DeepSpeed ops to compile, by builder name.
         traced_steps: Steps to run under torch's profiler, after the measurement.
@@ -82,6 +83,7 @@ class TrialRequest:
     save_weights: str | None = None
     first_sample: int = 0
     learning_rate_factor: float = 1.0
+    changed_from: dict[str, Scalar] = field(default_factory=dict)
     rivals: tuple[TrialToBeat, ...] = ()
     traced_steps: int = 0
     ops: tuple[str, ...] = ()

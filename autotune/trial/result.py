@@ -91,6 +91,7 @@ class Observed:
         dtype: Type of the model's weights.
         autocast: Type that `torch.autocast` computes in, if it is on.
         checkpointed_blocks: Blocks whose activations were recomputed.
+        unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
     """
 
     micro_batch_size: int | None
@@ -102,6 +103,7 @@ class Observed:
     dtype: str
     autocast: str | None = None
     checkpointed_blocks: int = 0
+    unwitnessed: tuple[str, ...] = ()
 
     def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
         """Returns the first setting that differs from the candidate's, in words; None if all were applied."""

@@ -25,6 +25,7 @@ from autotune.trial.result import OOM_EXIT_CODE, Outcome
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
+from autotune.worker.measure.witness import recomputations
 
 
 def complete(recorder: Recorder) -> NoReturn:
@@ -119,6 +120,8 @@ def prepare_device(request: TrialRequest) -> Memory:
 
     if get_accelerator().device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if any(name.startswith("activation_checkpointing.") for name in request.changed_from):
+        recomputations.watch()
     # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.
     n_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))

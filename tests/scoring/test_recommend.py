@@ -126,15 +126,23 @@ def test_a_round_counts_only_where_both_were_measured_in_it():
 # Ties.
 
 
-def test_of_two_within_the_noise_the_one_that_changes_least_is_recommended_and_the_tie_is_named():
+def test_of_two_within_one_percent_the_one_that_changes_least_is_recommended_and_the_tie_is_named():
     base = measured(0, 0.1, rounds=[0.1, 0.102, 0.098])
-    little = measured(1, 0.051, rounds=[0.0505, 0.052, 0.05], precision="bf16")
+    little = measured(1, 0.0502, rounds=[0.0502, 0.0512, 0.05], precision="bf16")
     much = measured(2, 0.05, rounds=[0.05, 0.051, 0.0499], precision="bf16", zero_stage=1, checkpoint_every=1)
     found = recommend([base, little, much], base, [LATENCY, THROUGHPUT], 1)
-    assert chosen(found) == 1 and "a tie with trial 2 within the noise" in reasons(found)
+    assert chosen(found) == 1 and "not to be told from trial 2 within the noise" in reasons(found)
     # Of two that change as much, the better one.
     alike = measured(3, 0.05, rounds=[0.05, 0.051, 0.0499], precision="torch_autocast")
     assert chosen(recommend([base, little, alike], base, [LATENCY, THROUGHPUT], 1)) == 3
+
+
+def test_a_finalist_that_lost_both_rounds_is_not_recommended_for_changing_less():
+    """Met as a tie: the noise of the baseline, by which both were divided, hid a loss of 33 and 45 %."""
+    base = measured(0, 0.1, rounds=[0.1, 0.14, 0.12])
+    little = measured(1, 0.06, rounds=[0.08, 0.0725, 0.08], precision="bf16")
+    much = measured(2, 0.06, rounds=[0.06, 0.05, 0.055], precision="bf16", zero_stage=1, checkpoint_every=1)
+    assert chosen(recommend([base, little, much], base, [LATENCY, THROUGHPUT], 1)) == 2
 
 
 def test_one_that_left_the_race_as_beaten_is_no_tie_whatever_the_baseline_did_in_its_rounds():
@@ -143,14 +151,14 @@ def test_one_that_left_the_race_as_beaten_is_no_tie_whatever_the_baseline_did_in
     best = measured(1, 0.07, rounds=[0.07, 0.07, 0.07, 0.07], precision="bf16", zero_stage=1)
     beaten = measured(2, 0.1, rounds=[0.1], precision="bf16")
     found = recommend([base, best, beaten], base, [LATENCY, THROUGHPUT], 1)
-    assert chosen(found) == 1 and "tie" not in found.picks["recommended"].reasons[0]
+    assert chosen(found) == 1 and "told from" not in found.picks["recommended"].reasons[0]
 
 
 def test_what_is_clearly_better_is_no_tie():
     base, little = measured(0, 0.1, rounds=[0.1, 0.101]), measured(1, 0.07, rounds=[0.07, 0.071], precision="bf16")
     much = measured(2, 0.05, rounds=[0.05, 0.0505], precision="bf16", zero_stage=1)
     found = recommend([base, little, much], base, [LATENCY], 1)
-    assert chosen(found) == 2 and "tie" not in found.picks["recommended"].reasons[0]
+    assert chosen(found) == 2 and "told from" not in found.picks["recommended"].reasons[0]
 
 
 def test_the_baseline_is_recommended_where_nothing_is_measurably_better():

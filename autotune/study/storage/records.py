@@ -58,9 +58,7 @@ WATCHED = ("time_budget_s",)
 SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
-TOLD_FIELDS = {
-    "outcome", "reason", "phase", "wall_s", "metrics", "ci95", "censored", "feasible", "caveats",
-}  # fmt: skip
+TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
 T = TypeVar("T")
 # Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
 READABLE = (
@@ -356,6 +354,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         repeats=repeats,
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
+        unwitnessed=data.get("unwitnessed", ()),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import BUSY_CORES, Observed
-from autotune.worker.measure import applied, machine_load
+from autotune.worker.measure import applied, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
 from autotune.worker.measure.gradient_check import GradientWatch
@@ -106,9 +107,15 @@ class Meter:
         Raises:
             NotApplied: They differ.
         """
-        mismatch = self.observe().mismatch(self.candidate, self.data_parallel)
+        observed, request = self.observe(), self.request
+        mismatch = observed.mismatch(self.candidate, self.data_parallel)
         if mismatch:
             raise NotApplied(mismatch)
+        asked = {name: request.candidate.get(name) for name in request.changed_from}
+        verdict = witness.judge(self.engine, asked, request.changed_from)
+        if verdict.inert:
+            raise NotApplied("; ".join(f"{name}: {why}" for name, why in verdict.inert.items()))
+        self.report.observed = replace(observed, unwitnessed=verdict.unwitnessed)
 
     def observe(self) -> Observed:
         """Returns the configuration that ran, and notes it in the report; all ranks take part."""

@@ -13,9 +13,9 @@ from autotune.errors import UserError
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.metrics import METRICS
 from autotune.space.candidate import Candidate
-from autotune.study.parallel import BESIDE
 from autotune.system.units import Scale, scale_for
 from autotune.trial.command import Invocation
+from autotune.trial.result import BESIDE
 
 Data: TypeAlias = Mapping[str, Any]
 

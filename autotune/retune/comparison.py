@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from scipy import special
-
 from autotune.scoring import step_times
 from autotune.scoring.measured import Measured, log_ratio, paired_log_ratios
 from autotune.scoring.metrics import METRICS
@@ -289,6 +287,8 @@ class _Mean:
     @property
     def sure(self) -> bool:
         """Whether it is positive with probability `SURE`."""
+        from scipy import special
+
         return self.value - float(special.stdtrit(self.degrees, SURE)) * self.se > 0
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import StepStats
@@ -123,6 +122,8 @@ def ratio_ci95(
 
 def t95(degrees: int) -> float:
     """Two-sided 95 % quantile of Student's t."""
+    from scipy import special
+
     return float(special.stdtrit(max(1, degrees), 0.975))
 
 

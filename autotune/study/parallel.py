@@ -18,10 +18,9 @@ from autotune.executors.local import LocalExecutor, machine_turn
 from autotune.space.candidate import Candidate
 from autotune.study.setup import engine
 from autotune.study.setup.plan import Plan
-from autotune.trial.result import TrialResult
+from autotune.trial.result import BESIDE, TrialResult
 
 TICK_S = 0.2  # interval at which a wait checks for Ctrl-C
-BESIDE = "ran on this host at the same time"
 
 
 class Stopped(BaseException):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import nnls
 
 from autotune.trial.profile import Machine
 
@@ -48,6 +47,8 @@ def fit(collective: str, world_size: int, times_s: Sequence[tuple[int, float]]) 
 
     With the absolute error, the largest message would decide alone.
     """
+    from scipy.optimize import nnls
+
     k, n = RINGS[collective], float(world_size)
     rows = np.array([[k * (n - 1) / seconds, k * (n - 1) / n * size / seconds] for size, seconds in times_s])
     # Scale the columns: seconds per message and seconds per byte differ by nine orders of magnitude.

@@ -15,6 +15,8 @@ from autotune.space.deepspeed import Scalar
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
 BUSY_CORES = 0.3
+# Words of the caveat of trials that shared their host.
+BESIDE = "ran on this host at the same time"
 # Phases of a rank, in order.
 PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from autotune.trial.result import GradientCheck
 
@@ -203,6 +202,8 @@ def _slope(base: Floats, part: slice) -> float:
 
 def _band(curves: Sequence[Floats], part: slice) -> float:
     """Bound on the mean difference between two curves of one configuration."""
+    from scipy import special
+
     n = len(curves)
     if n < 2:
         return 0.0

@@ -55,12 +55,12 @@ bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune 
 	  PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS) $(if $(SCRIPT),--script $(SCRIPT)) $(if $(BASE),--base $(BASE)); done
 	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge $(PEERS)
 
-bench: engines ## measure the README's figures and write its table (NAME=ask: only that one; all take hours on an idle machine)
+bench: engines ## measure the figures and write their table (NAME=ask: only that one; all take hours on an idle machine)
 	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAME) $(NAMES)
 
-PAGES := README.md docs/develop/comparison.md docs/clusters.md
+PAGES := docs/develop/figures.md docs/develop/comparison.md docs/clusters.md
 
-pages: $(STAMP) ## write the tables of README.md, docs/clusters.md and docs/develop/comparison.md from benchmarks/results
+pages: $(STAMP) ## write the tables of docs/develop/figures.md, docs/clusters.md and docs/develop/comparison.md from benchmarks/results
 	@$(RUN) benchmarks/figures.py
 
 pages-current: $(STAMP) ## fail if `make pages` changes a page

@@ -1,7 +1,7 @@
-"""Writes the figures and tables of README.md, docs/clusters.md and docs/develop/comparison.md from `results`.
+"""Writes the tables of docs/develop/figures.md, docs/clusters.md and docs/develop/comparison.md from `results`.
 
 `python benchmarks/figures.py` (`make pages`) writes the pages; `python benchmarks/figures.py run [NAME ...]` (`make
-bench`) runs the benchmarks of the README, or those named, and then writes them: hours on an idle machine. A benchmark
+bench`) runs the benchmarks of the figures, or those named, and then writes them: hours on an idle machine. A benchmark
 that was never run has no row.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README, CLUSTERS, COMPARISON = (
-    ROOT / "README.md",
+FIGURES, CLUSTERS, COMPARISON = (
+    ROOT / "docs" / "develop" / "figures.md",
     ROOT / "docs" / "clusters.md",
     ROOT / "docs" / "develop" / "comparison.md",
 )
@@ -242,7 +242,7 @@ def project(found: Results) -> Rows:
 
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
-# By the name of the results: the command that yields them, and the README's rows.
+# By the name of the results: the command that yields them, and its rows.
 BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "startup": ("python benchmarks/overhead.py startup", startup),
     "demo": ("python benchmarks/demo.py", demo),
@@ -275,8 +275,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
 }
 
 
-def readme(results: Path = RESULTS) -> str:
-    """Returns the README's table, from the results that there are."""
+def figures(results: Path = RESULTS) -> str:
+    """Returns the table of figures, from the results that there are."""
     lines, hardware = ["| figure | value | command |", "| --- | --- | --- |"], dict[str, list[str]]()
     for name, (command, rows_of) in BENCHMARKS.items():
         file = results / f"{name}.json"
@@ -402,8 +402,8 @@ def filled(text: str, name: str, body: str) -> str:
 def page(path: Path, results: Path = RESULTS) -> str:
     """Returns a page with its tables as the results have them."""
     text = path.read_text()
-    if path == README:
-        return filled(text, "figures", readme(results))
+    if path == FIGURES:
+        return filled(text, "figures", figures(results))
     for name, (table, command) in TABLES[path].items():
         file = results / f"{name}.json"
         not_yet = f"Not measured yet: `{command}` has not run on an idle machine."
@@ -433,7 +433,7 @@ def main() -> None:
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"there is no benchmark {min(unknown)!r}; known: {', '.join(BENCHMARKS)}")
     failed = run(arguments.names or list(BENCHMARKS)) if arguments.what else []
-    for path in (README, COMPARISON, CLUSTERS):
+    for path in (FIGURES, COMPARISON, CLUSTERS):
         path.write_text(page(path))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

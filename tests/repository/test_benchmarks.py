@@ -39,7 +39,7 @@ def test_a_result_becomes_rows_on_the_pages(tmp_path):
     }
     for name, found in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    table = figures.readme(tmp_path)
+    table = figures.figures(tmp_path)
     assert "| 12.50 s | `python benchmarks/ask.py` |" in table and "overhead.py" not in table  # which never ran there
     text = figures.page(figures.COMPARISON, tmp_path)
     assert "| autotune, the same knobs | 12 | 16 | 150 (1.50x DeepSpeed's) | 1.04 |" in text

@@ -1,4 +1,4 @@
-"""The commands `history` and `delete`: print the database's rows of studies, and remove a study."""
+"""The commands `history` (print measurements, recommendations, decisions) and `delete` (remove a study)."""
 
 from __future__ import annotations
 

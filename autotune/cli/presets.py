@@ -1,4 +1,4 @@
-"""The commands `init`, `ls` and `cp`: templates, presets and lists."""
+"""The commands `init` (write a first study), `ls` (list presets, samplers, ...) and `cp` (copy a preset)."""
 
 from __future__ import annotations
 

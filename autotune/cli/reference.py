@@ -1,4 +1,4 @@
-"""Writes `docs/reference.md`: every command with its options, and every key of `study.yaml`.
+"""Prints the text of `docs/reference.md`: every command with its options, and every key of `study.yaml`.
 
 `python -m autotune.cli.reference >docs/reference.md`, or `make reference`.
 """

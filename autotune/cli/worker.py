@@ -1,4 +1,4 @@
-"""The command `worker`: run trials, on another machine, of a study that `autotune run` leads."""
+"""The command `worker`: join a study that `autotune run` leads on another machine, and run some of its trials."""
 
 from __future__ import annotations
 

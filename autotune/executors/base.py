@@ -96,7 +96,7 @@ class EndedJob:
 
 @contextlib.contextmanager
 def no_turn(_: Callable[[], None]) -> Iterator[None]:
-    """Does not wait: the engine gives a machine to one job at a time, or measures nothing."""
+    """A `turn` that never waits, for engines that give a machine to one job at a time or measure nothing."""
     yield
 
 

@@ -1,4 +1,4 @@
-"""The candidates of a search as columns of numbers: what a model of their cost looks at."""
+"""Candidates as numeric columns for the cost models, and the interface `Prior` of a cost forecast."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class PriorPrediction:
         memory_spread: The same for memory.
         time_scale_sd: The same for the time as a whole.
         memory_scale_sd: The same for the memory as a whole; small where bytes were counted and not guessed.
-        doubt: How much the knobs may add to the formulas, of what they usually may; less where earlier trials told what
-            they add.
+        doubt: Factor on the usual spread of the knobs' corrections; smaller where earlier trials showed them.
         samples_scale: What the samples to the target are made of, up to a factor: a constant, and a part that grows
             with the batch.
         samples_spread: How far each of the two may be off.
@@ -88,7 +87,7 @@ class FeatureTable:
     """Candidates, each once, with the designs of the models; more can be added.
 
     Args:
-        knobs: The values of each knob that is tuned; the columns follow from them and stay the same whatever is added.
+        knobs: The values of each tuned knob; the columns follow from them and stay the same when candidates are added.
         reference: The candidate whose batch is the origin.
         prior: Predicts step time and memory.
     """

@@ -36,7 +36,7 @@ SPREADS = {
 GUESSED_ACTIVATIONS = 0.8
 # What a process needs once it has trained a step: Python objects, thread pools, libraries' own buffers.
 WORKSPACE_BYTES = {"cuda": 1e8, "cpu": 4.5e7}
-# 16-bit arithmetic on a CPU compiles kernels of its own and keeps reordered weights.
+# 16-bit arithmetic on a CPU compiles extra kernels and keeps reordered weights.
 KERNEL_BYTES = {"cuda": 0.0, "cpu": 8e6}
 # What a caching allocator holds beyond what is in use: rounding and pieces that fit nothing.
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}

@@ -229,7 +229,7 @@ class Predictor:
         return design.take(np.array([table.row[c] for c in candidates], dtype=np.intp))
 
     def _table(self, machine: Machine, asked: Candidate) -> FeatureTable:
-        """The features on a machine; before anything was measured a candidate is the origin of its own."""
+        """The features on a machine, relative to the first measured candidate; to `asked` itself before that."""
         if machine not in self._tables or not self._measured:
             seen = [m.candidate for m in self._measured]
             prior = AnalyticPrior(self.profile, machine, self.base)

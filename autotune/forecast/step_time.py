@@ -1,4 +1,4 @@
-"""Time of an optimizer step: compute, traffic, recomputation, communication by volume and messages, optimizer, offload, launches, input."""
+"""Time of an optimizer step by terms: compute, traffic, recomputation, communication, optimizer, offload, input."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SPREADS = {
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
 # What a collective cannot hide behind backward, however much there is to hide it behind.
 EXPOSED_AT_LEAST = 0.1
-# Within a step a collective is so much slower than by itself: NCCL by a third (vTrain), gloo since it runs on the
-# ranks' own cores.
+# Factor by which a collective is slower within a step than alone: NCCL by a third (vTrain), gloo since it runs on
+# the ranks' cores.
 WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
 # The same for links between nodes, which no core of a rank drives.
 BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}

@@ -1,4 +1,4 @@
-"""Notes stored with a study, which plain optuna-dashboard shows: the answer, and each trial's result."""
+"""Builds the notes that optuna-dashboard shows, the answer and each trial's result; `storage.notes` stores them."""
 
 from __future__ import annotations
 

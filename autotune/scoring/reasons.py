@@ -1,4 +1,4 @@
-"""The reasons of a recommendation in words."""
+"""Sentences that justify a recommendation: knobs changed, gains, checks, a better trial not picked, drift."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a diagnosis: what is known of a trial's step, its parts, and what to change."""
+"""Dataclasses of a diagnosis: the evidence it reads, the parts of a step, the advice, the verdict."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Evidence:
         ranks: The step that was taken apart, by rank; one such table for the trial and each time that it was measured
             again.
         step_s: Median time of the steps that were timed.
-        beside_s: The same of the run in which steps were taken apart, where that was another one.
+        beside_s: Median step time in the run with phase timing, if that was a separate run.
         peak_memory_bytes: Its peak.
         memory_limit_bytes: What a rank may use; None if nothing says so.
         alloc_retries: How often the CUDA allocator had to free its cache.

@@ -1,4 +1,4 @@
-"""Step-time statistics: when has a trial been measured well enough?"""
+"""Step-time statistics: where warm-up ends, the median with its interval, and when a trial was measured well enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a candidate is worth trying: expected improvement of one cost, and of the hypervolume of several."""
+"""Acquisition functions: expected improvement of one cost, or of the hypervolume of several; Pareto fronts."""
 
 from __future__ import annotations
 

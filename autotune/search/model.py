@@ -1,4 +1,4 @@
-"""What trials teach about candidates: step time, memory, samples to the target, and whether a candidate fits and completes.
+"""Beliefs about candidates, learned from trials: step time, memory, samples to the target, chance to fit.
 
 Two functions are unknown, the logarithms of step time and of the samples to the target; memory is the third. Latency,
 throughput and time to target follow from them exactly. Each is the prior times a residual that is learned
@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 Bound = tuple[str, Literal["min", "max"], float]
 
-# What ran out of memory needed at least so much more than there is.
+# A trial that ran out of memory needed at least this multiple of the limit.
 OVER_LIMIT = 1.02
 HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.

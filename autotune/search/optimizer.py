@@ -1,4 +1,4 @@
-"""The search itself, without a study: candidates, a prior and what was measured in; the next candidate and the best one out.
+"""The search without a study: takes candidates, a prior and measurements; gives the next candidate and the best one.
 
 It needs no workload, no DeepSpeed and no Optuna, so it can be tried on any table of candidates; `docs/develop/sampler.md` shows
 how, and how to use the same search as an Optuna sampler. What trials teach is in `model.py`; here is what follows
@@ -27,16 +27,15 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 FIRST_FITS, TINY = 0.9, 1e-12
-# What is still worth a trial when all that is left is likelier to run out of memory than asked for.
+# Lowest chance to fit that is worth a trial when all remaining candidates may run out of memory.
 LAST_RESORT = 0.3
-# What may be run although it may not fit: at first what has a chance of 0.4; after each trial that ran out of memory
-# the chance to fail must be so much smaller.
+# Accepted chance to run out of memory: 0.6 at first, multiplied by 0.35 after each trial that did.
 RISK, LESS_RISK = 0.6, 0.35
 TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
-# The best of each level are sought among so many before all are looked through: that is where they usually are.
+# The best of each level are sought among this many leading candidates before all are searched.
 LEADING = 5000
-# What is believed before it may end a study: so many trials that completed, and so large a share of them, each foretold
-# from the others, inside its 90 % interval.
+# Before the model may end a study: at least 8 completed trials, 75 % of them inside the 90 % interval foretold from the
+# others.
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 
 
@@ -50,7 +49,7 @@ class Beliefs:
         log_samples: The same for the samples to the target.
         log_useful: The same for the samples that a useful one costs.
         fits: Probability that it fits.
-        sized: Whether that may keep a candidate from being run.
+        sized: Whether `fits` may exclude a candidate.
     """
 
     log_step_time: tuple[Floats, Floats]
@@ -78,7 +77,7 @@ class RemainingCandidates:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What is left to gain, and whether the model that says so can be believed.
+    """The gain that remains to be expected, and how well the model has foretold trials so far.
 
     Attributes:
         gains: For each objective the largest expected improvement that is left, as a share of the best.
@@ -105,7 +104,7 @@ class CandidateOptimizer:
 
     Args:
         candidates: What may be proposed, all of it legal; `add` takes more.
-        prior: Predicts step time and memory; `catalogue.flat` for none.
+        prior: Predicts step time and memory; `forecast.features.flat` for none.
         metrics: The objectives, as in `objective.METRICS`, in order.
         world_size: Ranks.
         memory_limit_bytes: What a rank may use; None if that is not known.
@@ -340,7 +339,7 @@ class CandidateOptimizer:
 
 
 def chance_needed(told: Sequence[Observation]) -> float:
-    """The least probability to fit that a candidate needs to be run: a slice of what nearly fits, until some did not."""
+    """The lowest probability of fitting at which a candidate is run; it rises with each trial that ran out of memory."""
     return float(1.0 - RISK * LESS_RISK ** sum(t.outcome is Outcome.OOM for t in told))
 
 

@@ -35,7 +35,7 @@ from autotune.trial.result import Outcome
 # What a told trial yielded, as JSON.
 # A trial's result, as a system attribute; a user attribute in databases of earlier releases.
 MEASURED_ATTR, OLD_MEASURED_ATTR = "autotune:measured", "measured"
-# Spaces up to this size are enumerated; of larger ones so many candidates are drawn, and the neighbours of the best
+# Spaces up to this size are enumerated; from larger ones `DRAWN` candidates are drawn, and the neighbours of the best
 # join them.
 MOST_CANDIDATES = 100_000
 DRAWN = 30_000

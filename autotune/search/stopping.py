@@ -1,4 +1,4 @@
-"""What the search knows besides the next candidate: what surely does not fit, when nothing is left to gain, which trial is lost."""
+"""Reasons why the search would not run a candidate, has nothing left to propose, or may stop early."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL = 1.645
 def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Candidate) -> str | None:
     """Why a candidate is not worth a trial, which would run out of memory; None where it may fit.
 
-    What nearly fits is run all the same while the interval says that it may, and no such trial was lost before.
+    A candidate that may just fit is run; each trial that ran out of memory makes this stricter.
     """
     if guide.limit is None:
         return None
@@ -45,7 +45,7 @@ def settled(
 ) -> str | None:
     """Why the study may end before its budget does; None if something may still be gained.
 
-    Two looks in a row must say so, the one at all trials and the one before the last.
+    Both with and without the last trial, no gain may be expected.
     """
     if below <= 0:
         return None

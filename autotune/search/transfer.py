@@ -1,4 +1,4 @@
-"""What earlier trials taught, as a prior for other circumstances: the formulas are those of here, their corrections those of there."""
+"""Earlier studies as a prior: the formulas describe this machine, their corrections come from the earlier trials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.space.candidate import Candidate
 # What is still doubted of a correction that comes from the same model on other terms, and from another model on the
 # same machine.
 SAME_MODEL, RELATED_MODEL = 0.5, 0.8
-# Fewer trials than these teach nothing that is worth carrying on.
+# Studies with fewer trials are not carried over: they teach too little.
 ENOUGH = 4
 SURE_SAMPLES = 2.0
 

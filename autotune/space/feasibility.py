@@ -24,7 +24,7 @@ NEVER = "its conditions never hold together"
 def count_legal(space: SearchSpace, default: Candidate, setting: Setting, limit: int = 100_000) -> tuple[int, bool]:
     """How many candidates can run in a setting.
 
-    Values that no rule tells apart are counted together, and knobs that no rule connects apart from each other.
+    Values that all rules treat alike are counted as one group; knobs that share no rule are counted separately.
 
     Returns:
         The number, and whether it is exact; it is estimated from `DRAWS` random candidates where the exact count takes

@@ -1,4 +1,4 @@
-"""Dtype mismatches: which precisions a model cannot train in, and the same configurations under autocast instead."""
+"""Dtype mismatches: finds precisions that a model cannot train in, and retries those candidates under autocast."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def under_autocast(state: StudyState, candidate: Candidate) -> Candidate | str:
 
 
 def next_under_autocast(state: StudyState) -> Candidate | None:
-    """The next candidate to try under autocast, since it met a dtype mismatch; each is tried at most once."""
+    """The next candidate whose trial met a dtype mismatch, to be tried under autocast; each at most once."""
     for told in state.told():
         if _is_mismatch(told):
             found = under_autocast(state, records.told_candidate(told))

@@ -1,4 +1,4 @@
-"""The budget of a study: the trials and seconds spent and left, and when going on has no use."""
+"""The budget of a study: trials and seconds spent and left; an error if all first trials fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This machine: its processor, devices, caches and the private folder for locks."""
+"""This machine: processor, accelerator, number of devices, cache folders, lock file, limit on ranks."""
 
 from __future__ import annotations
 

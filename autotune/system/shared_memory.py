@@ -21,7 +21,7 @@ def there() -> list[tuple[str, int]]:
 
 
 def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Path]:
-    """Returns the files that ended processes left: named after one of them, or by a library and unused.
+    """Returns files that ended processes left: the name holds one of the PIDs, or is a library's and no process uses it.
 
     Args:
         pids: The processes.

@@ -112,7 +112,7 @@ def _status_bytes(name: str) -> int:
 
 
 def watch_interval_s(left_bytes: int) -> float:
-    """Returns seconds in which a rank cannot use up the memory that it has left, within bounds."""
+    """Returns the wait before the next look: too short for a rank to use up the memory it has left."""
     return min(MAX_WATCH_INTERVAL_S, max(MIN_WATCH_INTERVAL_S, left_bytes / FASTEST_GROWTH_BYTES_PER_S))
 
 

@@ -1,4 +1,4 @@
-"""Whether each DeepSpeed setting of a trial acted: a witness for every knob, read from the engine and never from the request."""
+"""Whether each DeepSpeed setting of a trial acted, by a witness for every knob in the running engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapter of transformers: TrainingArguments, models that recompute themselves, saving and uploading."""
+"""Adapter of transformers' Trainer: TrainingArguments, models that recompute themselves, saving and uploading."""
 
 from __future__ import annotations
 

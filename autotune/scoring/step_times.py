@@ -18,6 +18,7 @@ MIN_TIMED_STEPS = 5
 # Fewest timed steps that give an interval, if the budget ends early.
 LEAST_TIMED_STEPS = 3
 TARGET_RELATIVE_CI = 0.02
+MOST_SPLITS = 256  # places where the end of the warm-up is sought
 
 
 def warmup_steps(times_s: Sequence[float]) -> int:
@@ -31,8 +32,10 @@ def warmup_steps(times_s: Sequence[float]) -> int:
     logs = np.log(np.maximum(np.asarray(times_s, dtype=float), 1e-9))[SETUP_STEPS:]
     if len(logs) < 4:
         return min(SETUP_STEPS, len(times_s))
-    costs = [_deviation(logs[:k]) + _deviation(logs[k:]) for k in range(len(logs) // 2 + 1)]
-    k = int(np.argmin(costs))
+    # Long series are split at every few steps only: each split takes two medians of the whole series.
+    splits = np.unique(np.linspace(0, len(logs) // 2, min(len(logs) // 2 + 1, MOST_SPLITS)).astype(int))
+    costs = [_deviation(logs[:k]) + _deviation(logs[k:]) for k in splits]
+    k = int(splits[np.argmin(costs)])
     if k == 0:
         return SETUP_STEPS
     spread = 1.4826 * float(np.median(np.abs(logs[k:] - np.median(logs[k:]))))

@@ -51,6 +51,7 @@ def run(  # noqa: D417 - the settings follow from their table
     nodes: int | None = None,
     executor: str | None = None,
     executor_options: Mapping[str, str] | None = None,
+    patience_s: float | str | None = None,
     hostfile: FilePath | None = None,
     base_config: Mapping[str, Any] | FilePath | None = None,
     global_batch: str | int | tuple[int, int] | None = None,

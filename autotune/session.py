@@ -55,7 +55,7 @@ class Tuned:
         report: The study's findings so far; None if the user stopped it before a trial ended.
         written: The files that state them.
         stopped: How the user stopped it, if so.
-        refused: Why not all files could be written, as on a full disk.
+        refused: Why the run ended early, or not all files could be written: machines are away, a disk is full.
     """
 
     report: StudyReport | None
@@ -183,6 +183,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     folder = studies / wanted.name
     url = wanted.storage or records.default_url(studies)
     interrupted: KeyboardInterrupt | None = None
+    refused: UserError | None = None
     storage = records.open_storage(url)  # before seconds of imports, so that an error shows at once
     storage.patience_s = records.PATIENCE_S
     with terminable(), records.failing_in_words(url), study_lock(folder):
@@ -200,11 +201,15 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
                         runner.run()
             except KeyboardInterrupt as stop:
                 interrupted = stop
+            except base.MachinesGone as gone:
+                refused = gone
     with records.failing_in_words(url):
-        if interrupted is not None and wanted.name not in records.study_names(storage):
+        if wanted.name not in records.study_names(storage):
+            if refused is not None:
+                raise refused
             return Tuned(report=None, stopped=interrupted)
         report = load.from_storage(storage, wanted.name, folder)
-    written, refused = list[Path](), None
+    written = list[Path]()
     try:
         with records.failing_in_words(url):
             for path in write_answer(report, folder):
@@ -213,7 +218,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
                 warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
                 store_notes(records.load_study(storage, wanted.name), report)
     except records.StoreError as error:
-        refused = error
+        refused = refused or error
     return Tuned(report=report, written=written, stopped=interrupted, refused=refused)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from autotune.cli.options import AsJson, Storage, StudyName
-from autotune.errors import UserError
+from autotune.errors import Unavailable, UserError
 from autotune.report.progress import ProgressView
 from autotune.retune import fingerprint, retuning, schedule
 from autotune.retune.decision import Decision, RetuneVerdict
@@ -147,7 +147,7 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
         with executor_for(wanted, run.path) as executor:
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
             return run.run(found, executor)
-    except (records.StoreError, GoneError):
+    except (Unavailable, records.StoreError, GoneError):  # none of them is a decision
         raise
     except UserError as error:
         return run.fail(str(error))

@@ -44,6 +44,7 @@ EXITS = {
     1: "failed",
     2: "could not run",
     3: "improved, the configuration is replaced",
+    75: "machines or database are away; goes on next time",
     130: "interrupted; goes on next time",
     143: "interrupted; goes on next time",
 }

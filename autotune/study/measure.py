@@ -16,7 +16,7 @@ from autotune.study.events import EventSink
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
-from autotune.trial.result import BUSY_CORES, Outcome, TrialResult
+from autotune.trial.result import BUSY_CORES, TrialResult
 
 # Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
 MAX_BUSY_TRIES = 3
@@ -137,7 +137,7 @@ class TrialMeasurer:
         executor: Executor,
         tick: Callable[[], None] = lambda: None,
     ) -> TrialResult:
-        """Runs a trial to its end, again if its supervisor died; the part of a run that other threads may call."""
+        """Runs a trial to its end, again if others used its cores; the part of a run that other threads may call."""
 
         def ticked() -> None:
             tick()
@@ -149,24 +149,22 @@ class TrialMeasurer:
 
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         compared = role in ("baseline", "repeat")
-        n_left, lost = self._n_tries if compared else 1, False
+        n_left = self._n_tries if compared else 1
+
+        def again(why: str) -> None:
+            self._events.say(f"trial {number} is measured again: {why}")
+
         while True:
             with executor.turn(waiting):
                 self._events.began(number, candidate, role)
-                result = base.run(executor, path, request, ticked)
-            if result.outcome is Outcome.LOST:
-                if lost:  # no coincidence: this configuration kills its supervisor
-                    return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
-                lost, why = True, result.reason
-            else:
-                n_left -= 1
-                busy = result.other_cores > BUSY_CORES
-                if not n_left and busy and compared:
-                    self._n_tries = 1  # waiting does not help on this machine
-                if not n_left or not busy or self._budget.out_of_time():
-                    return result
-                why = f"other processes used {result.other_cores:.1f} cores meanwhile"
-            self._events.say(f"trial {number} is measured again: {why}")
+                result = base.run(executor, path, request, ticked, again)
+            n_left -= 1
+            busy = result.other_cores > BUSY_CORES
+            if not n_left and busy and compared:
+                self._n_tries = 1  # waiting does not help on this machine
+            if not n_left or not busy or self._budget.out_of_time():
+                return result
+            again(f"other processes used {result.other_cores:.1f} cores meanwhile")
 
 
 def ops_needed(ds_config: DsConfig) -> list[str]:

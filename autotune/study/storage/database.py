@@ -16,7 +16,7 @@ import sqlalchemy
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from autotune.errors import UserError
+from autotune.errors import Unavailable, UserError
 from autotune.study.storage import urls
 from autotune.system import files, redaction
 
@@ -47,6 +47,10 @@ T = TypeVar("T")
 
 class StoreError(UserError):
     """The database cannot be used, or lacks the study."""
+
+
+class StoreAway(StoreError, Unavailable):
+    """The database's server has not answered for `PATIENCE_S`."""
 
 
 class Storage(RDBStorage):
@@ -264,12 +268,11 @@ def failing_in_words(url: str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        away = (
-            f" and did not come back for {PATIENCE_S / 60:.0f} min" if passes(error) and not urls.is_sqlite(url) else ""
-        )
+        is_away = passes(error) and not urls.is_sqlite(url)
+        away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if is_away else ""
         full = ". Free some space" if "disk is full" in _reason(error) else ""
         reason = urls.without_password(_reason(error), url)
-        raise StoreError(
+        raise (StoreAway if is_away else StoreError)(
             f"storage {urls.redact_url(url)}: {reason}{away}{full};"
             " what was told before is kept. Run the same command again to go on"
         ) from None

@@ -117,4 +117,4 @@ def _gpus_of(study: str, storage: str | None) -> int:
         kept = open_study(study, storage).record
     except UserError:  # the study is gone, or has no trial yet
         return 0
-    return kept.world_size if kept.workload.environment.accelerator == "cuda" else 0
+    return kept.world_size if kept.workload.environment.accelerator != "cpu" else 0

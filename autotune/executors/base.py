@@ -24,6 +24,8 @@ from autotune.trial.result import Exit, Outcome, TrialResult
 
 POLL_S = 0.01
 TICK_S = 0.2
+# An op takes a minute or two to compile, longer on a busy machine; all together must end within this.
+BUILD_DEADLINE_S = 1200.0
 # The agent kills a trial at its deadline; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
 # While machines are away, the engine is asked for others at these intervals, from the first to the last.
@@ -148,8 +150,8 @@ class Executor(Protocol):
     def find(self, folder: TrialDir) -> Job | None:
         """Returns the job of a trial that an earlier run submitted, if the engine still knows it."""
 
-    def build_ops(self, names: Sequence[str]) -> str | None:
-        """Compiles DeepSpeed ops before the trials that need them; returns the error, if any."""
+    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
+        """Compiles DeepSpeed ops before the trials that need them; returns the error, if any, `on_tick` meanwhile."""
 
     def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
         """Waits until no other study measures on the same machine, and keeps others waiting meanwhile."""

@@ -60,15 +60,19 @@ def preload(modules: Sequence[str]) -> str | None:
         os.environ.setdefault(variable, value)
     try:
         import deepspeed
+        import torch
 
         import_rank_modules()
         # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
         deepspeed.ops.__compatible_ops__  # noqa: B018
     except Exception as error:
         return f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}"
+    starter = "DeepSpeed" if torch.cuda.is_initialized() else ""
     for item in modules:
         _import_for_target(item)
-    reason = _unsafe_to_fork()
+        if not starter and torch.cuda.is_initialized():
+            starter = item.partition(":")[0]
+    reason = _unsafe_to_fork(starter)
     if reason is None:
         gc.collect()
         gc.freeze()
@@ -85,11 +89,17 @@ def _import_for_target(item: str) -> None:
         print(f"autotune: not preloaded: {name}: {error}", file=sys.stderr)
 
 
-def _unsafe_to_fork() -> str | None:
+def _unsafe_to_fork(starter: str) -> str | None:
+    """Why ranks cannot be forked.
+
+    Args:
+        starter: What had initialised CUDA once it was imported, if anything had.
+    """
     import torch
 
     if torch.cuda.is_initialized():
-        return "an imported module initialised CUDA, which does not survive a fork"
+        what = f"importing {starter}" if starter else "an imported module"
+        return f"{what} initialised CUDA, which does not survive a fork"
     if torch.cuda.is_available() and (failure := tried_in_a_fork(torch.cuda.init)) is not None:
         return f"CUDA does not start in a forked process: {failure}"
     if threading.active_count() > 1:

@@ -43,6 +43,7 @@ def observe(engine: Any, batches: BatchObserver, checkpointer: Any, *, n_copies:
         dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
         autocast=str(autocast).removeprefix("torch.") if autocast else None,
         checkpointed_blocks=len(checkpointer.recomputed) if checkpointer else 0,
+        tf32=torch.get_float32_matmul_precision() != "highest" if torch.device(engine.device).type == "cuda" else None,
     )
     return _of_all_stages(observed, n_copies) if pipelined else observed
 

@@ -183,6 +183,7 @@ class StudyRecord:
         invocation: How the script is started; None for a `model.py`.
         branches: Whether another global batch must be confirmed by a branch.
         search: Inputs of the search; None in studies of earlier versions.
+        goal: The goal that set the objectives; None where they were stated.
     """
 
     fingerprint: dict[str, Any]
@@ -197,6 +198,7 @@ class StudyRecord:
     invocation: Invocation | None = None
     branches: bool = False
     search: SearchRecord | None = None
+    goal: str | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration of a candidate's trial."""

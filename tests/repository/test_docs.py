@@ -179,7 +179,7 @@ def test_every_page_is_found_from_the_readme():
 def named_packages(text: str) -> set[str]:
     """What a text tells to install by name from a package index: the first word that is no option and no path."""
     found = set()
-    for said in re.findall(r"pip install (?:--progress-bar off |-[^ ]+ )*([^`\n#]+)", text):
+    for said in re.findall(r"pip install ([^`\n#]+)", text.replace("--progress-bar off", "")):
         word = next((word for word in said.split() if not word.startswith("-")), "")
         plain = re.match(r"[\"']?([A-Za-z][\w-]*)", word)
         found |= {plain[1].lower()} if plain else set()

@@ -130,8 +130,8 @@ SETTINGS: dict[str, Setting] = {
         off="--no-stop-trials"),
     "storage": Setting(
         "Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
-        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install -e '.[postgresql]'`, MySQL"
-        " `.[mysql]`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
+        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install 'psycopg[binary]'`, MySQL"
+        " `pip install pymysql`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
         comment="null is SQLite in studies/autotune.db."),
     "parallel": Setting(
         "Trials at once, on disjoint devices or nodes.", metavar="N",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
 from autotune.report import tables
-from autotune.report.data import Data, StudyReport, end_words, measured, speedup_words, times, title, words
+from autotune.report.data import Data, StudyReport, doubt_words, end_words, measured, speedup_words, title, words
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import format_bytes, format_count, format_duration
 
@@ -42,7 +42,7 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         link: Address of a pick's JSON.
     """
     rows = [
-        [f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), speedup_words(pick)]
+        [f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), _factor(report, pick)]
         for name, pick in report.picks.items()
     ]
     head = ["download the JSON", "trial", "configuration", "throughput over the baseline's"]
@@ -91,7 +91,7 @@ def _metrics_table(report: StudyReport, point: Data) -> str:
             each.scale.interval(*each.ends, " to ") if each.ends else "",
         ]
         if base:
-            change = f"{times(each.change[0])} {'better' if each.change[1] else 'worse'}" if each.change else ""
+            change = each.change.words() if each.change else ""
             cells += ["" if each.reference is None else each.scale.quantity(each.reference), change]
         rows.append(cells)
     header = ["metric", f"trial {point['trial']}", "95 % interval", *(["baseline", "change"] if base else [])]
@@ -155,7 +155,8 @@ def _answer(report: StudyReport) -> str:
     if report.is_baseline(pick):
         return f"{found}, the baseline itself: no trial is measurably better."
     if factor:
-        return f"{found}: {factor} the baseline's throughput."
+        doubt = doubt_words(pick)
+        return f"{found}: {factor} the baseline's throughput{f', {doubt}' if doubt else ''}."
     why = "did not run" if report.baseline is None else "cannot be compared with it"
     return f"{found}. The baseline {why}, so there is no speed-up to state."
 
@@ -174,11 +175,18 @@ def _front(report: StudyReport) -> str:
 
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:
-    factor = "the baseline itself" if report.is_baseline(pick) else speedup_words(pick)
+    factor = _factor(report, pick)
     titles = ", ".join(title(name) for name in names).capitalize()
     head = f"**{titles}** (trial {pick['trial']}): {_code(words(pick['candidate']))}{f', {factor}' if factor else ''}"
     why, changes = _reasons(pick, head)
     return _joined([why or head, changes])
+
+
+def _factor(report: StudyReport, pick: Data) -> str:
+    """A pick's speed-up, and what keeps it from being a result."""
+    if report.is_baseline(pick):
+        return "the baseline itself"
+    return ", ".join(text for text in (speedup_words(pick), doubt_words(pick)) if text)
 
 
 def _use(report: StudyReport) -> list[str]:

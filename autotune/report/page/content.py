@@ -10,7 +10,18 @@ from pathlib import PurePath
 from typing import Any
 
 from autotune.report import series, tables
-from autotune.report.data import PICK_NOTES, Data, StudyReport, differences, end_words, times, title, words
+from autotune.report.data import (
+    PICK_NOTES,
+    Change,
+    Data,
+    StudyReport,
+    differences,
+    doubt_words,
+    end_words,
+    times,
+    title,
+    words,
+)
 from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.readme import machine, reproduce, subject
 from autotune.report.series import level_text
@@ -88,7 +99,7 @@ def _verdict(report: StudyReport, pick: Data) -> Context:
         text = f"The baseline {why}, so there is no speed-up to state."
     elif pick["speedup"] < 1 and (gained := _best_gain(report, pick)):
         factor, text = "", f"{gained}, at {factor} the baseline’s throughput"
-    return {"factor": factor, "span": span, "text": text}
+    return {"factor": factor, "span": span, "text": text, "doubt": doubt_words(pick)}
 
 
 def _span(pick: Data) -> str:
@@ -99,7 +110,7 @@ def _span(pick: Data) -> str:
 def _best_gain(report: StudyReport, pick: Data) -> str:
     """The objective that a pick improves most, in words; empty where it improves none."""
     changes = [(each.change, each.label) for each in tables.compared(report, pick, report.objectives)]
-    better = [(change[0], label) for change, label in changes if change and change[1]]
+    better = [(change.factor, label) for change, label in changes if change and change.better and change.told]
     factor, label = max(better, default=(0.0, ""))
     return f"{label.capitalize()} {times(factor, '×')} better" if better else ""
 
@@ -137,11 +148,11 @@ def _cell(text: str, small: str = "", kind: str = "") -> Context:
     return {"text": text, "small": small, "kind": kind}
 
 
-def _change(change: tuple[float, bool] | None) -> Context:
-    factor, better = change or (None, False)
-    if (text := times(factor, "×")) in ("", "1.00×"):
-        return _cell("equal" if text else "", kind="muted" if text else "")
-    return _cell(text, "better" if better else "worse", "better" if better else "muted")
+def _change(change: Change | None) -> Context:
+    if change is None:
+        return _cell("")
+    text, _, how = change.words("×").partition(" ")
+    return _cell(text, how, "better" if change.better and change.told else "muted")
 
 
 def _picks(report: StudyReport) -> list[Context]:
@@ -162,6 +173,7 @@ def _picks(report: StudyReport) -> list[Context]:
             "is_baseline": same,
             "factor": times(factor, "×"),
             "span": _span(pick) if factor else "",
+            "doubt": "" if same else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         cards.append(_pick(report, pick, report.objectives) | card)

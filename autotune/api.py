@@ -43,6 +43,7 @@ def run(  # noqa: D417 - the settings follow from their table
     *,
     name: str | None = None,
     space: Presets | None = None,
+    goal: str | None = None,
     objectives: Presets | None = None,
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     trials: int | None = None,

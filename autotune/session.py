@@ -32,7 +32,7 @@ from autotune.study.setup.plan import Plan, plan, profiled, studies_folder
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import read_yaml
-from autotune.study.storage import leases, records
+from autotune.study.storage import leases, project, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
@@ -86,7 +86,21 @@ class OpenStudy:
     @cached_property
     def study(self) -> Study:
         """The Optuna study of that name; a `StoreError` if it is not in the database."""
-        return records.load_study(self.storage, self.name)
+        try:
+            return records.load_study(self.storage, self.name)
+        except records.StoreError as error:
+            if records.kept_in(self.folder) is None:
+                raise
+            again = f"autotune run {files.shown(self.folder / 'study.yaml')}"
+            raise records.StoreError(f"{error} Its folder holds its trials: `{again}` takes them up again") from None
+
+    def is_own(self) -> bool:
+        """Whether the study is this project's, where several share the database."""
+        return project.is_own(self.study, self.folder.parent)
+
+    def check_own(self) -> None:
+        """Refuse a study of another project in the same database, with a `StoreError`."""
+        project.check_own(self.study, self.folder.parent)
 
     @cached_property
     def answer(self) -> Study:
@@ -235,7 +249,10 @@ def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
     """Remove a study's trials from the database and from its folder."""
+    if name in records.study_names(storage):
+        project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
+    (folder / records.RECORD_FILE).unlink(missing_ok=True)
     for path in (folder / "trials").glob("[0-9]*"):
         base.forget(executor, path)
 

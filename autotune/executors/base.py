@@ -124,7 +124,8 @@ class Executor(Protocol):
 
     Attributes:
         mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
-        cold_reason: Why ranks are not forked from a warm server; empty if they are.
+        cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
+            empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
     """
 

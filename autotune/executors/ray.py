@@ -70,7 +70,7 @@ class Ray:
         try:
             import ray
         except ImportError:
-            raise UserError("--executor ray: Ray is not installed here; pip install 'autotune[ray]'") from None
+            raise UserError("--executor ray: Ray is not installed here; pip install ray") from None
         if ray.is_initialized():
             return
         address = self.options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"

@@ -44,7 +44,7 @@ class TrialMeasurer:
         budget: Budget,
         bounds_to_beat: Callable[[Candidate], tuple[TrialToBeat, ...]],
     ) -> None:
-        self._state, self._executor, self._events, self._budget = state, executor, events, budget
+        self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
         self._n_tries = MAX_BUSY_TRIES
@@ -59,7 +59,7 @@ class TrialMeasurer:
             request_fields: Fields of the request that differ from those of the study's trials.
         """
         request = replace(self.request(candidate, role), **request_fields)
-        return self.run(request, candidate, path, role, self._executor)
+        return self.run(request, candidate, path, role, self.executor)
 
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
@@ -123,7 +123,7 @@ class TrialMeasurer:
         self._built.update(needed)
         names = ", ".join(needed)
         self._events.say(f"building DeepSpeed's {names} (once on this machine; may take a minute or two)")
-        if failure := self._executor.build_ops(needed):
+        if failure := self.executor.build_ops(needed):
             self._events.say(
                 f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"
             )

@@ -17,7 +17,7 @@ from autotune.scoring import objective, recommend
 from autotune.scoring.estimates import estimate
 from autotune.scoring.objective import Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.study import autocast
+from autotune.study import autocast, placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink, Leader, Progress
 from autotune.study.parallel import ClaimedTrial
@@ -51,7 +51,7 @@ class Teller:
         self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False
     ) -> None:
         """Ends a trial with its result; a lost trial is left to be run again."""
-        state = self._state
+        state, result = self._state, placement.like_with_like(self._state.folder, result)
         # The loss curve of a trial that was stopped early does not show the time to the target.
         reference = state.reference if result.outcome is not Outcome.STOPPED_EARLY else None
         score = objective.score(result, state.objectives, state.spec.constraints, reference)

@@ -116,6 +116,7 @@ class Plan:
                 **({"nodes": spec.n_nodes} if spec.n_nodes > 1 else {}),
                 **({"executor": spec.executor} if spec.executor != "local" else {}),
                 "base_config": spec.base_config,
+                **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
                 "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
                 "device_memory_bytes": spec.device_memory_bytes,
                 "seed": spec.seed,
@@ -268,5 +269,5 @@ def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size:
         most += [workload.n_samples] if workload.n_samples is not None else []
         micro = max(1, min([DEFAULT_MICRO_BATCH, *(n // world_size for n in most)]))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
-    own = workload.script.checkpoint_every if workload.script else 0
+    own = workload.script.checkpoint_every if workload.script else spec.checkpoint_every
     return replace(from_deepspeed(config, world_size), checkpoint_every=own)

@@ -282,7 +282,7 @@ class CandidateOptimizer:
         loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
         return Outlook(
             loss=float(loss), next_gain=float(better.mean(axis=0).max()), n_left=n_left, n_ran=n_ran, covered=covered,
-            covered_levels=not self._untried(state, rows).any(),
+            covered_levels=not (self._untried(state, rows) & (allowed >= 0.5)).any(),
         )  # fmt: skip
 
     # Learning
@@ -380,7 +380,8 @@ class CandidateOptimizer:
         best = np.minimum(seen.min(axis=0), mean.min(axis=0))[timed]
         if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
             return rows
-        return rows[((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)]
+        near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
+        return np.asarray(rows[near], dtype=np.intp)
 
     def _held_rows(self, state: CostModel) -> Rows:
         """What completed and seems to keep the bounds."""

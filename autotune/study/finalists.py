@@ -100,7 +100,7 @@ class Finalists:
             n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
             if n_done >= spec.repeats and not (n_done < 2 * spec.repeats and self._unsettled()):
                 return
-            if n_done and spec.time_budget_s is not None and self._budget.spent_s() >= spec.time_budget_s:
+            if not self._budget.affords(len(turn) * self._budget.usual_s()):
                 return
             if n_done == 0:
                 beside = "and the baseline " if baseline else ""

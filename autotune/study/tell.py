@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
-from autotune.scoring.measured import log_ratio
+from autotune.scoring.measured import log_gain
 from autotune.scoring.objective import Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast
@@ -123,7 +123,8 @@ class Teller:
         """Emits that a trial ended, and the state of the study."""
         measured = self._state.measured()
         baseline = baseline_of(measured)
-        best = next(iter(recommend.rank(measured, baseline, self._state.objectives)), None)
+        ranked = recommend.rank(measured, baseline, self._state.objectives)
+        best = next((m for m in ranked if not m.barred), None)
         event = Progress(
             number=number,
             role=role,
@@ -135,7 +136,7 @@ class Teller:
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
             best=Leader(best.trial, best.candidate) if best else None,
-            best_speedup=math.exp(log_ratio(best, baseline, "samples_per_s")) if best and baseline else None,
+            best_gain=math.exp(log_gain(best, baseline, self._state.objectives)) if best and baseline else None,
             left_s=self._budget.left_s(),
         )
         self._events.ended(event)

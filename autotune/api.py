@@ -52,6 +52,7 @@ def run(  # noqa: D417 - the settings follow from their table
     nodes: int | None = None,
     executor: str | None = None,
     executor_options: Mapping[str, str] | None = None,
+    patience_s: float | str | None = None,
     hostfile: FilePath | None = None,
     base_config: Mapping[str, Any] | FilePath | None = None,
     checkpoint_every: int | None = None,

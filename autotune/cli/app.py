@@ -99,7 +99,7 @@ app.add_typer(_group("schedule", "When studies are re-tuned.", [path for path in
 
 
 def main() -> None:
-    """Run a command; a user's mistake ends as one sentence and exit status 2, an interrupt as status 130 or 143."""
+    """Run a command; errors for the user end as one sentence and their status, an interrupt as status 130 or 143."""
     try:
         app(standalone_mode=True)
     except SystemExit as error:
@@ -111,7 +111,7 @@ def main() -> None:
         from autotune.system.redaction import redact
 
         print(f"autotune: {redact(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.status)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)

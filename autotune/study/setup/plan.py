@@ -199,7 +199,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
             " 3x behind is tried at most once"
         )
     if executor.cold_reason:
-        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
+        notes.append(executor.cold_reason)
     return Plan(
         spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
         space=pruned, full_space=space, setting=setting, notes=notes,

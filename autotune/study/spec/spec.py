@@ -90,6 +90,7 @@ class StudySpec(BaseModel):
     nodes: Ranks | None = None
     executor: Literal["local", "slurm", "ray"] = "local"
     executor_options: dict[str, str] = Field(default_factory=dict)
+    patience_s: Seconds = 1800.0
     hostfile: Path | None = None
     base_config: DsConfig | None = None
     checkpoint_every: Natural = 0
@@ -232,6 +233,7 @@ class StudySpec(BaseModel):
         left_out = {"invocation", *(("target", "script_args") if self.command is not None else ("command",))}
         left_out |= {name for name, setting in SETTINGS.items() if setting.optional and not getattr(self, name)}
         left_out |= {"executor"} if self.executor == "local" else set()
+        left_out |= {"patience_s"} if not self.runs_elsewhere else set()
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields if name not in left_out}
         for name, value in data.items():
             if isinstance(value, Path):

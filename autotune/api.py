@@ -55,6 +55,7 @@ def run(  # noqa: D417 - the settings follow from their table
     patience_s: float | str | None = None,
     hostfile: FilePath | None = None,
     base_config: Mapping[str, Any] | FilePath | None = None,
+    checkpoint_every: int | None = None,
     global_batch: str | int | tuple[int, int] | None = None,
     device_memory_bytes: int | str | None = None,
     sampler: str | None = None,

@@ -264,4 +264,4 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
 
 def spreads(profile: Profile) -> Mapping[str, float]:
     """How sure each term is, as the standard deviation of its logarithm."""
-    return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed else SPREADS
+    return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed or profile.cut_short else SPREADS

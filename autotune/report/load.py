@@ -99,7 +99,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "weights": {o.metric: o.weight for o in kept.objectives},
             "goal": kept.goal,
             "n_trials": len(trials),
-            "wall_s": sum(t["wall_s"] for t in trials),
+            "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),

@@ -91,8 +91,7 @@ class Finalists:
         spec = self._state.spec
         while (n_done := self._n_rounds()) < MOST_ROUNDS * spec.repeats:
             least = n_done < spec.repeats
-            out_of_time = spec.time_budget_s is not None and self._budget.spent_s() >= spec.time_budget_s
-            if n_done and (out_of_time or (not least and self._budget.out_of_time())):
+            if n_done and not least and self._budget.out_of_time():
                 return
             estimates = self._estimates()
             turn = racing.next_round(
@@ -103,7 +102,7 @@ class Finalists:
                 spec.finalists,
                 least=least,
             )
-            if not turn:
+            if not turn or not self._budget.affords((len(turn) + 1) * self._budget.usual_s()):
                 return
             if n_done == 0:
                 beside = "and the baseline " if estimates.baseline else ""

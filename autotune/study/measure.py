@@ -169,7 +169,7 @@ class TrialMeasurer:
             busy = result.other_cores > BUSY_CORES
             if not n_left and busy and compared:
                 self._n_tries = 1  # waiting does not help on this machine
-            if not n_left or not busy or self._budget.out_of_time():
+            if not n_left or not busy or self._budget.hurries():
                 return result
             again(f"other processes used {result.other_cores:.1f} cores meanwhile")
 

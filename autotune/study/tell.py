@@ -15,6 +15,7 @@ from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
 from autotune.scoring.estimates import estimate
+from autotune.scoring.measured import log_gain
 from autotune.scoring.objective import Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
@@ -122,8 +123,8 @@ class Teller:
     ) -> None:
         """Emits that a trial ended, and the state of the study."""
         estimates = estimate(self._state.measured())
-        best = next(iter(recommend.rank(estimates, self._state.objectives)), None)
-        speedup = estimates.speedup(best) if best else None
+        best = next((m for m in recommend.rank(estimates, self._state.objectives) if not m.barred), None)
+        baseline = estimates.baseline
         event = Progress(
             number=number,
             role=role,
@@ -135,7 +136,7 @@ class Teller:
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
             best=Leader(best.trial, best.candidate) if best else None,
-            best_speedup=speedup.factor if speedup else None,
+            best_gain=math.exp(log_gain(best, baseline, self._state.objectives)) if best and baseline else None,
             left_s=self._budget.left_s(),
         )
         self._events.ended(event)

@@ -110,6 +110,9 @@ SETTINGS: dict[str, Setting] = {
         "Your DeepSpeed configuration: the baseline.",
         more="The path of its JSON, or a mapping. Candidates are laid over it.", metavar="DS.JSON",
         comment="The baseline's DeepSpeed configuration, which candidates are laid over."),
+    "checkpoint_every": Setting(
+        "Recomputation in the baseline of a model.py: every k-th block; 0: none.", option=False, optional=True,
+        comment="The baseline recomputes the activations of every k-th block."),
     "global_batch": Setting(
         "Samples per optimizer step.",
         more="The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if"

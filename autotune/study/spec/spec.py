@@ -93,6 +93,7 @@ class StudySpec(BaseModel):
     patience_s: Seconds = 1800.0
     hostfile: Path | None = None
     base_config: DsConfig | None = None
+    checkpoint_every: Natural = 0
     global_batch: GlobalBatch = "free"
     device_memory_bytes: Bytes | None = None
     sampler: str = "physics"
@@ -323,6 +324,8 @@ def _check_script(spec: StudySpec) -> None:
     if not Path(folder := spec.how().working_dir).is_dir():
         raise SpecError(f"working_dir: there is no folder {folder}, which {target.path.name} is to run in")
     check_templates([*spec.how().arguments, *spec.script_set.values(), spec.command or ""], str(target.path))
+    if spec.checkpoint_every:
+        raise SpecError("checkpoint_every: a script recomputes what it says itself; leave this key out")
     if spec.base_config is not None and DS_CONFIG not in spec.templated():
         raise SpecError(
             f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; it is"

@@ -47,7 +47,7 @@ RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 # Where releases before 0.2 kept them, as user attributes.
 OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
 RECORD_FILE = "record.json"
-ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "settings"
+ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR, WALL_ATTR = "role", "ended", "settings", "autotune:wall_s"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -246,6 +246,16 @@ def note_end(study: Study, why: str) -> None:
     """Store why a study ended before its budget of trials; an empty text if it did not."""
     if study.user_attrs.get(ENDED_ATTR, "") != why:
         study.set_user_attr(ENDED_ATTR, why)
+
+
+def note_wall(study: Study, seconds: float) -> None:
+    """Store how long a study has taken so far, all of its runs together."""
+    storage_of(study).set_study_system_attr(study_id(study), WALL_ATTR, seconds)
+
+
+def wall_s(study: Study) -> float:
+    """Seconds that a study has taken, as far as its runs have stored; 0 where none has."""
+    return float(storage_of(study).get_study_system_attrs(study_id(study)).get(WALL_ATTR, 0.0))
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:

@@ -23,10 +23,9 @@ import common
 import numpy as np
 from scipy.optimize import least_squares
 
-from autotune.advise import cards
 from autotune.advise.architecture import PLAIN, TIED, Architecture
-from autotune.advise.cards import GIB, Devices
 from autotune.advise.constants import CONSTANTS, FILE, Constants
+from autotune.advise.devices import GENERATIONS, GIB, Devices, device_card
 from autotune.advise.forecast import Z95, Forecasts, forecast, host_terms
 from autotune.advise.shape import Training, profile_of
 from autotune.forecast.knobs import Knobs
@@ -126,11 +125,11 @@ def _devices(found: re.Match[str], nodes: int, host_bytes: float) -> Devices | N
         name, name
     )
     if name == "?":
-        card = cards.stated_card(f"{size} GB", float(size) * 0.985, 200.0)
+        card = device_card("unnamed", {"memory_bytes": float(size) * 0.985 * GIB, "flops": 2e14})
     elif name.startswith("Ascend"):
         return None
     else:
-        card = cards.find(known)
+        card = device_card(known, {})
     return Devices(card=card, count=count, per_node=max(1, count // nodes), stated={"host_bytes": host_bytes or 4e12})
 
 
@@ -204,7 +203,7 @@ CHECKPOINTED = ("unsloth-docs", "peft")
 def fit(known: Sequence[Case]) -> Constants:
     """The constants that explain cases best, with priors from counting; two least-squares fits of logarithms."""
     with_peak = [case for case in known if case.peak_bytes]
-    with_rate = [case for case in known if case.tokens_per_s and case.devices.card.generation in TIME_PRIOR]
+    with_rate = [case for case in known if case.tokens_per_s and case.devices.card.capability in GENERATIONS]
     memory = _fitted(
         with_peak, PRIOR, PRIOR_SD, MEMORY_NOISE, lambda values: replace(CONSTANTS, **values), memory_error
     )
@@ -294,7 +293,7 @@ def host_figures(path: Path = ROWS) -> dict[str, Any]:
         candidate = Candidate(
             micro_batch_size=1, zero_stage=stage, precision="bf16", **_offload(row, stage)
         )  # fmt: skip
-        devices = Devices(card=cards.find("A100-80"), count=count, per_node=count)
+        devices = Devices(card=device_card("A100-80", {}), count=count, per_node=count)
         used = sum(column[0] for column in host_terms(Knobs.of([candidate], {}), profile, devices).values())
         if row["host_kind"].startswith("used"):
             errors.append(abs(math.log(used / (float(row["host_gb"]) * 1e9))))

@@ -81,11 +81,10 @@ class Advice:
     def mfu(self) -> Interval:
         """Share of the devices' peak that the model's FLOPs are."""
         devices = self.chosen.devices
-        peak = getattr(
-            devices.card, f"{self.chosen.candidate.precision.removeprefix('torch_autocast') or 'bf16'}_tflops", 0.0
+        peak = devices.card.peak_flops(self.chosen.candidate.precision) or max(devices.card.flops.values())
+        return Interval.around(
+            self.flops_per_token * self.chosen.tokens_per_s / (peak * devices.count), CONSTANTS.time_log_sd
         )
-        peak = (peak or devices.card.fp16_tflops) * 1e12 * devices.count
-        return Interval.around(self.flops_per_token * self.chosen.tokens_per_s / peak, CONSTANTS.time_log_sd)
 
     @property
     def hours(self) -> Interval | None:

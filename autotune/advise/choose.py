@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.advise.cards import Devices
+from autotune.advise.devices import Devices
 from autotune.advise.forecast import SURE, Forecasts, forecast
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
@@ -60,7 +60,7 @@ class Question:
         devices = self.devices
         return Setting(
             accelerator="cuda", deepspeed_version=DEEPSPEED, world_size=devices.count, ranks_per_node=devices.local,
-            bf16=devices.card.bf16_tflops > 0, fp16=True, n_blocks=self.profile.n_blocks,
+            bf16="bf16" in devices.card.flops, fp16=True, n_blocks=self.profile.n_blocks,
         )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         for extra in _extras(stage, devices):
             values = {
                 "zero_stage": stage, "checkpoint_every": every, "offload_optimizer": optimizer, "offload_param": param,
-                "precision": devices.card.precision, **extra, **fixed,
+                "precision": devices.precision, **extra, **fixed,
             }  # fmt: skip
             if int(str(values["zero_stage"])) != stage:
                 continue  # another stage was asked for

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from autotune.advise.cards import Devices
 from autotune.advise.constants import CONSTANTS, Constants
+from autotune.advise.devices import Devices
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import QUANTIZED_BYTES, memory_terms
 from autotune.forecast.step_time import step_time_terms

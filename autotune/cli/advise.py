@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,57 +33,60 @@ class _Asked:
     notes: tuple[str, ...]
 
 
+def _option(name: str, metavar: str, said: str, *more: str) -> Any:
+    return typer.Option(f"--{name}", *more, metavar=metavar, help=said)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A name (Qwen/Qwen3-8B, llama-3.1-8b), a config.json, a size (7B), or a model.py."
+    ),
+]
+Gpus = Annotated[str | None, _option("gpus", "8xA100-40", "Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.")]
+Nodes = Annotated[int | None, _option("nodes", "N", "Nodes of so many devices each.")]
+Compare = Annotated[str | None, _option("compare", "H100,4090", "Other cards, as many of each.")]
+GoalName = Annotated[str, _option("goal", "GOAL", "throughput, latency, memory or cost.")]
+GlobalBatch = Annotated[
+    int | None, _option("global-batch", "N", "Samples of an optimizer step to keep (default: free, up to 1 M tokens).")
+]
+Length = Annotated[int | None, _option("seq", "N", "Tokens of a sample (default: 4096, or the model's context).")]
+Method = Annotated[str, _option("method", "NAME", "full, lora, or qlora (over weights of 4 bits).")]
+LoraRank = Annotated[int, _option("lora-rank", "N", "Rank of adapters, on every linear layer.")]
+Attention = Annotated[str, _option("attention", "NAME", "eager, sdpa or flash.")]
+Loss = Annotated[str, _option("loss", "NAME", "plain (fp32 logits), fused, or none (logits never whole).")]
+Optimizer = Annotated[str, _option("optimizer", "NAME", "adamw, fused-adamw, adamw-8bit, lion, muon, sgd, ...")]
+Tokens = Annotated[str | None, _option("tokens", "10B", "Say the time for so many tokens.")]
+Price = Annotated[str | None, _option("price", "2.10/h", "Of a device; says the cost of the tokens.")]
+DeviceMemory = Annotated[str | None, _option("device-memory", "80GiB", "Memory of a device, over the table's.")]
+PeakFlops = Annotated[str | None, _option("peak-flops", "400T", "Peak of 16-bit products, over the table's.")]
+Network = Annotated[str | None, _option("network", "400Gbit/s", "Of a node to the others, over the table's.")]
+HostMemory = Annotated[str | None, _option("host-memory", "512GiB", "Of a node, over the table's.")]
+Settled = Annotated[list[str] | None, _option("set", "KEY=VALUE", "A knob that is settled.")]
+Output = Annotated[Path | None, _option("output", "FILE", "Write the DeepSpeed JSON.", "-o")]
+
+
 def advise(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A name (Qwen/Qwen3-8B, llama-3.1-8b), a config.json, a size (7B), or a model.py."
-        ),
-    ],
-    gpus: Annotated[
-        str | None, typer.Option(metavar="8xA100-40", help="Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", help="Nodes of so many devices each.")] = None,
-    compare: Annotated[str | None, typer.Option(metavar="H100,4090", help="Other cards, as many of each.")] = None,
-    goal: Annotated[str, typer.Option(metavar="GOAL", help="throughput, latency, memory or cost.")] = "throughput",
-    global_batch: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples of an optimizer step to keep (default: free, up to 1 M tokens)."),
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a sample (default: 4096, or the model's context).")
-    ] = None,
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="full, lora, or qlora (over weights of 4 bits).")
-    ] = "full",
-    lora_rank: Annotated[int, typer.Option(metavar="N", help="Rank of adapters, on every linear layer.")] = 16,
-    attention: Annotated[str, typer.Option(metavar="NAME", help="eager, sdpa or flash.")] = "sdpa",
-    loss: Annotated[
-        str, typer.Option(metavar="NAME", help="plain (fp32 logits), fused, or none (logits never whole).")
-    ] = "plain",
-    optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw, fused-adamw, adamw-8bit, lion, muon, sgd, ...")
-    ] = "adamw",
-    tokens: Annotated[str | None, typer.Option(metavar="10B", help="Say the time for so many tokens.")] = None,
-    price: Annotated[
-        str | None, typer.Option(metavar="2.10/h", help="Of a device; says the cost of the tokens.")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="80GiB", help="Memory of a device, over the table's.")
-    ] = None,
-    peak_flops: Annotated[
-        str | None, typer.Option(metavar="400T", help="Peak of 16-bit products, over the table's.")
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, over the table's.")
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="512GiB", help="Of a node, over the table's.")] = None,
-    knobs: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob that is settled.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the DeepSpeed JSON.")
-    ] = None,
+    model: Model,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    compare: Compare = None,
+    goal: GoalName = "throughput",
+    global_batch: GlobalBatch = None,
+    seq: Length = None,
+    method: Method = "full",
+    lora_rank: LoraRank = 16,
+    attention: Attention = "sdpa",
+    loss: Loss = "plain",
+    optimizer: Optimizer = "adamw",
+    tokens: Tokens = None,
+    price: Price = None,
+    device_memory: DeviceMemory = None,
+    peak_flops: PeakFlops = None,
+    network: Network = None,
+    host_memory: HostMemory = None,
+    knobs: Settled = None,
+    output: Output = None,
     *,
     as_json: AsJson = False,
 ) -> int:
@@ -95,40 +98,60 @@ def advise(
     Raises:
         UserError: An option cannot be used; it says which.
     """
-    from autotune.advise import cards
-    from autotune.advise.answer import comparison
+    from autotune.cli.predict import read_settings
+
+    how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
+    goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})
+    devices = _devices(gpus, nodes, compare, _stated(device_memory, peak_flops, network, host_memory))
+    wanted = {
+        "goal": goal, "global_batch": global_batch, "settings": _settled(read_settings(knobs or ())),
+        "tokens": read_amount(tokens, "--tokens", "10B") if tokens else None, "price": _price(price) if price else None,
+    }  # fmt: skip
+    asked = _measured(model) if model.endswith(FORMS) else _named(model, {**how, "lora_rank": lora_rank}, seq)
+    found = [_advice(asked, each, **wanted) for each in devices]
+    return _said(found, output, as_json=as_json)
+
+
+def _checked(goal: str, how: Mapping[str, str], numbers: Mapping[str, int | None]) -> tuple[str, dict[str, str]]:
+    """The goal and how is trained in small letters, each one of the known, and numbers within bounds."""
     from autotune.advise.choose import GOALS
     from autotune.advise.shape import ATTENTIONS, LOSSES, METHODS, OPTIMIZERS
-    from autotune.cli.predict import read_settings
-    from autotune.system import files
 
-    goal, method, attention, loss, optimizer = (text.lower() for text in (goal, method, attention, loss, optimizer))
-    choices = {"goal": (goal, GOALS), "method": (method, METHODS), "attention": (attention, ATTENTIONS)}
-    choices |= {"loss": (loss, LOSSES), "optimizer": (optimizer, tuple(OPTIMIZERS))}
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise UserError(f"--{name} {value}: one of {', '.join(known)} is needed.{nearest(value, known)}")
-    if not gpus:
-        raise UserError("--gpus is needed: which devices, as in --gpus 8xA100-40, --gpus 2x8xH100 or --gpus 4x4090")
-    for name, number in (("seq", seq), ("global-batch", global_batch), ("lora-rank", lora_rank)):
+    known = {"method": METHODS, "attention": ATTENTIONS, "optimizer": tuple(OPTIMIZERS), "loss": LOSSES, "goal": GOALS}
+    given = {name: value.lower() for name, value in {**how, "goal": goal}.items()}
+    for name, value in given.items():
+        if value not in known[name]:
+            raise UserError(
+                f"--{name} {value}: one of {', '.join(known[name])} is needed.{nearest(value, known[name])}"
+            )
+    for name, number in numbers.items():
         if number is not None and not 1 <= number <= MOST_TOKENS:
             raise UserError(f"--{name} {number}: a number from 1 to {MOST_TOKENS:,} is needed")
-    amount = read_amount(tokens, "--tokens", "10B") if tokens else None
-    hourly = _price(price) if price else None
-    settings = read_settings(knobs or ())
-    stated = _stated(device_memory, peak_flops, network, host_memory)
-    count, per_node, card = cards.read_gpus(gpus, nodes)
-    first = _devices(card, count, per_node, stated)
-    others = [_devices(name.strip(), count, per_node, {}) for name in (compare or "").split(",") if name.strip()]
-    how = {"method": method, "attention": attention, "optimizer": optimizer, "lora_rank": lora_rank, "loss": loss}
-    asked = _measured(model) if model.endswith(FORMS) else _named(model, how, seq)
-    found = [_advice(asked, devices, goal, global_batch, settings, amount, hourly) for devices in (first, *others)]
+    return given.pop("goal"), given
+
+
+def _settled(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Knobs that `--set` gives, each of which exists and takes its value."""
+    from autotune.space.candidate import Candidate
+    from autotune.space.deepspeed import check_setting
+
+    for name, value in settings.items():
+        check_setting(name, value, name)
+    Candidate.of({"micro_batch_size": 1, **settings})
+    return settings
+
+
+def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:
+    """Prints the answer, writes the JSON if that is wanted, and returns the exit status."""
+    from autotune.advise.answer import comparison
+    from autotune.system import files
+
     if output is not None:
         files.write_text(output, json.dumps(found[0].config(), indent=2) + "\n")
     if as_json:
-        print(json.dumps([one.to_data() for one in found] if others else found[0].to_data(), indent=1))
+        print(json.dumps([one.to_data() for one in found] if len(found) > 1 else found[0].to_data(), indent=1))
     else:
-        print("\n".join(comparison(found) if others else found[0].lines()))
+        print("\n".join(comparison(found) if len(found) > 1 else found[0].lines()))
         if output is not None:
             print(f"wrote {output}")
     return 0 if found[0].verdict == "fits" else 1
@@ -179,17 +202,13 @@ def _measured(target: str) -> _Asked:
 
 
 def _advice(
-    asked: _Asked, devices: Any, goal: str, global_batch: int | None, settings: Mapping[str, Any], tokens: float | None,
-    price: float | None,
+    asked: _Asked, devices: Any, *, goal: str, global_batch: int | None, settings: Mapping[str, Any],
+    tokens: float | None, price: float | None,
 ) -> Any:  # fmt: skip
+    """Advice on one kind of devices."""
     from autotune.advise.answer import Advice
     from autotune.advise.choose import Question, best, fewest_devices
-    from autotune.space.candidate import Candidate
-    from autotune.space.deepspeed import check_setting
 
-    for name, value in settings.items():
-        check_setting(name, value, name)
-    Candidate.of({"micro_batch_size": 1, **settings})
     question = Question(
         profile=asked.profile, devices=devices, goal=goal, global_batch=global_batch, settings=settings, base=asked.base
     )
@@ -209,22 +228,16 @@ def _advice(
     )  # fmt: skip
 
 
-def _devices(name: str, count: int, per_node: int, stated: Mapping[str, float]) -> Any:
-    """Devices of a card of the table with what the user states over it, or of one that is stated alone."""
-    from autotune.advise import cards
+def _devices(gpus: str | None, nodes: int | None, compare: str | None, stated: Mapping[str, float]) -> list[Any]:
+    """The devices that are asked about, those to compare with after them."""
+    from autotune.advise.devices import Devices, device_card, read_gpus
 
-    memory, flops = stated.get("memory_gib"), stated.get("tflops")
-    try:
-        card = cards.find(name)
-    except UserError:
-        if not (memory and flops):
-            raise
-        card = cards.stated_card(name, memory, flops)
-    if memory:
-        card = replace(card, memory_gib=memory)
-    if flops:
-        card = replace(card, bf16_tflops=flops if card.bf16_tflops else 0.0, fp16_tflops=flops)
-    return cards.Devices(card=card, count=count, per_node=per_node, stated=stated)
+    if not gpus:
+        raise UserError("--gpus is needed: which devices, as in --gpus 8xA100-40, --gpus 2x8xH100 or --gpus 4x4090")
+    count, per_node, name = read_gpus(gpus, nodes)
+    first = Devices(card=device_card(name, stated), count=count, per_node=per_node, stated=stated)
+    others = [each.strip() for each in (compare or "").split(",") if each.strip()]
+    return [first, *(replace(first, card=device_card(each, {}), stated={}) for each in others)]
 
 
 def _stated(memory: str | None, flops: str | None, network: str | None, host: str | None) -> dict[str, float]:
@@ -234,15 +247,15 @@ def _stated(memory: str | None, flops: str | None, network: str | None, host: st
     found = {}
     try:
         if memory:
-            found["memory_gib"] = parse_bytes(memory) / 2**30
+            found["memory_bytes"] = float(parse_bytes(memory))
         if host:
             found["host_bytes"] = float(parse_bytes(host))
     except ValueError as error:
         raise UserError(
-            f"{'--device-memory' if 'memory_gib' not in found and memory else '--host-memory'}: {error}"
+            f"{'--device-memory' if 'memory_bytes' not in found and memory else '--host-memory'}: {error}"
         ) from None
     if flops:
-        found["tflops"] = read_amount(flops, "--peak-flops", "400T") / 1e12
+        found["flops"] = read_amount(flops, "--peak-flops", "400T")
     if network:
         found["network_bytes_per_s"] = parse_bandwidth(network, "--network")
     if not all(value > 0 for value in found.values()):

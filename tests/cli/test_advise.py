@@ -45,7 +45,7 @@ def test_time_money_and_the_json_of_a_config_file(tmp_path):
 def test_cards_are_compared_a_line_each(tmp_path):
     done = called("advise", "7B", "--gpus", "8xA100-80", "--compare", "H100,4090", "--method", "LoRA", cwd=tmp_path)
     lines = done.stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:]] == ["8 x A100-80", "8 x H100-80", "8 x RTX-4090"]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["8 x A100-80GB", "8 x H100-80GB", "8 x RTX-4090"]
 
 
 def test_what_does_not_fit_is_said_and_ends_with_status_1(tmp_path):
@@ -62,7 +62,7 @@ def test_a_card_may_be_stated_alone(tmp_path):
 WRONG = {
     "7B": "--gpus is needed",
     "foo --gpus H100": "no model of this name",
-    "7B --gpus 8xH1000": "the nearest are H100-80",
+    "7B --gpus 8xH1000": "unknown card 'H1000'",
     "7B --gpus 0xH100": "0 devices",
     "7B --gpus 2x8xH100 --nodes 2": "twice",
     "nix.json --gpus H100": "cannot be read",

@@ -1,21 +1,17 @@
-"""Devices: the table of cards, what people write for them, and the machine that they make."""
+"""Devices in nodes: what people write for them, and the machine that they make."""
 
 from __future__ import annotations
 
-import csv
-import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from autotune.advise.constants import CONSTANTS, Constants
-from autotune.advise.names import closest, spelled
 from autotune.errors import UserError
 from autotune.forecast.cluster import NODE_LATENCY_S
+from autotune.system.cards import Card, named_card
 from autotune.trial.profile import Machine
 
-TABLE = Path(__file__).with_name("cards.csv")
 GIB, GB = 2.0**30, 1e9
 # `8xA100-40`, `2x8xH100`, `A100-40`, `8 H100`.
 GPUS = re.compile(r"(?:(\d+)\s*[x*]\s*)?(?:(\d{1,3})\s*(?:[x*]|\s)\s*)?(\S.*)", re.IGNORECASE)
@@ -25,45 +21,9 @@ PER_NODE = 8
 LINK_LATENCY_S, PCIE_LATENCY_S = 1e-5, 2e-5
 # Share of the stated bandwidth that a collective, or a copy, reaches.
 REACHED = 0.75
-NVLINK_GB_PER_S = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """A device, from its vendor's data sheet.
-
-    Attributes:
-        name: Its name.
-        memory_gib: Memory that a process can have.
-        bf16_tflops: Peak of dense bfloat16 products with fp32 sums; 0 if it has none.
-        fp16_tflops: The same for fp16.
-        fp32_tflops: Peak in fp32 without tensor cores, which is what PyTorch uses.
-        memory_gb_per_s: Bandwidth of its memory.
-        link_gb_per_s: Bandwidth to the other devices of a node, each way.
-        host_link_gb_per_s: Bandwidth to the host, each way.
-        network_gbit_per_s: Network of a node of eight, typically.
-        host_gib: Host memory per device of such nodes, typically.
-        generation: Of the architecture.
-        source: Data sheet.
-    """
-
-    name: str
-    memory_gib: float
-    bf16_tflops: float
-    fp16_tflops: float
-    fp32_tflops: float
-    memory_gb_per_s: float
-    link_gb_per_s: float
-    host_link_gb_per_s: float
-    network_gbit_per_s: float
-    host_gib: float
-    generation: str
-    source: str = ""
-
-    @property
-    def precision(self) -> str:
-        """The 16-bit precision to train in."""
-        return "bf16" if self.bf16_tflops else "fp16"
+NVLINK_BYTES_PER_S = 100 * GB
+# By compute capability: generations of which published runs tell how much of the peak products reach.
+GENERATIONS = {"8.0": "ampere", "8.6": "ampere", "9.0": "hopper"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +55,17 @@ class Devices:
     @property
     def memory_bytes(self) -> float:
         """Memory of a device."""
-        return self.card.memory_gib * GIB
+        return self.card.usable_bytes
 
     @property
     def host_bytes(self) -> float:
         """Host memory of a node."""
-        return self.stated.get("host_bytes", self.card.host_gib * GIB * self.per_node)
+        return self.stated.get("host_bytes", self.card.host_bytes * self.per_node)
+
+    @property
+    def precision(self) -> str:
+        """The 16-bit precision to train in."""
+        return "bf16" if "bf16" in self.card.flops else "fp16"
 
     def of(self, count: int) -> Devices:
         """Another number of the same devices: a node that has too few becomes one of eight, and several of those."""
@@ -115,23 +80,23 @@ class Devices:
     def machine(self, c: Constants = CONSTANTS) -> Machine:
         """The rates of these devices as the formulas of step time take them."""
         card = self.card
-        reached = c.efficiency.get(card.generation, c.efficiency["other"])
-        flops = {"fp32": card.fp32_tflops * 1e12 * reached, "fp16": card.fp16_tflops * 1e12 * reached}
-        if card.bf16_tflops:
-            flops["bf16"] = flops["torch_autocast"] = card.bf16_tflops * 1e12 * reached
-        nvlink = card.link_gb_per_s >= NVLINK_GB_PER_S
+        reached = c.efficiency.get(GENERATIONS.get(card.capability, "other"), c.efficiency["other"])
+        flops = {name: rate * reached for name, rate in card.flops.items() if name != "tf32"}
+        if "bf16" in flops:
+            flops["torch_autocast"] = flops["bf16"]
+        nvlink = card.link_bytes_per_s >= NVLINK_BYTES_PER_S
         several = self.count > 1
         return Machine(
             accelerator="cuda", world_size=self.count, flops=flops,
-            memory_bytes_per_s=card.memory_gb_per_s * GB * REACHED,
+            memory_bytes_per_s=card.memory_bytes_per_s * REACHED,
             link_alpha_s=LINK_LATENCY_S if nvlink else PCIE_LATENCY_S,
             # Without NVLink all devices of a node share the host's bridges, and each byte passes one twice.
-            link_bytes_per_s=card.link_gb_per_s * GB * REACHED * (1.0 if nvlink else 0.5),
-            host_bytes_per_s=card.host_link_gb_per_s * GB * REACHED,
+            link_bytes_per_s=card.link_bytes_per_s * REACHED * (1.0 if nvlink else 0.5),
+            host_bytes_per_s=card.host_link_bytes_per_s * REACHED,
             host_memory_bytes_per_s=HOST_MEMORY_BYTES_PER_S / self.local,
             workspace_bytes=c.context_bytes + (c.nccl_bytes if several else 0.0),
             ranks_per_node=self.per_node if self.nodes > 1 else 0,
-            node_bytes_per_s=self.stated.get("network_bytes_per_s", card.network_gbit_per_s * GB / 8),
+            node_bytes_per_s=self.stated.get("network_bytes_per_s", card.network_bytes_per_s),
             node_alpha_s=NODE_LATENCY_S, algorithm="ring",
         )  # fmt: skip
 
@@ -140,45 +105,31 @@ class Devices:
 HOST_MEMORY_BYTES_PER_S = 2e11
 
 
-@functools.cache
-def known() -> dict[str, Card]:
-    """The cards by each of their names as `spelled`."""
-    found = {}
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            numbers = {f.name: float(row[f.name]) for f in fields(Card) if f.type == "float"}
-            card = Card(name=row["name"], generation=row["generation"], source=row["source"], **numbers)
-            for name in filter(None, [row["name"], *row["also"].split(";")]):
-                found[spelled(name)] = card
-    return found
+def device_card(name: str, stated: Mapping[str, float]) -> Card:
+    """A card of the table with what the user states over it, or one that is stated alone.
 
-
-def find(name: str) -> Card:
-    """The card that somebody names, as people spell it.
+    Args:
+        name: As people spell it.
+        stated: `memory_bytes` and `flops` (of 16-bit products), if given.
 
     Raises:
-        UserError: There is none; it says which are near.
+        UserError: There is none, and too little is stated; it says which are near.
     """
-    cards = known()
-    wanted = spelled(re.sub(r"(?i)nvidia|amd|tesla|geforce|gib|gb|sxm\d?|hbm\d?e?|instinct", "", name))
-    alone = {card.name: card for key, card in cards.items() if wanted and key.removeprefix("rtx").startswith(wanted)}
-    card = cards.get(wanted) or cards.get(f"rtx{wanted}") or (next(iter(alone.values())) if len(alone) == 1 else None)
-    if card is None:
-        near = closest(wanted or spelled(name), {key: card.name for key, card in cards.items()})
-        raise UserError(
-            f"{name}: no card of this name in the table; the nearest are {', '.join(near)}; or state its"
-            " --device-memory and --peak-flops"
-        )
-    return card
-
-
-def stated_card(name: str, memory_gib: float, tflops: float) -> Card:
-    """A card that is not in the table, from what the user states and typical figures for the rest."""
-    return Card(
-        name=name, memory_gib=memory_gib, bf16_tflops=tflops, fp16_tflops=tflops, fp32_tflops=tflops / 8,
-        memory_gb_per_s=tflops * 5, link_gb_per_s=32, host_link_gb_per_s=32, network_gbit_per_s=100, host_gib=64,
-        generation="other",
-    )  # fmt: skip
+    memory, flops = stated.get("memory_bytes"), stated.get("flops")
+    try:
+        card = named_card(name, "--gpus")
+    except UserError as error:
+        if not (memory and flops):
+            raise UserError(f"{error}; or state --device-memory and --peak-flops") from None
+        # Typical ratios of current cards without NVLink.
+        card = Card(
+            name=name, aliases=(), memory_bytes=round(memory), usable_bytes=memory, memory_bytes_per_s=flops / 200,
+            flops={"bf16": flops, "fp16": flops, "fp32": flops / 8}, link_bytes_per_s=32 * GB,
+            host_link_bytes_per_s=32 * GB, network_bytes_per_s=100 * GB / 8, host_bytes=64 * GIB,
+            capability="", source="stated",
+        )  # fmt: skip
+    rates = {key: flops if flops and key in ("bf16", "fp16") else rate for key, rate in card.flops.items()}
+    return replace(card, usable_bytes=memory or card.usable_bytes, flops=rates)
 
 
 def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:

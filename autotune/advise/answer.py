@@ -31,6 +31,7 @@ class Advice:
 
     Attributes:
         model: What is trained, in words.
+        source: Where its facts come from.
         chosen: The best configuration.
         others: The next best, with what speaks against each.
         goal: What it is best for.
@@ -45,6 +46,7 @@ class Advice:
     """
 
     model: str
+    source: str
     chosen: Choice
     others: Sequence[Choice]
     goal: str
@@ -128,6 +130,7 @@ class Advice:
         chosen, devices = self.chosen, self.chosen.devices
         return {
             "model": self.model,
+            "model_source": self.source,
             "devices": {
                 "card": devices.card.name, "count": devices.count, "per_node": devices.per_node,
                 "source": devices.card.source,

@@ -27,6 +27,7 @@ class _Asked:
     """What all kinds of devices are asked about."""
 
     model: str
+    source: str
     profile: Any
     flops_per_token: float
     base: Mapping[str, Any]
@@ -175,6 +176,7 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Asked:
     profile = profile_of(shape, training)
     return _Asked(
         model=said,
+        source=shape.source if shape.parameters else name,
         profile=profile,
         flops_per_token=useful_flops(shape, training) / sequence,
         base={},
@@ -196,7 +198,8 @@ def _measured(target: str) -> _Asked:
     said = f"{Path(target).name} ({amount(profile.n_parameters)} parameters, profiled here)"
     sequence = max(1, profile.sequence)
     return _Asked(
-        model=said, profile=profile, flops_per_token=profile.flops_per_sample / sequence, base=found.base_config,
+        model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / sequence,
+        base=found.base_config,
         notes=(*found.notes, "method, attention, optimizer and length are those of the target"),
     )  # fmt: skip
 
@@ -222,7 +225,7 @@ def _advice(
         notes.append("the global batch is free, up to 1 M tokens a step; --global-batch N keeps yours")
     notes.append("intervals hold 95 %; `autotune run` on the machine itself measures")
     return Advice(
-        model=asked.model, chosen=chosen, others=others, goal=goal, sequence=asked.profile.sequence,
+        model=asked.model, source=asked.source, chosen=chosen, others=others, goal=goal, sequence=asked.profile.sequence,
         flops_per_token=asked.flops_per_token, fewest=fewest_devices(question), tokens=tokens, price_per_hour=price,
         base=asked.base, notes=notes, is_answer=bool(settings),
     )  # fmt: skip

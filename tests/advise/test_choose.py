@@ -52,6 +52,15 @@ def test_large_vocabularies_length_and_eager_attention_cost_memory_and_recomputi
     assert block_bytes(model, Training(attention="eager")) > block_bytes(model, Training()) + 5 * 32 * 4096
 
 
+def test_stage_3_steps_in_groups_and_keeps_its_books_on_one_rank_too():
+    question = asked("Llama-2-7b", "8xA100-80")
+    whole = Candidate(micro_batch_size=1, zero_stage=3, precision="bf16", checkpoint_every=1)
+    grouped = replace(whole, config=(("zero_optimization.sub_group_size", 100_000_000),))
+    assert peak(whole, question) - peak(grouped, question) > 5e9
+    alone = replace(question, devices=question.devices.of(1))
+    assert forecast([whole], alone.profile, alone.devices).time["bookkeeping"][0] > 0
+
+
 def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():
     one = Candidate(micro_batch_size=1, zero_stage=0, precision="bf16", checkpoint_every=1)
     full, lora, qlora = (peak(one, asked("Llama-2-7b", "1xA100-80", method=m)) for m in ("full", "lora", "qlora"))

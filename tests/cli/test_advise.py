@@ -36,6 +36,7 @@ def test_time_money_and_the_json_of_a_config_file(tmp_path):
     done = called("advise", "./config.json", "--gpus", "2x8xH100", *more, cwd=tmp_path)
     said = json.loads(done.stdout)
     assert json.loads((tmp_path / "out.json").read_text()) == said["ds_config"]
+    assert said["model_source"] == "./config.json"
     assert said["cost"]["value"] == pytest.approx(said["hours"]["value"] * 16 * 2.10)
     assert said["hours"]["value"] == pytest.approx(1e10 / said["tokens_per_s"]["value"] / 3600)
     assert said["hours"]["low"] < said["hours"]["value"] < said["hours"]["high"]

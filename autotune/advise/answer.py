@@ -42,7 +42,6 @@ class Advice:
         price_per_hour: Of a device; None if not stated.
         base: The user's own DeepSpeed configuration.
         notes: Assumptions and warnings.
-        is_answer: The configuration was asked about, not chosen.
     """
 
     model: str
@@ -57,7 +56,6 @@ class Advice:
     price_per_hour: float | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    is_answer: bool = False
 
     @property
     def step_s(self) -> Interval:
@@ -171,8 +169,7 @@ class Advice:
         batch = chosen.candidate.global_batch_size(devices.count)
         yield f"{self.model} on {devices.describe()}, {self.sequence:,} tokens a sample"
         yield ""
-        what = "asked about" if self.is_answer else f"best for {self.goal}"
-        yield f"{what:<20}{in_words(chosen)}"
+        yield f"{'best for ' + self.goal:<20}{in_words(chosen)}"
         yield f"{'global batch':<20}{batch:,} samples, {amount(batch * self.sequence)} tokens a step"
         yield ""
         yield from _waterfall(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,14 +134,16 @@ def forecast_all(question: Question) -> Forecasts:
     Raises:
         UserError: There is none; it says why.
     """
-    setting, refused, legal = question.setting(), "", []
-    for candidate in dict.fromkeys(_candidates(question)):
-        why = why_illegal(candidate, setting)
-        if why is None:
-            legal.append(candidate)
-        refused = refused or why or ""
+    setting = question.setting()
+    reasons = {candidate: why_illegal(candidate, setting) for candidate in _candidates(question)}
+    legal = [candidate for candidate, why in reasons.items() if why is None]
     if not legal:
-        raise UserError(f"nothing can run as asked: {refused or 'no batch divides among the devices'}")
+        commonest = Counter(filter(None, reasons.values())).most_common(1)
+        total, count = question.global_batch, question.devices.count
+        why = (
+            commonest[0][0] if commonest else f"no such micro-batch gives a global batch of {total} on {count} devices"
+        )
+        raise UserError(f"nothing can run as asked: {why}")
     return forecast(legal, question.profile, question.devices, question.base)
 
 

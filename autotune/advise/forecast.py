@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from autotune.trial.profile import Floats, Profile
 Z95 = 1.96
 # Probability from which a configuration counts as fitting.
 SURE = 0.9
+OFFLOADS = ("offload_optimizer", "offload_param")
 # Host memory of a process that trains: Python, libraries, CUDA's and NCCL's own.
 PROCESS_BYTES = 4.5e9
 # The next power of two is 1.39 times a size on average (2 ln 2).
@@ -94,7 +95,8 @@ def forecast(
     """
     machine, knobs = devices.machine(constants), Knobs.of(candidates, base or {})
     memory, time = memory_terms(knobs, profile, machine), step_time_terms(knobs, profile, machine)
-    host = host_terms(knobs, profile, devices)
+    in_host = {name: np.array([getattr(c, name) == "cpu" for c in candidates], float) for name in OFFLOADS}
+    host = host_terms(replace(knobs, **in_host), profile, devices)
     margin = np.log(devices.memory_bytes / np.asarray(sum(memory.values()))) / constants.memory_log_sd
     host_margin = np.log(devices.host_bytes / np.asarray(sum(host.values()))) / constants.memory_log_sd
     tokens = knobs.micro * knobs.accumulation * devices.count * profile.sequence

@@ -217,6 +217,8 @@ def _advice(
     )
     chosen, others = best(question)
     notes = [*asked.notes]
+    if settings:
+        notes.append("settled: " + ", ".join(f"{name}={value}" for name, value in settings.items()))
     if chosen.candidate.checkpoint_every:
         notes.append(
             "recomputation is no setting of the JSON: switch on gradient checkpointing in the trainer or model"
@@ -227,7 +229,7 @@ def _advice(
     return Advice(
         model=asked.model, source=asked.source, chosen=chosen, others=others, goal=goal, sequence=asked.profile.sequence,
         flops_per_token=asked.flops_per_token, fewest=fewest_devices(question), tokens=tokens, price_per_hour=price,
-        base=asked.base, notes=notes, is_answer=bool(settings),
+        base=asked.base, notes=notes,
     )  # fmt: skip
 
 

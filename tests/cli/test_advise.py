@@ -75,6 +75,8 @@ WRONG = {
     "7B --gpus H100 --set zero_stagee=3": "Did you mean 'zero_stage'",
     "7B --gpus H100 --set zero_stage=7": "not one of 0, 1, 2, 3",
     "7B --gpus H100 --set zero_stage": "KEY=VALUE",
+    "7B --gpus 8xH100 --set offload_optimizer=nvme": "needs its nvme_path",
+    "7B --gpus 8xH100 --set micro_batch_size=7 --global-batch 64": "no such micro-batch gives a global batch of 64",
     "7B --gpus H100 --tokens many": "as in 10B",
     "7B --gpus H100 --price -3": "as in 2.10/h",
     "7B --gpus H100 --peak-flops -1": "as in 400T",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autotune.advise.constants import CONSTANTS, Constants
 from autotune.errors import UserError
-from autotune.forecast.cluster import NODE_LATENCY_S
+from autotune.forecast.communication import NODE_LATENCY_S
 from autotune.system.cards import Card, named_card
 from autotune.trial.profile import Machine
 

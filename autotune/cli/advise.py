@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson
+from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError, nearest
 
 LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -99,12 +99,10 @@ def advise(
     Raises:
         UserError: An option cannot be used; it says which.
     """
-    from autotune.cli.predict import read_settings
-
     how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
     goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})
     devices = _devices(gpus, nodes, compare, _stated(device_memory, peak_flops, network, host_memory))
-    wanted = {
+    wanted: dict[str, Any] = {
         "goal": goal, "global_batch": global_batch, "settings": _settled(read_settings(knobs or ())),
         "tokens": read_amount(tokens, "--tokens", "10B") if tokens else None, "price": _price(price) if price else None,
     }  # fmt: skip

@@ -240,6 +240,22 @@ def project(found: Results) -> Rows:
     ]
 
 
+def published(found: Results) -> Rows:
+    memory, rate, tau, host = (found[name] for name in ("memory", "throughput", "kendall_tau", "host"))
+    left_out = f"advice before any run, {found['groups']} published sources left out in turn"
+    fits, failed = found["fits_high"], percent(found["said_fits_and_failed"])
+    return [
+        (f"{left_out}: fit or not, right of {fits['rows']} rows; wrongly said to fit", f"{percent(fits['right'])}; {failed}"),
+        (f"{left_out}: peak memory of {memory['rows']} rows, median error; 95 % intervals hold",
+         f"{percent(memory['median_error'])}; {percent(memory['intervals_hold'])}"),
+        (f"{left_out}: throughput of {rate['rows']} rows, median error; 95 % intervals hold",
+         f"{percent(rate['median_error'])}; {percent(rate['intervals_hold'])}"),
+        (f"the same, Kendall's tau over {tau['pairs']} pairs of one model on one machine", f"{tau['tau']:.2f}"),
+        (f"host memory under offload, {host['used']['rows']} published rows, median error; nothing fitted",
+         percent(host["used"]["median_error"])),
+    ]  # fmt: skip
+
+
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -272,6 +288,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "project": ("python benchmarks/project.py", project),
+    "published": ("python benchmarks/published.py", published),
 }
 
 

@@ -20,7 +20,7 @@ from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
 
 # At most this many times the rounds that the user states, while it is not settled who is best.
-MOST_ROUNDS = 5
+MOST_ROUNDS = 4
 
 
 class Finalists:

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 
 from autotune.errors import UserError
 from autotune.scoring.effects import Effects, effects
+from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.system.units import Scale, scale_for
 from autotune.trial.command import Invocation
@@ -20,8 +22,11 @@ from autotune.trial.result import BESIDE
 Data: TypeAlias = Mapping[str, Any]
 
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
+THROUGHPUT = "samples_per_s"
+# A pick's price is stated from this change on: 1 %.
+PRICE = 0.01
 PICK_NOTES = {
-    "recommended": "the best compromise of the objectives",
+    "recommended": "the best by the objectives",
     "drop_in": "keeps the baseline's global batch and numerics",
     "lowest_latency": "the shortest optimizer step",
     "highest_throughput": "the most samples per second",
@@ -239,11 +244,64 @@ def speedup_words(pick: Data) -> str:
     return times(pick.get("speedup")) + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
 
 
-def doubt_words(pick: Data) -> str:
-    """What keeps a pick's speed-up from being a result: `measured once, not told from 1`; empty if nothing does."""
-    ends = pick.get("speedup_ci95")
+def titles(names: Sequence[str]) -> str:
+    """What a pick was picked for; the fastest trial stands beside a recommended one, if that is another."""
+    alone = "recommended" not in names
+    return ", ".join("for throughput alone" if alone and n == "highest_throughput" else title(n) for n in names)
+
+
+def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
+    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, if any."""
+    own = next((PICKS[name] for name in names if name in PICKS), "")
+    if own and "recommended" not in names and "drop_in" not in names:
+        return own
+    weights: Mapping[str, float] = report.study.get("weights") or {}
+    heaviest = [name for name, weight in weights.items() if weight == max(weights.values())]
+    return heaviest[0] if len(heaviest) == 1 else THROUGHPUT
+
+
+def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
+    """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
+
+    Empty where the baseline did not run, or cannot be compared with it.
+    """
+    if report.is_baseline(pick):
+        return "the baseline itself"
+    lead, gains = leading_metric(report, names), pick.get("gains") or {}
+    said = speedup_words(pick) if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
+    if not said:
+        return ""
+    ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
+    worse = {
+        name: ratio
+        for name, ratio in ratios.items()
+        if name != lead and (ratio > 1 + PRICE if METRICS[name].direction == "minimize" else ratio < 1 - PRICE)
+    }
+    price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
+    at = [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
+    whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
+    return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
+
+
+def _ratio(metric: str, gain: float) -> float:
+    """A metric over the baseline's, of the factor by which it is better."""
+    return 1 / gain if METRICS[metric].direction == "minimize" else gain
+
+
+def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
+    """A metric over the baseline's with its interval, `0.64x (0.60 to 0.68)`; empty where that says nothing."""
+    if gain is None or gain[2] > WIDEST * gain[1]:
+        return ""
+    ratio, *ends = (_ratio(metric, each) for each in gain)
+    low, high = (f"{end:.2f}" for end in sorted(ends))
+    return times(ratio) + (f" ({low} to {high})" if low != high else "")
+
+
+def doubt_words(pick: Data, metric: str = THROUGHPUT) -> str:
+    """What keeps a gain over the baseline from being a result: `measured once`; empty if nothing does."""
+    found = change(pick, metric)
     said = ["measured once"] if pick.get("measurements") == 1 else []
-    return ", ".join([*said, *(["not to be told from 1"] if ends and ends[0] <= 1 <= ends[1] else [])])
+    return ", ".join([*said, *(["not to be told from 1"] if found is not None and not found.told else [])])
 
 
 def end_words(trial: Data) -> tuple[str, str]:

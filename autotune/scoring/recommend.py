@@ -12,7 +12,7 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import changes, checked, drift, passed_by, words
+from autotune.scoring.reasons import changes, checked, drift, named, passed_by, words
 
 # Trials whose gains differ by less than 1 % are alike: the one that changes least is recommended.
 TIE = 0.01
@@ -166,7 +166,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     if baseline is not None and same:
         keeps, _ = _best(same, estimates, objectives)
         batch = baseline.candidate.global_batch_size(world_size)
-        why = f"the best compromise that keeps the baseline's global batch of {batch} and its numerics"
+        why = f"the best {named(objectives)} that keeps the baseline's global batch of {batch} and its numerics"
         picks["drop_in"] = _pick(keeps, estimates, [why, *words(keeps, estimates, objectives)])
     extremes, unchecked = _extremes(ranked, sound, estimates, objectives)
     picks |= extremes
@@ -242,8 +242,7 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
         alike = [m for m in confirmed if m.trial == baseline.trial]
     chosen = min(alike, key=lambda m: (len(changes(m.candidate, baseline)), behind[m.trial]))
     gain = math.exp(log_gain(chosen, baseline or top, objectives))
-    names = (" and " if len(objectives) < 3 else ", ").join(METRICS[o.metric].label for o in objectives)
-    why = f"the best compromise of {names} (geometric mean of the gains: {gain:.2f}x)"
+    why = f"the best {named(objectives)} ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     tied = [
         m for m in confirmed
         if m is not chosen and abs(log_gain(m, chosen, objectives)) <= estimates.reach(m, chosen, objectives)

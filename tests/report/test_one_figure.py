@@ -11,7 +11,7 @@ from support.instant import Instant, report, runner_of
 
 from autotune.report import load, readme
 from autotune.report.dashboard.overlay import _trial_attrs
-from autotune.report.data import speedup_words, times
+from autotune.report.data import pick_words, times
 from autotune.report.files import write_answer, write_report
 from autotune.report.results import StudyResult
 from autotune.report.tables import compared
@@ -68,11 +68,12 @@ def test_pages_and_notes_print_that_number(study):
     terminal, page = str(StudyResult(found)), (folder / "report.html").read_text()
     markdown, note = (folder / "README.md").read_text(), readme.study_note(found, lambda _: "")
     for name, pick in found.picks.items():
-        said = speedup_words(pick)
-        if found.is_baseline(pick):
-            continue
-        assert said in note and said in markdown and times(pick["speedup"], "×") in page, name
-        assert said in " ".join(terminal.split())
+        said = pick_words(found, [name], pick)
+        assert said in note, name
+        names = next(names for names, _ in found.picks_by_trial() if name in names)
+        said = pick_words(found, names, pick)
+        assert said in markdown and said in " ".join(terminal.split()), name
+        assert said in page or times(pick["speedup"], "×") in page, name
     for point in found.table():
         row = next(row for row in found.trials if row["trial"] == point["trial"])
         rate = next(each for each in compared(found, row, [RATE]))

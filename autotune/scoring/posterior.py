@@ -15,11 +15,11 @@ Floats = NDArray[np.float64]
 # given as median and standard deviation of the logarithm.
 NOISE, NOISE_PRIOR = (0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.02, 0.7)
 DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
-EFFECT_SCALE, SCALE_PRIOR = (0.05, 0.15, 0.4, 1.0, 2.5), (1.0, 1.2)
+EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
 # Of the trials without a forecast: how much their logarithms differ among each other.
 POPULATION_SD = 0.3
-# A forecast is never trusted more than this.
-LEAST_FORECAST_SD = 0.02
+# A forecast is never trusted more than this: its errors are alike in alike configurations, which the model does not know.
+LEAST_FORECAST_SD = 0.05
 # The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
 LEVEL_SD, ROUND_SD = 3.0, 0.5
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken

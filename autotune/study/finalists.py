@@ -88,21 +88,17 @@ class Finalists:
 
     def _measure_again(self, found: list[Measured]) -> None:
         """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
-        spec = self._state.spec
-        while (n_done := self._n_rounds()) < MOST_ROUNDS * spec.repeats:
-            least = n_done < spec.repeats
-            out_of_time = spec.time_budget_s is not None and self._budget.spent_s() >= spec.time_budget_s
-            if n_done and (out_of_time or (not least and self._budget.out_of_time())):
+        spec, plan = self._state.spec, self._state.plan
+        numbers = [m.trial for m in found]
+        while True:
+            estimates, tried = self._estimates(), self._tried()
+            n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
+            if n_done and spec.time_budget_s is not None and self._budget.spent_s() >= spec.time_budget_s:
                 return
-            estimates = self._estimates()
             turn = racing.next_round(
-                estimates,
-                self._state.objectives,
-                [m.trial for m in found],
-                self._state.plan.data_parallel,
-                spec.finalists,
-                least=least,
-            )
+                estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
+                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats and not self._budget.out_of_time(),
+            )  # fmt: skip
             if not turn:
                 return
             if n_done == 0:
@@ -121,12 +117,10 @@ class Finalists:
             metrics = {name: each.value for name, each in measure(result, None).items()}
             self._teller.progress(m.trial, "repeat", m.candidate, result, metrics)
 
-    def _n_rounds(self) -> int:
-        """Whole rounds so far: those in which the baseline, or the trial with the most rounds, was measured."""
-        folder, measured = self._state.folder, self._state.measured()
-        rounds = {
+    def _tried(self) -> dict[int, int]:
+        """The re-measurements that have ended, by trial."""
+        folder = self._state.folder
+        return {
             m.trial: sum(result_in(path) is not None for path in records.repeat_paths(folder, m.trial).values())
-            for m in measured
+            for m in self._state.measured()
         }
-        baseline = self._estimates().baseline
-        return rounds[baseline.trial] if baseline else max(rounds.values(), default=0)

@@ -82,10 +82,9 @@ def test_the_table_holds_every_trial_with_outcome_and_reason_and_marks_what_is_e
 
 def test_the_figures_get_the_values_that_the_recommendation_rests_on(report):
     pick = report.picks["recommended"]
-    again = pick | {"metrics": pick["metrics"] | {"samples_per_s": 123.0}}
-    front = [again if point["trial"] == again["trial"] else point for point in report.front]
-    same = {name: again for name, other in report.picks.items() if other["trial"] == pick["trial"]}
-    changed = replace(with_picks(report, **same), front=front)
+    again = {"metrics": pick["metrics"] | {"samples_per_s": 123.0}}
+    trials = [trial | again if trial["trial"] == pick["trial"] else trial for trial in report.trials]
+    changed = replace(report, trials=trials)
     drawn = fronts.front(changed, "step_time_s", "samples_per_s")["data"]
     named = {text: y for trace in drawn if "text" in trace for text, y in zip(trace["text"], trace["y"], strict=True)}
     assert [y for text, y in named.items() if text.startswith("recommended")] == [123.0], named

@@ -176,7 +176,7 @@ def _picks(report: StudyReport) -> list[Context]:
             "is_baseline": same,
             "factor": times(factor, "×"),
             "span": _span(pick) if factor else "",
-            "doubt": "" if same else doubt_words(pick),
+            "doubt": "" if same or leading_metric(report, names) != THROUGHPUT else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         cards.append(_pick(report, pick, report.objectives) | card)

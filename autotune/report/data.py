@@ -263,7 +263,8 @@ def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
 def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
 
-    Empty where the baseline did not run, or cannot be compared with it.
+    What keeps it from being a result is said at the end. Empty where the baseline did not run, or cannot be compared
+    with it.
     """
     if report.is_baseline(pick):
         return "the baseline itself"
@@ -272,11 +273,7 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     if not said:
         return ""
     ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
-    worse = {
-        name: ratio
-        for name, ratio in ratios.items()
-        if name != lead and (ratio > 1 + PRICE if METRICS[name].direction == "minimize" else ratio < 1 - PRICE)
-    }
+    worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
     price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
     at = [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
     whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]

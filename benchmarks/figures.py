@@ -256,6 +256,19 @@ def published(found: Results) -> Rows:
     ]  # fmt: skip
 
 
+def estimates(found: Results) -> Rows:
+    rows = []
+    for noise, row in found.get("machines", {}).items():
+        what = f"whole studies on simulated machines, {noise} noise ({row['runs']} runs, {found['trials']} trials each): throughput"
+        what += " of the recommended one over the best that was tried, mean and 10th percentile; its interval holds the truth"
+        share = f"{row['of_tried']:.3f}, {row['of_tried_p10']:.3f}; {percent(row['held'])}"
+        rows.append((what, f"{share} ({row['rounds']:.1f} rounds)"))
+    for noise, row in found.get("same", {}).items():
+        what = f"studies in which all candidates are the same, {noise} noise: a change is recommended"
+        rows.append((what, f"{row['changes_recommended']} of {row['studies']}"))
+    return rows
+
+
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -285,6 +298,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
+    "estimates": ("python benchmarks/estimates.py", estimates),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "project": ("python benchmarks/project.py", project),

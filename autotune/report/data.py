@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import UserError
 from autotune.scoring.effects import Effects, effects
+from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
@@ -267,28 +268,37 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     """
     if report.is_baseline(pick):
         return "the baseline itself"
-    gains = pick.get("gains") or {}
-    ratios = {
-        name: 1 / gains[name][0] if METRICS[name].direction == "minimize" else gains[name][0]
-        for name in (THROUGHPUT, *report.objectives)
-        if gains.get(name)
-    }
-    lead = leading_metric(report, names)
-    said = speedup_words(pick) if lead == THROUGHPUT else times(ratios.get(lead))
+    lead, gains = leading_metric(report, names), pick.get("gains") or {}
+    said = speedup_words(pick) if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
     if not said:
         return ""
+    ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
     worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
     price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
     at = [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
-    said = f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")
-    return ", ".join(text for text in (said, doubt_words(pick)) if text)
+    whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
+    return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
 
 
-def doubt_words(pick: Data) -> str:
-    """What keeps a pick's speed-up from being a result: `measured once, not told from 1`; empty if nothing does."""
-    ends = pick.get("speedup_ci95")
+def _ratio(metric: str, gain: float) -> float:
+    """A metric over the baseline's, of the factor by which it is better."""
+    return 1 / gain if METRICS[metric].direction == "minimize" else gain
+
+
+def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
+    """A metric over the baseline's with its interval, `0.64x (0.60 to 0.68)`; empty where that says nothing."""
+    if gain is None or gain[2] > WIDEST * gain[1]:
+        return ""
+    ratio, *ends = (_ratio(metric, each) for each in gain)
+    low, high = (f"{end:.2f}" for end in sorted(ends))
+    return times(ratio) + (f" ({low} to {high})" if low != high else "")
+
+
+def doubt_words(pick: Data, metric: str = THROUGHPUT) -> str:
+    """What keeps a gain over the baseline from being a result: `measured once`; empty if nothing does."""
+    found = change(pick, metric)
     said = ["measured once"] if pick.get("measurements") == 1 else []
-    return ", ".join([*said, *(["not to be told from 1"] if ends and ends[0] <= 1 <= ends[1] else [])])
+    return ", ".join([*said, *(["not to be told from 1"] if found is not None and not found.told else [])])
 
 
 def end_words(trial: Data) -> tuple[str, str]:

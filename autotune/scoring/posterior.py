@@ -15,17 +15,18 @@ Floats = NDArray[np.float64]
 # given as median and standard deviation of the logarithm.
 NOISE, NOISE_PRIOR = (0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.02, 0.7)
 DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
-EFFECT_SCALE, SCALE_PRIOR = (0.05, 0.15, 0.4, 1.0, 2.5), (1.0, 1.2)
+EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
 # Of the trials without a forecast: how much their logarithms differ among each other.
 POPULATION_SD = 0.3
-# A forecast is never trusted more than this.
-LEAST_FORECAST_SD = 0.02
+# A forecast is never trusted more than this: its errors are alike in alike configurations, which the model does not know.
+LEAST_FORECAST_SD = 0.05
 # The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
 LEVEL_SD, ROUND_SD = 3.0, 0.5
-# What lies further than this many standard deviations from what the others foretell is an outlier; such are few.
-OUTLYING, MOST_OUTLYING = 4.0, 0.2
+# What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
+# out first, since they hide others: each time one, or this share of the readings.
+OUTLYING, AT_ONCE, MOST_TIMES = 3.0, 0.04, 4
 # The grid is weighed on this many readings; cost is cubic.
-MOST_FOR_GRID = 100
+MOST_FOR_GRID = 64
 # Points of the grid with less than this share of the weight are left out.
 LEAST_WEIGHT = 0.02
 
@@ -163,18 +164,20 @@ def fit(readings: Readings) -> Posterior:
     positions = np.arange(len(readings.trial), dtype=float)
     n_of = np.bincount(readings.trial, minlength=len(known))
     extra_var = np.zeros(len(positions))
-    for _ in range(1 + int(MOST_OUTLYING * len(positions))):
+    for n in range(MOST_TIMES + 1):
         points = _weighed(readings, positions, effect_sd, extra_var)
         model = _Model(readings, positions, effect_sd, extra_var)
-        z, apart = model.surprise(points[0])
-        worst = int(np.argmax(np.abs(z)))
-        if abs(z[worst]) < OUTLYING:
+        z, apart = (np.abs(values) for values in model.surprise(points[0]))
+        worst = np.argsort(-z)[: max(1, int(AT_ONCE * len(z)))]
+        outlying = worst[z[worst] > OUTLYING]
+        if n == MOST_TIMES or not len(outlying):
             break
-        trial = readings.trial[worst]
-        if n_of[trial] > 2:
-            extra_var[worst] += apart[worst] ** 2
-        else:
-            effect_sd[trial] = np.hypot(effect_sd[trial], abs(apart[worst]) / points[0].effect)
+        for row in outlying:
+            trial = readings.trial[row]
+            if n_of[trial] > 2:
+                extra_var[row] += apart[row] ** 2
+            else:
+                effect_sd[trial] = np.hypot(effect_sd[trial], apart[row] / points[0].effect)
     weights = np.exp([point.weight for point in points])
     found = [model.effects(point) for point in points]
     mean = sum(w * m for w, (m, _) in zip(weights, found, strict=True))

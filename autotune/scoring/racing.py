@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,12 +83,21 @@ def _expected_loss(trials: Sequence[Measured], gains: dict[int, float], share: f
 
 
 def next_round(
-    estimates: Estimates, objectives: Sequence[Objective], found: Sequence[int], world_size: int, n: int, *, least: bool
+    estimates: Estimates,
+    objectives: Sequence[Objective],
+    found: Collection[int],
+    world_size: int,
+    n: int,
+    *,
+    tried: Mapping[int, int],
+    least: int,
+    more: bool = True,
 ) -> list[Measured]:
     """The trials to measure in the next round beside the baseline; empty if the race is settled.
 
-    The best compromise is sought among all trials, and among those without an open check; where that takes fewer than
-    `n`, the finalists also race for the pick with the baseline's batch and numerics, and for throughput.
+    The best compromise is sought among all trials, and among those without an open check. While their leaders have
+    fewer rounds than they need at least, the finalists also race for the pick with the baseline's batch and numerics,
+    and for throughput.
 
     Args:
         estimates: What all measurements say.
@@ -96,21 +105,25 @@ def next_round(
         found: The finalists, by number; each is measured at least once.
         world_size: Ranks.
         n: Trials in a round.
-        least: Whether a round is due in any case.
+        tried: Rounds that a trial was in, by number, whether they completed or not.
+        least: Rounds that a leader must have been in.
+        more: Whether further rounds may follow while the race is not settled.
     """
     baseline = estimates.baseline
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
     races = [race(some, estimates, objectives) for some in (hopeful, [m for m in ranked if not m.doubt])]
-    if all(each.settled for each in races) and not least:
+    new = [m for m in ranked if m.trial in found and not tried.get(m.trial)]
+    needed = [*(each.runners[0] for each in races if each.runners), *([baseline] if baseline and ranked else [])]
+    due = bool(new) or any(tried.get(m.trial, 0) < least for m in needed)
+    if not due and (not more or all(each.settled for each in races)):
         return []
-    new = [m for m in ranked if m.trial in found and not m.confirmed]
-    if least:
+    if due:
         finalists = [m for m in ranked if m.trial in found or m.confirmed]
         same = [m for m in finalists if baseline is not None and drops_in(m, baseline, world_size)]
         races += [race(same, estimates, objectives), race(finalists, estimates, [THROUGHPUT])]
     leaders = [each.runners[0] for each in races if each.runners]
-    chasers = [m for each in races if least or not each.settled for m in each.runners[1:]]
+    chasers = [m for each in races if due or not each.settled for m in each.runners[1:]]
     wanted = {m.trial: m for m in [*new, *leaders, *chasers]}
     return list(wanted.values())[: max(n, len(new))]

@@ -20,7 +20,7 @@ from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
 
 # At most this many times the rounds that the user states, while it is not settled who is best.
-MOST_ROUNDS = 5
+MOST_ROUNDS = 4
 
 
 class Finalists:
@@ -88,20 +88,15 @@ class Finalists:
 
     def _measure_again(self, found: list[Measured]) -> None:
         """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
-        spec = self._state.spec
-        while (n_done := self._n_rounds()) < MOST_ROUNDS * spec.repeats:
-            least = n_done < spec.repeats
-            if n_done and not least and self._budget.out_of_time():
-                return
-            estimates = self._estimates()
+        spec, plan = self._state.spec, self._state.plan
+        numbers = [m.trial for m in found]
+        while True:
+            estimates, tried = self._estimates(), self._tried()
+            n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
-                estimates,
-                self._state.objectives,
-                [m.trial for m in found],
-                self._state.plan.data_parallel,
-                spec.finalists,
-                least=least,
-            )
+                estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
+                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats and not self._budget.out_of_time(),
+            )  # fmt: skip
             if not turn or not self._budget.affords((len(turn) + 1) * self._budget.usual_s()):
                 return
             if n_done == 0:
@@ -120,12 +115,10 @@ class Finalists:
             metrics = {name: each.value for name, each in measure(result, None).items()}
             self._teller.progress(m.trial, "repeat", m.candidate, result, metrics)
 
-    def _n_rounds(self) -> int:
-        """Whole rounds so far: those in which the baseline, or the trial with the most rounds, was measured."""
-        folder, measured = self._state.folder, self._state.measured()
-        rounds = {
+    def _tried(self) -> dict[int, int]:
+        """The re-measurements that have ended, by trial."""
+        folder = self._state.folder
+        return {
             m.trial: sum(result_in(path) is not None for path in records.repeat_paths(folder, m.trial).values())
-            for m in measured
+            for m in self._state.measured()
         }
-        baseline = self._estimates().baseline
-        return rounds[baseline.trial] if baseline else max(rounds.values(), default=0)

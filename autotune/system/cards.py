@@ -98,7 +98,9 @@ def named_card(name: str, where: str = "--device") -> Card:
 def _words(name: str) -> frozenset[str]:
     """The words of a name in small letters; `80GB`, `80G`, `80GiB` and `80` are one word."""
     words = filter(None, re.split(r"[^a-z0-9.]+", name.lower()))
-    return frozenset(re.sub(r"^(\d+)gi?b?$|^(\d{2,3})$", lambda size: f"{size[1] or size[2]}gb", word) for word in words)
+    return frozenset(
+        re.sub(r"^(\d+)gi?b?$|^(\d{2,3})$", lambda size: f"{size[1] or size[2]}gb", word) for word in words
+    )
 
 
 def _card(row: dict[str, str]) -> Card:

@@ -45,16 +45,17 @@ def test_where_the_best_must_not_be_recommended_the_best_that_may_is_measured_ag
     assert trials(finalists([base, undecided, *open_[1:], slow], [LATENCY], 2)) == [2, 4]
 
 
-def turn(*found, objectives=(LATENCY,), finalists=(1, 2, 3), n=3, least=False):
-    return trials(next_round(estimate(found), objectives, finalists, 1, n, least=least))
+def turn(*found, objectives=(LATENCY,), finalists=(1, 2, 3), n=3, least=1):
+    tried = {m.trial: len(m.repeats) for m in found}
+    return trials(next_round(estimate(found), objectives, finalists, 1, n, tried=tried, least=least))
 
 
 def test_each_finalist_is_measured_again_once_and_then_those_that_may_be_best():
     base, best, near = measured(0, 0.1), measured(1, 0.05), measured(2, 0.0505, zero_stage=1)
     far = measured(3, 0.09, checkpoint_every=1)
-    assert sorted(turn(base, best, near, far, least=True)) == [1, 2, 3]
+    assert sorted(turn(base, best, near, far)) == [1, 2, 3]
     once = [replace(m, repeats={1: dict(m.metrics)}) for m in (base, best, near, far)]
-    assert sorted(turn(*once, least=True)) == [1, 2]
+    assert sorted(turn(*once, least=2)) == [1, 2]
 
 
 def test_the_race_goes_on_while_the_rounds_disagree_and_ends_where_one_is_clearly_best():
@@ -85,4 +86,4 @@ def test_the_best_drop_in_and_the_fastest_stay_though_others_are_better_compromi
     best = replace(measured(1, 0.02, rounds=[0.02], precision="bf16"), numerics_kept=False, verdict=PASSED)
     same, worse = measured(2, 0.09, rounds=[0.09]), measured(3, 0.12, rounds=[0.12], zero_stage=1)
     fastest = measured(4, 0.2, rounds=[0.2], micro=128)
-    assert sorted(turn(base, best, same, worse, fastest, finalists=(1, 2, 3, 4), least=True)) == [1, 2, 4]
+    assert sorted(turn(base, best, same, worse, fastest, finalists=(1, 2, 3, 4), least=2)) == [1, 2, 4]

@@ -49,7 +49,7 @@ def test_more_rounds_follow_where_the_first_ones_disagree(tmp_path):
 
     executor.behaviour = unsteady
     run(tmp_path, executor, trials=4, finalists=2, repeats=2)
-    assert len(executor.ran) == 4 + 2 * 2 * 3
+    assert len(executor.ran) == 4 + 4 * 2 * 3
 
 
 def test_a_space_that_is_smaller_than_the_budget_ends_the_study(tmp_path):

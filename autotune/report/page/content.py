@@ -109,7 +109,7 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
     elif pick["speedup"] < 1 or leading_metric(report, names) != THROUGHPUT:
         said = pick_words(report, names, pick)
         factor, text = "", said[0].upper() + said[1:]
-    return {"factor": factor, "span": span, "text": text, "doubt": "" if text else doubt_words(pick)}
+    return {"factor": factor, "span": span, "text": text, "doubt": doubt_words(pick) if factor else ""}
 
 
 def _span(pick: Data) -> str:
@@ -176,7 +176,7 @@ def _picks(report: StudyReport) -> list[Context]:
             "is_baseline": same,
             "factor": times(factor, "×"),
             "span": _span(pick) if factor else "",
-            "doubt": "" if same else doubt_words(pick),
+            "doubt": "" if same or leading_metric(report, names) != THROUGHPUT else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         cards.append(_pick(report, pick, report.objectives) | card)

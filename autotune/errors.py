@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 MAX_CHARACTERS, HEAD_CHARACTERS, TAIL_CHARACTERS = 2000, 1500, 400
 
@@ -11,9 +12,17 @@ MAX_CHARACTERS, HEAD_CHARACTERS, TAIL_CHARACTERS = 2000, 1500, 400
 class UserError(Exception):
     """Something that the user gave cannot be used; the message says where, what, what is known, and what to do."""
 
+    status: ClassVar[int] = 2  # exit status of a command that ends with it
+
     def __str__(self) -> str:
         """Returns the message, made printable."""
         return printable(super().__str__())
+
+
+class Unavailable(UserError):
+    """Machines or a database are away at present; the same command goes on later (EX_TEMPFAIL of sysexits.h)."""
+
+    status = 75
 
 
 class SpecError(UserError):

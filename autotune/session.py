@@ -32,7 +32,7 @@ from autotune.study.setup.plan import Plan, plan, profiled, studies_folder
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import read_yaml
-from autotune.study.storage import leases, records
+from autotune.study.storage import leases, project, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
@@ -55,7 +55,7 @@ class Tuned:
         report: The study's findings so far; None if the user stopped it before a trial ended.
         written: The files that state them.
         stopped: How the user stopped it, if so.
-        refused: Why not all files could be written, as on a full disk.
+        refused: Why the run ended early, or not all files could be written: machines are away, a disk is full.
     """
 
     report: StudyReport | None
@@ -86,7 +86,21 @@ class OpenStudy:
     @cached_property
     def study(self) -> Study:
         """The Optuna study of that name; a `StoreError` if it is not in the database."""
-        return records.load_study(self.storage, self.name)
+        try:
+            return records.load_study(self.storage, self.name)
+        except records.StoreError as error:
+            if records.kept_in(self.folder) is None:
+                raise
+            again = f"autotune run {files.shown(self.folder / 'study.yaml')}"
+            raise records.StoreError(f"{error} Its folder holds its trials: `{again}` takes them up again") from None
+
+    def is_own(self) -> bool:
+        """Whether the study is this project's, where several share the database."""
+        return project.is_own(self.study, self.folder.parent)
+
+    def check_own(self) -> None:
+        """Refuse a study of another project in the same database, with a `StoreError`."""
+        project.check_own(self.study, self.folder.parent)
 
     @cached_property
     def answer(self) -> Study:
@@ -183,6 +197,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     folder = studies / wanted.name
     url = wanted.storage or records.default_url(studies)
     interrupted: KeyboardInterrupt | None = None
+    refused: UserError | None = None
     storage = records.open_storage(url)  # before seconds of imports, so that an error shows at once
     storage.patience_s = records.PATIENCE_S
     with terminable(), records.failing_in_words(url), study_lock(folder):
@@ -200,11 +215,15 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
                         runner.run()
             except KeyboardInterrupt as stop:
                 interrupted = stop
+            except base.MachinesGone as gone:
+                refused = gone
     with records.failing_in_words(url):
-        if interrupted is not None and wanted.name not in records.study_names(storage):
+        if wanted.name not in records.study_names(storage):
+            if refused is not None:
+                raise refused
             return Tuned(report=None, stopped=interrupted)
         report = load.from_storage(storage, wanted.name, folder)
-    written, refused = list[Path](), None
+    written = list[Path]()
     try:
         with records.failing_in_words(url):
             for path in write_answer(report, folder):
@@ -213,7 +232,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
                 warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
                 store_notes(records.load_study(storage, wanted.name), report)
     except records.StoreError as error:
-        refused = error
+        refused = refused or error
     return Tuned(report=report, written=written, stopped=interrupted, refused=refused)
 
 
@@ -230,7 +249,10 @@ def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
     """Remove a study's trials from the database and from its folder."""
+    if name in records.study_names(storage):
+        project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
+    (folder / records.RECORD_FILE).unlink(missing_ok=True)
     for path in (folder / "trials").glob("[0-9]*"):
         base.forget(executor, path)
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "predict": ("predict", "Say what a configuration of TARGET will need before it runs: memory, step time,"
                 " throughput, and what binds."),
     "init": ("presets", "Write a commented study.yaml and a model.py that runs."),
-    "ls": ("presets", "List search spaces, objectives, samplers, metrics or studies."),
+    "ls": ("presets", "List search spaces, goals, objectives, samplers, metrics or studies."),
     "cp": ("presets", "Copy a preset to a file of yours, to change it there."),
     "status": ("status", "Say how far STUDY is and what it has found; follow it while another terminal runs it."
                " --json says it once."),
@@ -99,7 +99,7 @@ app.add_typer(_group("schedule", "When studies are re-tuned.", [path for path in
 
 
 def main() -> None:
-    """Run a command; a user's mistake ends as one sentence and exit status 2, an interrupt as status 130 or 143."""
+    """Run a command; errors for the user end as one sentence and their status, an interrupt as status 130 or 143."""
     try:
         app(standalone_mode=True)
     except SystemExit as error:
@@ -111,7 +111,7 @@ def main() -> None:
         from autotune.system.redaction import redact
 
         print(f"autotune: {redact(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.status)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)

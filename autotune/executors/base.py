@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import time
@@ -13,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune.errors import UserError, printable
+from autotune.errors import Unavailable, UserError, printable
 from autotune.executors.conclude import joined, merge
 from autotune.system import files, redaction
 from autotune.trial.failures import means_out_of_memory
@@ -27,8 +28,6 @@ TICK_S = 0.2
 AGENT_GRACE_S = 30.0
 # While machines are away, the engine is asked for others at these intervals, from the first to the last.
 RETRY_S = (2.0, 60.0)
-# A trial that loses its machines so often stops the study: its configuration may be the cause, which nobody can tell.
-MAX_OUTAGES = 5
 
 
 class Status(StrEnum):
@@ -49,14 +48,34 @@ class Status(StrEnum):
 UNDER_WAY = (Status.QUEUED, Status.RUNNING)
 
 
-class MachinesGone(UserError):
-    """The engine took the machines of a trial away, or has none; the trial was not measured and runs again later.
+class Then(StrEnum):
+    """What follows the end of an attempt at a trial.
 
-    Attributes:
-        had_begun: The trial ran when the machines went away.
+    `TELL`: its result is told. `ONCE_MORE`: it runs again; a second such end is the configuration's crash. `AGAIN`: it
+    runs again without being counted, until the attempts have cost `patience_s`. `REFUSE`: the study is refused.
     """
 
-    had_begun = False
+    TELL = "tell"
+    ONCE_MORE = "once more"
+    AGAIN = "again"
+    REFUSE = "refuse"
+
+
+# The policy of all engines; an engine only says in which state its job is.
+THEN = {Status.EXITED: Then.TELL, Status.LOST: Then.ONCE_MORE, Status.TAKEN: Then.AGAIN, Status.REFUSED: Then.REFUSE}
+
+
+class MachinesGone(Unavailable):
+    """The engine took the machines of a trial away, or has none; the trial was not measured and runs again later.
+
+    Args:
+        reason: Why, in the engine's words.
+        ran_s: Time that the attempt has cost, that in a queue left out.
+    """
+
+    def __init__(self, reason: str, ran_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.ran_s = ran_s
 
 
 class Job(Protocol):
@@ -105,8 +124,9 @@ class Executor(Protocol):
 
     Attributes:
         mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
-        cold_reason: Why ranks are not forked from a warm server; empty if they are.
-        patience_s: Time for which a trial waits for machines that the engine does not have at present.
+        cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
+            empty if they do not.
+        patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
     """
 
     mark: str
@@ -140,9 +160,13 @@ class Executor(Protocol):
 
 
 def run(
-    executor: Executor, path: Path, request: TrialRequest, on_tick: Callable[[], None] = lambda: None
+    executor: Executor,
+    path: Path,
+    request: TrialRequest,
+    on_tick: Callable[[], None] = lambda: None,
+    on_retry: Callable[[str], None] = lambda _: None,
 ) -> TrialResult:
-    """Runs one trial, writes `result.json`, and returns it.
+    """Runs one trial by the policy `THEN`, writes `result.json`, and returns it.
 
     Args:
         executor: The engine.
@@ -150,35 +174,59 @@ def run(
             files of an earlier attempt are removed.
         request: The trial.
         on_tick: Called five times a second while it runs (heartbeats, progress).
+        on_retry: Called with the reason when it runs once more.
 
     Raises:
         UserError: The engine can never run it.
-        MachinesGone: The engine takes its machines away again and again, or has had none for `patience_s`.
+        MachinesGone: Attempts that lost their machines, and waits for others, have cost `patience_s`.
         KeyboardInterrupt: Passed on after the ranks were stopped.
         OSError: The disk is full, or refused a file; that says nothing about the trial.
     """
-    folder, n_outages = TrialDir(path), 0
-    if (left := _left(executor, folder)) is not None and left[1] == request:
-        try:
-            return _watch(left[0], folder, request, on_tick)
-        except MachinesGone:
-            n_outages += 1
-    away_since, pause_s = time.monotonic(), RETRY_S[0]
+    folder, cost_s, pause_s, n_lost, failed = TrialDir(path), 0.0, RETRY_S[0], 0, list[str]()
+    left = _left(executor, folder)
+    job = left[0] if left is not None and left[1] == request else None
     while True:
-        forget(executor, path)
-        # Only the ranks may read a secret that the user put on the command line.
-        secret = request.script is not None and redaction.redact(request.script.arguments) != request.script.arguments
-        write_record(folder.request, request, sync=False, private=secret)
-        write_record(folder.ds_config, request.ds_config, sync=False)
         try:
-            return _watch(executor.submit(folder), folder, request, on_tick)
+            job = job or _submitted(executor, folder, request)
+            result = _watch(job, folder, request, on_tick)
         except MachinesGone as gone:
-            if gone.had_begun:
-                n_outages, away_since, pause_s = n_outages + 1, time.monotonic(), RETRY_S[0]
-            if n_outages >= MAX_OUTAGES or time.monotonic() - away_since >= executor.patience_s:
+            cost_s += gone.ran_s + pause_s
+            if cost_s > executor.patience_s:
                 raise MachinesGone(f"{gone}; the same command continues the study once they are back") from None
-        _pause(pause_s, on_tick)
-        pause_s = min(2 * pause_s, RETRY_S[1])
+            failed.append(str(gone))
+            _pause(pause_s, on_tick)
+            pause_s = min(2 * pause_s, RETRY_S[1])
+        else:
+            if result.outcome is Outcome.LOST and n_lost:
+                if job.poll() is Status.LOST and not has_begun(folder):
+                    at_fault = "no rank was started, so the machines are at fault, not what they run"
+                    raise UserError(f"{result.reason}: {at_fault}")
+                # No coincidence: this configuration kills its supervisor.
+                result = replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
+            if result.outcome is not Outcome.LOST:
+                if failed:
+                    result.lost_attempts = failed
+                    write_record(folder.result, result)
+                return result
+            n_lost += 1
+            failed.append(result.reason)
+            on_retry(result.reason)
+        job = None
+
+
+def has_begun(folder: TrialDir) -> bool:
+    """Returns whether a rank or the agent of a machine has left a sign of its start."""
+    return any(re.match(r"(rank|node|events|exit)\b", name) for name in folder.names())
+
+
+def _submitted(executor: Executor, folder: TrialDir, request: TrialRequest) -> Job:
+    """Starts a trial in a folder of its own."""
+    forget(executor, folder.path)
+    # Only the ranks may read a secret that the user put on the command line.
+    secret = request.script is not None and redaction.redact(request.script.arguments) != request.script.arguments
+    write_record(folder.request, request, sync=False, private=secret)
+    write_record(folder.ds_config, request.ds_config, sync=False)
+    return executor.submit(folder)
 
 
 def _pause(seconds: float, on_tick: Callable[[], None]) -> None:
@@ -218,7 +266,7 @@ def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | No
 
 
 def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None]) -> TrialResult:
-    status, started, ticked, over = Status.RUNNING, None, 0.0, False
+    status, started, ticked, over, entered = Status.RUNNING, None, 0.0, False, time.monotonic()
     try:
         while (status := job.poll()) in UNDER_WAY:
             now = time.monotonic()
@@ -237,16 +285,17 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
             if not over:  # the user stopped it: nothing to resume
                 folder.job.unlink(missing_ok=True)
     shutil.rmtree(folder.scratch, ignore_errors=True)
-    if status is Status.REFUSED:
+    then = THEN.get(status, Then.TELL)  # its deadline has passed if it is under way
+    if then is Then.REFUSE:
         raise UserError(shown(job.reason))
-    result = conclude(folder, request, job.reason if status in (Status.LOST, Status.TAKEN) else "")
-    if result.outcome is Outcome.LOST and status is Status.TAKEN:
-        gone = MachinesGone(shown(job.reason))
-        gone.had_begun = started is not None
-        raise gone
+    result = conclude(folder, request, "" if then is Then.TELL else job.reason)
+    if result.outcome is Outcome.LOST and then is Then.AGAIN:
+        raise MachinesGone(shown(job.reason), time.monotonic() - started if started is not None else 0.0)
     if result.outcome in (Outcome.CRASHED, Outcome.LOST):
         files.check_space(folder.path, result.reason)
-    write_record(folder.result, result)
+    result.waited_s = (started or entered) - entered
+    if result.outcome is not Outcome.LOST:
+        write_record(folder.result, result)
     return result
 
 

@@ -33,10 +33,10 @@ BUILD_DEADLINE_S = 1800.0
 TAKEN_AWAY = (-15, -9, 143, 137)
 # Time that an engine gets to report that it took a machine away.
 SETTLE_S = 5.0
-# Time for which a study waits for machines that went away (`patience`), before it stops.
-OUTAGE_PATIENCE_S = 1800.0
 # If the coordinator on another machine has been silent for this time, its allocation may be taken over.
 SILENT_S = 120.0
+# File beside the spools: machines that the engine has granted, by what it was asked for.
+GRANTED = "granted.json"
 # Prefixes of the user's variables that are passed on to other machines.
 EXPORTED = (
     "PYTHON", "AUTOTUNE_", "DS_", "TORCH", "NCCL_", "GLOO_", "UCX_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_",
@@ -45,7 +45,16 @@ EXPORTED = (
 
 
 class Refused(Exception):
-    """The engine does not accept a job; the message is the engine's."""
+    """The engine does not accept a job; the message is the engine's.
+
+    Args:
+        reason: The message.
+        at_present: The engine says that it may accept it later.
+    """
+
+    def __init__(self, reason: str, *, at_present: bool = False) -> None:
+        super().__init__(reason)
+        self.at_present = at_present
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,7 @@ class ClusterExecutor:
         settings: Settings of the agents.
         nodes: Machines of a trial.
         on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
+        patience_s: See `Executor`.
     """
 
     mark = ""
@@ -159,10 +169,10 @@ class ClusterExecutor:
         settings: Settings,
         nodes: int,
         on_queue: Callable[[str], None] = lambda _: None,
+        patience_s: float = 0.0,
     ) -> None:
         self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
-        self.patience_s = seconds(engine.options, "patience", OUTAGE_PATIENCE_S)
-        self._said, self._was_granted = "", False
+        self.patience_s, self._said = patience_s, ""
         self._held: list[Allocation] = []
         self._own: list[Allocation] = []
         self._lock = threading.Lock()
@@ -186,12 +196,12 @@ class ClusterExecutor:
             try:
                 allocation = self._allocation(request.nodes)
             except Refused as refusal:
-                # What was granted before can be granted again, once the machines are back.
                 reason = f"{self.engine.name}: {refusal}"
-                if self._was_granted:
-                    self.waits(reason)
-                return base.EndedJob(Status.TAKEN if self._was_granted else Status.REFUSED, reason)
-            job = ClusterJob(allocation, folder, request.nodes, self.waits, held=self.engine.hold)
+                if not (refusal.at_present or self.was_granted(request.nodes)):
+                    return base.EndedJob(Status.REFUSED, reason)
+                self.waits(reason)
+                return base.EndedJob(Status.TAKEN, reason)
+            job = ClusterJob(self, allocation, folder, request.nodes)
             allocation.at_work = job
         said = {"engine": self.engine.name, "id": allocation.job, "spool": str(allocation.spool.path), "key": key}
         write_record(folder.job, said)
@@ -214,8 +224,29 @@ class ClusterExecutor:
         allocation = held or Allocation(self.engine, spool, said["id"], request.nodes)
         if held is None:
             self._own.append(allocation)
-        allocation.at_work = ClusterJob(allocation, folder, request.nodes, self.waits, held=held is not None)
+        allocation.at_work = ClusterJob(self, allocation, folder, request.nodes)
         return allocation.at_work
+
+    def was_granted(self, nodes: int) -> bool:
+        """Whether the engine has run a trial of this study on so many machines: then it can again, once they are back.
+
+        A later run of the study knows it, too.
+        """
+        return self._granted().get(self._asked_for(), 0) >= nodes
+
+    def granted(self, nodes: int) -> None:
+        """Notes that the engine runs a trial on so many machines."""
+        if not self.was_granted(nodes):
+            write_record(self.root / GRANTED, self._granted() | {self._asked_for(): nodes})
+
+    def _granted(self) -> dict[str, int]:
+        try:
+            return dict(json.loads((self.root / GRANTED).read_text()))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def _asked_for(self) -> str:
+        return f"{self.engine.name} {json.dumps(self.engine.options, sort_keys=True)}"
 
     def waits(self, why: str) -> None:
         """Tells why a trial waits, whenever the reason changes."""
@@ -259,7 +290,6 @@ class ClusterExecutor:
         job = self.engine.launch(spool, wanted)
         write_record(spool.path / "allocation.json", self._owner() | {"id": job, "nodes": wanted})
         allocation = Allocation(self.engine, spool, job, wanted)
-        self._was_granted = True
         (self._held if self.engine.hold else self._own).append(allocation)
         return allocation
 
@@ -293,18 +323,14 @@ class ClusterExecutor:
             allocation.touch()
             write_record(path, said | self._owner())
             self._held.append(allocation)
-            self._was_granted = True
 
 
 class ClusterJob:
     """A trial in the hands of agents."""
 
-    def __init__(
-        self, allocation: Allocation, folder: TrialDir, nodes: int, on_queue: Callable[[str], None], *, held: bool
-    ) -> None:
+    def __init__(self, executor: ClusterExecutor, allocation: Allocation, folder: TrialDir, nodes: int) -> None:
         self.reason = ""
-        self._allocation, self._folder, self._nodes = allocation, folder, nodes
-        self._held, self._on_queue = held, on_queue
+        self._executor, self._allocation, self._folder, self._nodes = executor, allocation, folder, nodes
         self._looked, self._status, self._began = 0.0, Status.QUEUED, time.monotonic()
         self._cancelled = False
         self._suspected_at: float | None = None
@@ -327,14 +353,18 @@ class ClusterJob:
             if self._has_ended():  # between the two checks
                 return self._end()
             self.reason = self._allocation.why_lost()
-            if standing.status is Status.TAKEN:
-                self._on_queue(self.reason)
-            return Status.LOST if standing.status is Status.EXITED else standing.status
+            if standing.status is Status.REFUSED and not self._executor.was_granted(self._nodes):
+                return Status.REFUSED
+            if standing.status in (Status.LOST, Status.EXITED):
+                return Status.LOST
+            self._executor.waits(self.reason)
+            return Status.TAKEN
         if self._folder.node(0).name in self._folder.names():
+            self._executor.granted(self._nodes)
             return Status.RUNNING
         self.reason = standing.reason or f"{self._allocation.engine.name}: the machines are there, and get ready"
         if time.monotonic() - self._began > PATIENCE_S:
-            self._on_queue(self.reason)
+            self._executor.waits(self.reason)
         return Status.QUEUED
 
     def _has_ended(self) -> bool:
@@ -358,7 +388,7 @@ class ClusterJob:
         if self.poll() not in UNDER_WAY:
             return
         self._cancelled = True
-        if self._status is Status.QUEUED and not self._held:
+        if self._status is Status.QUEUED and not self._allocation.engine.hold:
             self._allocation.engine.end(self._allocation.job)
         self._folder.cancel.touch()
         if self._status is Status.QUEUED:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError
+from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
@@ -36,7 +36,6 @@ OPTIONS = {
     "grow": "yes: wait for machines that its autoscaler may add; no (default): fail at once if there are too few",
     "files": "auto (default): use a shared file system where there is one; ray: have Ray carry all files",
     "idle": "seconds after which machines whose coordinator is gone are given back (default: 600)",
-    "patience": "seconds that a study waits for machines that left the cluster (default: 1800)",
 }
 NAMESPACE = "autotune"
 ANSWER_TIMEOUT_S = 15.0
@@ -71,7 +70,7 @@ class Ray:
         try:
             import ray
         except ImportError:
-            raise UserError("--executor ray: Ray is not installed here; pip install 'autotune[ray]'") from None
+            raise UserError("--executor ray: Ray is not installed here; pip install ray") from None
         if ray.is_initialized():
             return
         address = self.options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
@@ -79,7 +78,7 @@ class Ray:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
         except Exception as error:  # Ray raises many kinds
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--executor ray: no cluster answers at {address!r}: {said}") from None
+            raise Unavailable(f"--executor ray: no cluster answers at {address!r}: {said}") from None
 
     def launch(self, spool: Spool, nodes: int) -> str:
         """Requests a placement group and starts an agent on each of its machines; returns the group's name.

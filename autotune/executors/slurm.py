@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-from autotune.errors import UserError
+from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
@@ -32,7 +32,6 @@ OPTIONS = {
     "python": "the interpreter on the nodes (default: this one)",
     "sbatch": "more arguments of sbatch, as they are",
     "idle": "seconds after which a job whose coordinator is gone gives its nodes back (default: 600)",
-    "patience": "seconds that a study waits when sbatch takes no job at present (default: 1800)",
 }
 PASSED = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "time")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -41,6 +40,12 @@ ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OU
 NEVER = re.compile(
     r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(QOS|Assoc)(Max|Min).*PerJob.*"
+)
+# What sbatch says where it may accept the same job later.
+AT_PRESENT = re.compile(
+    r"temporarily|try again|contact slurm|Socket timed out|did not answer|Connection refused|not responding"
+    r"|Transport endpoint|Zero Bytes|MaxSubmit|MaxJobs|ReqNodeNotAvail|Requested nodes are busy|in DRAIN",
+    re.IGNORECASE,
 )
 # States of a job that Slurm or a person ended: no configuration causes them.
 TAKEN = {
@@ -93,7 +98,7 @@ class Slurm:
         partition = self.options.get("partition")
         done = _call("sinfo", "--noheader", "--format=%P %D", *(["--partition", partition] if partition else []))
         if done.returncode:
-            raise UserError(f"--executor slurm: Slurm does not answer: {_said(done)}")
+            raise Unavailable(f"--executor slurm: Slurm does not answer: {_said(done)}")
         if not done.stdout.strip():
             what = f"no partition {partition!r}" if partition else "no partition that you may use"
             raise UserError(f"--executor slurm: Slurm has {what}; `sinfo` lists them")
@@ -120,7 +125,7 @@ class Slurm:
         arguments += shlex.split(self.options.get("sbatch", ""))
         done = _call("sbatch", *arguments, given=self._script(spool))
         if done.returncode:
-            raise Refused(_said(done))
+            raise Refused(_said(done), at_present=AT_PRESENT.search(done.stderr) is not None)
         return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
     def standing(self, job: str) -> JobState:

@@ -24,7 +24,6 @@ OPTIONS = {
     "python": "the interpreter on the hosts (default: this one)",
     "address": "where the others reach the first host (default: its name in the hostfile)",
     "idle": "seconds after which agents whose coordinator is gone end (default: 600)",
-    "patience": "seconds that a study waits for a host that cannot be reached any more (default: 1800)",
 }
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 END_TIMEOUT_S = 15.0

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from autotune.errors import UserError
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.system.units import Scale, scale_for
 from autotune.trial.command import Invocation
@@ -20,8 +21,11 @@ from autotune.trial.result import BESIDE
 Data: TypeAlias = Mapping[str, Any]
 
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
+THROUGHPUT = "samples_per_s"
+# A pick's price is stated from this change on: 1 %.
+PRICE = 0.01
 PICK_NOTES = {
-    "recommended": "the best compromise of the objectives",
+    "recommended": "the best by the objectives",
     "drop_in": "keeps the baseline's global batch and numerics",
     "lowest_latency": "the shortest optimizer step",
     "highest_throughput": "the most samples per second",
@@ -251,6 +255,48 @@ def speedup_words(pick: Data) -> str:
     """A pick's speed-up with its interval: `2.31x (2.20 to 2.43)`; empty if the baseline did not run."""
     ends = pick.get("speedup_ci95")
     return times(pick.get("speedup")) + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
+
+
+def titles(names: Sequence[str]) -> str:
+    """What a pick was picked for; the fastest trial stands beside a recommended one, if that is another."""
+    alone = "recommended" not in names
+    return ", ".join("for throughput alone" if alone and n == "highest_throughput" else title(n) for n in names)
+
+
+def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
+    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, if any."""
+    own = next((PICKS[name] for name in names if name in PICKS), "")
+    if own and "recommended" not in names and "drop_in" not in names:
+        return own
+    weights: Mapping[str, float] = report.study.get("weights") or {}
+    heaviest = [name for name, weight in weights.items() if weight == max(weights.values())]
+    return heaviest[0] if len(heaviest) == 1 else THROUGHPUT
+
+
+def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
+    """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
+
+    Empty where the baseline did not run, or cannot be compared with it.
+    """
+    if report.is_baseline(pick):
+        return "the baseline itself"
+    own, base = measured(pick), measured(report.comparable(pick) or {})
+    ratios = {
+        name: own[name] / base[name] for name in (THROUGHPUT, *report.objectives) if own.get(name) and base.get(name)
+    }
+    lead = leading_metric(report, names)
+    found = times(own[lead] / base[lead]) if own.get(lead) and base.get(lead) else ""
+    said = speedup_words(pick) if lead == THROUGHPUT else found
+    if not said:
+        return ""
+    worse = {
+        name: ratio
+        for name, ratio in ratios.items()
+        if name != lead and (ratio > 1 + PRICE if METRICS[name].direction == "minimize" else ratio < 1 - PRICE)
+    }
+    price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
+    at = [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
+    return f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")
 
 
 def end_words(trial: Data) -> tuple[str, str]:

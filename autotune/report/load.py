@@ -96,6 +96,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
             "weights": {o.metric: o.weight for o in kept.objectives},
+            "goal": kept.goal,
             "n_trials": len(trials),
             "wall_s": sum(t["wall_s"] for t in trials),
             "base_config": kept.base_config,

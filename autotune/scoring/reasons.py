@@ -15,6 +15,12 @@ from autotune.space.candidate import Candidate, differing
 DRIFT = 0.1
 
 
+def named(objectives: Sequence[Objective]) -> str:
+    """What is best by the objectives: `throughput`, or `compromise of step time and throughput`."""
+    *first, last = [METRICS[o.metric].label for o in objectives]
+    return f"compromise of {', '.join(first)} and {last}" if first else last
+
+
 def changes(candidate: Candidate, baseline: Measured | None) -> list[str]:
     """The knobs in which a candidate differs from the baseline, in words."""
     if baseline is None:

@@ -11,7 +11,7 @@ from autotune.scoring import pareto, step_times
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio, paired_log_ratios
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import changes, checked, drift, passed_by, words
+from autotune.scoring.reasons import changes, checked, drift, named, passed_by, words
 
 # Spread between two runs of one configuration where nothing was measured twice: 2 %, as on a quiet machine.
 ASSUMED_SPREAD = 0.02
@@ -206,7 +206,7 @@ def recommend(
     if baseline is not None and same:
         keeps, _ = _best(same, baseline, objectives, judge)
         batch = baseline.candidate.global_batch_size(world_size)
-        why = f"the best compromise that keeps the baseline's global batch of {batch} and its numerics"
+        why = f"the best {named(objectives)} that keeps the baseline's global batch of {batch} and its numerics"
         picks["drop_in"] = judge.pick(keeps, [why, *words(keeps, baseline, objectives)])
     extremes, unchecked = _extremes(ranked, sound, reference, objectives, judge)
     picks |= extremes
@@ -268,8 +268,7 @@ def _best(
     ]
     chosen = min(alike, key=lambda m: (len(changes(m.candidate, baseline)), behind[m.trial]))
     gain = math.exp(log_gain(chosen, baseline or top, objectives))
-    names = (" and " if len(objectives) < 3 else ", ").join(METRICS[o.metric].label for o in objectives)
-    why = f"the best compromise of {names} (geometric mean of the gains: {gain:.2f}x)"
+    why = f"the best {named(objectives)} ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     tied = [m for m in confirmed if m is not chosen and abs(log_gain(m, chosen, objectives)) <= judge.resolution(m)]
     if tied:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in tied)} within the noise"

@@ -38,12 +38,13 @@ def warmup_steps(times_s: Sequence[float]) -> int:
     # Long series are split at every few steps only: each split takes two medians of the whole series.
     splits = np.unique(np.linspace(0, len(logs) // 2, min(len(logs) // 2 + 1, MOST_SPLITS)).astype(int))
     costs = [_deviation(logs[:k]) + _deviation(logs[k:]) for k in splits]
-    k = int(splits[np.argmin(costs)])
+    best = int(np.argmin(costs))
+    k = int(splits[best])
     if k == 0:
         return SETUP_STEPS
     spread = 1.4826 * float(np.median(np.abs(logs[k:] - np.median(logs[k:]))))
     shift = abs(float(np.median(logs[:k]) - np.median(logs[k:])))
-    believed = costs[0] - costs[k] > 3 * spread and shift > max(0.05, 2 * spread)
+    believed = costs[0] - costs[best] > 3 * spread and shift > max(0.05, 2 * spread)
     return SETUP_STEPS + (k if believed else 0)
 
 

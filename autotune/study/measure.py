@@ -16,7 +16,7 @@ from autotune.study.events import EventSink
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
-from autotune.trial.result import BUSY_CORES, Outcome, TrialResult
+from autotune.trial.result import BUSY_CORES, TrialResult
 
 # Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
 MAX_BUSY_TRIES = 3
@@ -44,7 +44,7 @@ class TrialMeasurer:
         budget: Budget,
         bounds_to_beat: Callable[[Candidate], tuple[TrialToBeat, ...]],
     ) -> None:
-        self._state, self._executor, self._events, self._budget = state, executor, events, budget
+        self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
         self._n_tries = MAX_BUSY_TRIES
@@ -59,7 +59,7 @@ class TrialMeasurer:
             request_fields: Fields of the request that differ from those of the study's trials.
         """
         request = replace(self.request(candidate, role), **request_fields)
-        return self.run(request, candidate, path, role, self._executor)
+        return self.run(request, candidate, path, role, self.executor)
 
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
@@ -123,7 +123,7 @@ class TrialMeasurer:
         self._built.update(needed)
         names = ", ".join(needed)
         self._events.say(f"building DeepSpeed's {names} (once on this machine; may take a minute or two)")
-        if failure := self._executor.build_ops(needed):
+        if failure := self.executor.build_ops(needed):
             self._events.say(
                 f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"
             )
@@ -137,7 +137,7 @@ class TrialMeasurer:
         executor: Executor,
         tick: Callable[[], None] = lambda: None,
     ) -> TrialResult:
-        """Runs a trial to its end, again if its supervisor died; the part of a run that other threads may call."""
+        """Runs a trial to its end, again if others used its cores; the part of a run that other threads may call."""
 
         def ticked() -> None:
             tick()
@@ -149,24 +149,22 @@ class TrialMeasurer:
 
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         compared = role in ("baseline", "repeat")
-        n_left, lost = self._n_tries if compared else 1, False
+        n_left = self._n_tries if compared else 1
+
+        def again(why: str) -> None:
+            self._events.say(f"trial {number} is measured again: {why}")
+
         while True:
             with executor.turn(waiting):
                 self._events.began(number, candidate, role)
-                result = base.run(executor, path, request, ticked)
-            if result.outcome is Outcome.LOST:
-                if lost:  # no coincidence: this configuration kills its supervisor
-                    return replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
-                lost, why = True, result.reason
-            else:
-                n_left -= 1
-                busy = result.other_cores > BUSY_CORES
-                if not n_left and busy and compared:
-                    self._n_tries = 1  # waiting does not help on this machine
-                if not n_left or not busy or self._budget.out_of_time():
-                    return result
-                why = f"other processes used {result.other_cores:.1f} cores meanwhile"
-            self._events.say(f"trial {number} is measured again: {why}")
+                result = base.run(executor, path, request, ticked, again)
+            n_left -= 1
+            busy = result.other_cores > BUSY_CORES
+            if not n_left and busy and compared:
+                self._n_tries = 1  # waiting does not help on this machine
+            if not n_left or not busy or self._budget.out_of_time():
+                return result
+            again(f"other processes used {result.other_cores:.1f} cores meanwhile")
 
 
 def ops_needed(ds_config: DsConfig) -> list[str]:

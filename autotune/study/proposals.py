@@ -100,12 +100,12 @@ class Proposer:
             return ()
         return self.advisor().rivals(state.study, candidate, state.measured())
 
-    def claim_baseline(self) -> Trial:
-        """Begins the trial of the baseline."""
-        baseline = self._state.plan.baseline
-        self.start().force(baseline)
+    def claim_as(self, candidate: Candidate, role: str) -> Trial:
+        """Begins the trial of a candidate whose result is there already: the baseline, or one of a lost database."""
+        sampler = self._sampler or self.start()
+        sampler.force(candidate)
         asked = self._state.leases.claim(self._state.study)
-        self._drawn(asked, baseline, "baseline")
+        self._drawn(asked, candidate, role)
         return asked
 
     def next(self) -> ClaimedTrial | str | None:

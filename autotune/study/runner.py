@@ -26,6 +26,7 @@ from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.proposals import Proposer
+from autotune.study.restore import restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -114,12 +115,20 @@ class Runner:
         Raises:
             UserError: A different study has that name.
         """
-        if self.state.exists or not self.state.load(delete_empty=self._leads):
+        if self.state.exists or not (self.state.load(delete_empty=self._leads) or (self._leads and self._restore())):
             return
         self._baseline.restore()
         self._budget.resume()
         if self._leads and (n := self._budget.n_spent()):
             self._events.say(f"resuming: {n} of {self.plan.spec.trials} trials are already there")
+
+    def _restore(self) -> bool:
+        if n := restore(self.state, self.proposer, self._teller):
+            self._events.say(
+                f"the database has no study {self.plan.spec.name!r}, but its folder holds {n} finished trials: they are"
+                " taken up again (--fresh forgets them)"
+            )
+        return bool(n)
 
     def run(self) -> None:
         """Runs the study to the end of its budget; told trials stay told whatever interrupts the run.
@@ -154,10 +163,13 @@ class Runner:
     def _begin(self) -> None:
         """Measures the baseline, which decides what can be measured at all, and begins the study with it."""
         baseline = self.plan.baseline
+        for path in (self.state.folder / "trials").glob("[0-9]*"):
+            if path.name != self.state.trial_path(0).name:  # another study's, whose results are not this one's
+                base.forget(self._measurer.executor, path)
         result = self._baseline.run()
         with undisturbed():
             self.state.create()
-            asked = self.proposer.claim_baseline()
+            asked = self.proposer.claim_as(baseline, "baseline")
             self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result))
 
     def _search(self) -> str:

@@ -286,6 +286,8 @@ class TrialResult(Measurements):
         peak_memory_bytes: Peak over phases and ranks; on CUDA the reserved bytes.
         memory_by_phase_bytes: Peak by phase, highest over ranks.
         wall_s: Wall time of the whole trial.
+        waited_s: Time from submission to the start of its ranks: the engine's queue.
+        lost_attempts: Why earlier attempts were lost: the engine took the machines away, or an agent died.
     """
 
     failed_rank: int | None = None
@@ -298,6 +300,8 @@ class TrialResult(Measurements):
     peak_memory_bytes: int | None = None
     memory_by_phase_bytes: dict[str, int] = field(default_factory=dict)
     wall_s: float = 0.0
+    waited_s: float = 0.0
+    lost_attempts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,12 +104,16 @@ def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(ow
     (helper,) = own.server.children(recursive=True)  # the module's process is not the trial's to end
     mark = own.executor.mark
 
+    killed = []
+
     def kill_server() -> None:
         if own.entered("measure"):
+            killed.append(own.server.pid)
             own.server.kill()
 
     result = own.run("children", kill_server, budget_s=60.0, min_samples=10**9)
-    assert (result.outcome, result.reason) == (Outcome.LOST, "the process that watched the ranks died")
+    assert (result.outcome, result.reason) == (Outcome.CRASHED, "twice: the process that watched the ranks died")
+    assert len(set(killed)) == 2
     assert wait_until(lambda: not marked(mark) and not is_alive(helper))
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
     assert own.executor.mark != mark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,20 +35,20 @@ class Machines:
 
     name, hold, turn = "stand-in", True, staticmethod(no_turn)
 
-    def __init__(self, *jobs: str | list[Status], patience_s: float = 10.0) -> None:
-        self.jobs, self.options = list(jobs), {"patience": str(patience_s)}
-        self.spool, self.launched = Spool(Path()), 0
+    def __init__(self, *jobs: str | list[Status]) -> None:
+        self.jobs, self.options = list(jobs), {}
+        self.spool, self.n_launched = Spool(Path()), 0
 
     def check(self, nodes: int) -> None:
         """Does nothing."""
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        self.launched += 1
-        job = self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
+        self.n_launched += 1
+        job = self.jobs.pop(0)
         if isinstance(job, str):
-            raise Refused(job)
+            raise Refused(job.rstrip("?"), at_present=job.endswith("?"))
         self.spool, self.states = spool, list(job)
-        return str(self.launched)
+        return str(self.n_launched)
 
     def standing(self, job: str) -> JobState:
         status = self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -67,48 +68,61 @@ class Machines:
         """Does nothing."""
 
 
-def executor_on(engine: Machines, folder: Path) -> ClusterExecutor:
-    return ClusterExecutor(engine, folder / "agents", settings_for([], {}, 1.0), 1)
+def executor_on(engine: Machines, folder: Path, patience_s: float = 60.0) -> ClusterExecutor:
+    return ClusterExecutor(engine, folder / "agents", settings_for([], {}, 1.0), 1, patience_s=patience_s)
 
 
-RUNS, TAKEN = [Status.RUNNING] * 3, [Status.RUNNING, Status.RUNNING, Status.TAKEN]
+RUNS, TAKEN, LOST, STILLBORN, NEVER = (
+    [Status.RUNNING] * 3, [Status.RUNNING, Status.RUNNING, Status.TAKEN],
+    [Status.RUNNING, Status.RUNNING, Status.LOST], [Status.LOST], [Status.REFUSED],
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "jobs", [[TAKEN, RUNS], [TAKEN, TAKEN, TAKEN, RUNS], [TAKEN, "the cluster has 1", "the cluster has 1", RUNS]]
-)
-def test_a_trial_whose_machines_go_away_runs_again_when_they_are_back(jobs, tmp_path):
-    engine = Machines(*jobs)
-    result = base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST)
-    assert result.outcome is Outcome.COMPLETE and engine.launched == len(jobs)
+# State of each attempt in turn (a text is a refusal to start it, `?` at its end: at present), and what happens.
+POLICY = {
+    "its ranks end it": ([RUNS], "complete"),
+    "an agent dies once": ([LOST, RUNS], "complete"),
+    "an agent dies twice": ([LOST, LOST], "crashed"),
+    "an agent dies twice, with an outage between": ([LOST, TAKEN, LOST], "crashed"),
+    "agents do not even start": ([STILLBORN, STILLBORN], "no rank was started, so the machines are at fault"),
+    "machines go away": ([TAKEN, RUNS], "complete"),
+    "machines go away again and again": ([TAKEN] * 9 + [RUNS], "complete"),
+    "an agent dies once, machines go away": ([LOST, TAKEN, TAKEN, RUNS], "complete"),
+    "fewer machines than before": ([TAKEN, "the cluster has 1", "the cluster has 1", RUNS], "complete"),
+    "what ran before cannot be started": ([TAKEN, NEVER, RUNS], "complete"),
+    "no job is taken at present": (["too many jobs?", "too many jobs?", RUNS], "complete"),
+    "a cluster that never had them": (["the cluster has 1"], "stand-in: the cluster has 1"),
+    "a job that can never start": ([NEVER], "the job is refused"),
+    "machines stay away": ([TAKEN, *["the cluster has 1"] * 99], "the same command continues the study"),
+    "machines never stay": ([TAKEN] * 99, "the same command continues the study"),
+}
 
 
-def test_machines_that_stay_away_stop_the_study_with_a_way_on(tmp_path):
-    engine = Machines(TAKEN, "the cluster has 1", patience_s=0.1)
-    ticks = []
-    with pytest.raises(MachinesGone, match="stand-in: the cluster has 1; the same command continues the study"):
-        base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST, lambda: ticks.append(1))
-    assert engine.launched > 2 and len(ticks) > 2
+@pytest.mark.parametrize("case", POLICY)
+def test_what_an_end_means_is_one_policy_for_all_engines(case, tmp_path):
+    jobs, expected = POLICY[case]
+    engine, ticks = Machines(*jobs), []
+    executor = executor_on(engine, tmp_path, 0.2 if len(jobs) > 20 else 60.0)
+    if expected in ("complete", "crashed"):
+        result = base.run(executor, tmp_path / "0", REQUEST, lambda: ticks.append(1))
+        assert str(result.outcome) == expected
+        assert engine.n_launched == len(jobs)
+        return
+    with pytest.raises(UserError, match=expected) as refused:
+        base.run(executor, tmp_path / "0", REQUEST, lambda: ticks.append(1))
+    is_outage = "continues" in expected
+    assert (refused.value.status, isinstance(refused.value, MachinesGone)) == ((75, True) if is_outage else (2, False))
+    assert engine.n_launched > 2 and len(ticks) > 2 if is_outage else engine.n_launched == len(jobs)
     assert not TrialDir(tmp_path / "0").result.exists()
 
 
-def test_machines_that_go_away_in_every_attempt_stop_the_study(tmp_path):
-    engine = Machines(TAKEN)
-    with pytest.raises(MachinesGone, match="the job is taken"):
-        base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST)
-    assert engine.launched == base.MAX_OUTAGES
-
-
-@pytest.mark.parametrize("job", ["3 machines are needed, and the cluster has 1", [Status.REFUSED]])
-def test_what_never_fits_refuses_the_study_before_its_first_trial(job, tmp_path):
-    with pytest.raises(UserError) as refused:
-        base.run(executor_on(Machines(job), tmp_path), tmp_path / "0", REQUEST)
-    assert not isinstance(refused.value, MachinesGone)
-
-
-def test_an_agent_that_dies_by_itself_is_a_lost_trial(tmp_path):
-    engine = Machines([Status.RUNNING, Status.RUNNING, Status.LOST])
-    assert base.run(executor_on(engine, tmp_path), tmp_path / "0", REQUEST).outcome is Outcome.LOST
+def test_a_later_run_knows_what_machines_the_study_has_had(tmp_path):
+    base.run(executor_on(Machines(RUNS), tmp_path), tmp_path / "0", REQUEST)
+    later = executor_on(Machines("the cluster has 0", RUNS), tmp_path)
+    assert base.run(later, tmp_path / "1", REQUEST).outcome is Outcome.COMPLETE
+    wider = replace(REQUEST, nodes=2, world_size=2)
+    with pytest.raises(UserError, match="the cluster has 1"):
+        base.run(executor_on(Machines("the cluster has 1"), tmp_path), tmp_path / "2", wider)
 
 
 class Outage(Instant):

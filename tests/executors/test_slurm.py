@@ -43,9 +43,8 @@ class Trials:
 
     def executor(self, nodes: int = 2, **options: str) -> ClusterExecutor:
         engine = Slurm({"python": str(STAND_IN), **options}, 1, "autotune-tests")
-        self.executors.append(
-            ClusterExecutor(engine, self.root / "agents", settings_for([], {}, 600.0), nodes, self.said.append)
-        )
+        settings = settings_for([], {}, 600.0)
+        self.executors.append(ClusterExecutor(engine, self.root / "agents", settings, nodes, self.said.append))
         return self.executors[-1]
 
     def submit(self, **options: str) -> base.Job:

@@ -34,7 +34,7 @@ def test_the_recommended_one_has_the_best_geometric_mean_of_gains():
     )
     assert "against the baseline: step time 2.00x better, throughput 2.00x better" in reasons(found)
     found = recommend([base, faster], base, [LATENCY, THROUGHPUT, MEMORY], 1)
-    assert "the best compromise of step time, throughput, peak memory (" in reasons(found)
+    assert "the best compromise of step time, throughput and peak memory (" in reasons(found)
 
 
 def test_weights_decide_between_time_and_memory():

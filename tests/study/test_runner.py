@@ -9,19 +9,15 @@ from datetime import datetime, timedelta
 
 import pytest
 from optuna.trial import TrialState
-from support.instant import SPACE, WORKLOAD, Instant, plan_of, report, runner_of, spec_of
+from support.instant import SPACE, Instant, plan_of, report, runner_of, spec_of
 from support.studies import candidates, run, states
 
-from autotune.errors import UserError
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.study.budget import measuring_s
 from autotune.study.proposals import Proposer
-from autotune.study.setup.script import inspect_workload
 from autotune.study.storage import records
 from autotune.system.signals import undisturbed
-from autotune.trial.folder import TrialDir, write_record
-from autotune.trial.result import Outcome, TrialResult
 
 
 def test_the_baseline_is_trial_0_and_all_others_are_new_and_can_run(tmp_path):
@@ -176,13 +172,3 @@ def test_the_optuna_parameters_are_those_of_the_candidate(tmp_path):
 def test_the_fingerprint_is_plain_data():
     plan = plan_of(spec_of())
     assert json.loads(json.dumps(plan.fingerprint())) == plan.fingerprint()
-
-
-def test_a_target_whose_watcher_was_killed_is_loaded_again_once(tmp_path, monkeypatch):
-    lost = TrialResult(outcome=Outcome.LOST, reason="the process that watched the ranks died")
-    ends = [lost, TrialResult(outcome=Outcome.COMPLETE), lost, lost]
-    write_record(TrialDir(tmp_path).workload, WORKLOAD)
-    monkeypatch.setattr("autotune.executors.base.run", lambda *_: ends.pop(0))
-    assert inspect_workload(spec_of(), Instant(), tmp_path, 1) == WORKLOAD
-    with pytest.raises(UserError, match="cannot be loaded: the process that watched the ranks died"):
-        inspect_workload(spec_of(), Instant(), tmp_path, 1)

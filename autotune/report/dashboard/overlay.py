@@ -34,6 +34,7 @@ ARTIFACT_PREFIX = "artifacts:"
 EDITABLE = "dashboard:"
 NO_NOTE = note_of({})
 FIGURE_HEIGHT_PX = 460
+LARGEST_BYTES = 256 << 20  # of a file that is served
 # Every two objectives make a figure.
 MOST_OBJECTIVES = 4
 
@@ -177,14 +178,15 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def read_inside(path: Path, folder: Path) -> bytes | None:
-    """The content of a file if it `is_inside` the folder, else None."""
+    """The content of a file if it `is_inside` the folder and not too large, else None."""
     if not is_inside(path, folder):
         return None
     try:
         # The flags guard against an exchange of the file since the check: a link is refused, a pipe is not waited for.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path.resolve(strict=True), flags), "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+            found = os.fstat(file.fileno())
+            return file.read(LARGEST_BYTES) if stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_BYTES else None
     except (OSError, RuntimeError):
         return None
 

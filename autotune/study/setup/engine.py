@@ -55,8 +55,9 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     idle_s = cluster.seconds(options, "idle", 600.0)
     return ClusterExecutor(
-        engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue
-    )
+        engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue,
+        patience_s=spec.patience_s,
+    )  # fmt: skip
 
 
 def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:

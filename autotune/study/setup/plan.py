@@ -186,7 +186,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
     if executor.cold_reason:
-        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
+        notes.append(executor.cold_reason)
     return Plan(
         spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
         space=pruned, full_space=space, setting=setting, notes=notes,

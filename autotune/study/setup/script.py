@@ -67,8 +67,6 @@ def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size
         ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
     result = base.run(executor, path, request)
-    if result.outcome is Outcome.LOST:  # its supervisor was killed, which may happen once
-        result = base.run(executor, path, request)
     if result.outcome is not Outcome.COMPLETE:
         how = "run as it is" if is_script else "loaded"
         log = TrialDir(path).log(result.failed_rank or 0)

@@ -68,8 +68,14 @@ SETTINGS: dict[str, Setting] = {
         "Search spaces: presets or YAML files.",
         more="Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.", metavar="A,B",
         repeatable=True, comment="What is tuned: each knob with its values; null leaves DeepSpeed's default."),
+    "goal": Setting(
+        "What is wanted; see `autotune ls goals`.",
+        more="It sets the objectives, their weights, and so what is recommended. Without it `balanced`.",
+        metavar="balanced|throughput|latency|time-to-loss|memory|cost", optional=True,
+        comment="What is wanted, which sets the objectives (`autotune ls goals`)."),
     "objectives": Setting(
-        "Objectives: presets or YAML files.", more="Or mappings with a `metric`. See `autotune ls objectives`.",
+        "Objectives in place of a goal: presets or YAML files.",
+        more="Or mappings with a `metric`. See `autotune ls objectives`.",
         metavar="A,B", flag="--objective", repeatable=True, comment="What is optimised."),
     "constraints": Setting(
         "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.", option=False,
@@ -93,6 +99,10 @@ SETTINGS: dict[str, Setting] = {
     "executor_options": Setting(
         "What the executor is told, as partition=gpu; repeatable.", metavar="NAME=VALUE", flag="--executor-option",
         repeatable=True, optional=True),
+    "patience_s": Setting(
+        "How long a trial waits for machines that are away.",
+        more="Attempts that lost their machines count, time in a queue does not. Seconds, or a text such as `30m`. Then"
+        " the study stops with exit status 75, and the same command continues it.", metavar="30m", flag="--patience"),
     "hostfile": Setting(
         "Machines for local, over your ssh: HOST slots=N a line.", metavar="FILE", optional=True,
         comment="Machines that trials reach over ssh."),
@@ -120,8 +130,8 @@ SETTINGS: dict[str, Setting] = {
         off="--no-stop-trials"),
     "storage": Setting(
         "Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
-        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install -e '.[postgresql]'`, MySQL"
-        " `.[mysql]`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
+        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install 'psycopg[binary]'`, MySQL"
+        " `pip install pymysql`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
         comment="null is SQLite in studies/autotune.db."),
     "parallel": Setting(
         "Trials at once, on disjoint devices or nodes.", metavar="N",

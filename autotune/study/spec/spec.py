@@ -20,7 +20,7 @@ from autotune.executors.ssh import read_hostfile
 from autotune.scoring.objective import Constraint, Objective, bounds
 from autotune.space.deepspeed import DsConfig, without_auto
 from autotune.space.space import SearchSpace
-from autotune.study.spec.presets import DEFAULT_OBJECTIVES, DEFAULT_SPACES
+from autotune.study.spec.presets import DEFAULT_GOAL, DEFAULT_SPACES
 from autotune.study.spec.readers import (
     READERS,
     Bytes,
@@ -33,6 +33,7 @@ from autotune.study.spec.readers import (
     Share,
     check_keys,
     first_error,
+    objectives_of,
 )
 from autotune.study.spec.settings import SETTINGS, flag
 from autotune.study.spec.yaml_file import commented, read_yaml
@@ -80,6 +81,7 @@ class StudySpec(BaseModel):
     working_dir: Path | None = None
     invocation: InstanceOf[Invocation] | None = Field(default=None, exclude=True)
     space: InstanceOf[SearchSpace]
+    goal: str | None = None
     objectives: tuple[Objective, ...]
     constraints: tuple[Constraint, ...] = ()
     trials: Count = 30
@@ -88,6 +90,7 @@ class StudySpec(BaseModel):
     nodes: Ranks | None = None
     executor: Literal["local", "slurm", "ray"] = "local"
     executor_options: dict[str, str] = Field(default_factory=dict)
+    patience_s: Seconds = 1800.0
     hostfile: Path | None = None
     base_config: DsConfig | None = None
     global_batch: GlobalBatch = "free"
@@ -229,6 +232,7 @@ class StudySpec(BaseModel):
         left_out = {"invocation", *(("target", "script_args") if self.command is not None else ("command",))}
         left_out |= {name for name, setting in SETTINGS.items() if setting.optional and not getattr(self, name)}
         left_out |= {"executor"} if self.executor == "local" else set()
+        left_out |= {"patience_s"} if not self.runs_elsewhere else set()
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields if name not in left_out}
         for name, value in data.items():
             if isinstance(value, Path):
@@ -256,9 +260,17 @@ class StudySpec(BaseModel):
         check_keys(given, (name for name in cls.model_fields if name != "invocation"), where)
         if invocation is None and "command" in given and given["command"].value is not None:
             raise SpecError(f"{where}: command: it has to be run first")  # a caller's mistake
-        defaults = {"name": name, "space": list(DEFAULT_SPACES), "objectives": list(DEFAULT_OBJECTIVES)}
+        wanted = _goal_or_objectives(overrides or {}, data)
+        for key in {"goal", "objectives"} - set(wanted):
+            given.pop(key, None)
+        defaults = {"name": name, "space": list(DEFAULT_SPACES)} | ({} if wanted else {"goal": DEFAULT_GOAL})
         given = {key: _Stated(value, f"{where}: {key}", folder) for key, value in defaults.items()} | given
         values = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
+        if (goal := values.get("goal")) is not None:
+            own = values.setdefault("objectives", objectives_of(goal))
+            if own != objectives_of(goal):
+                other = f"{given['objectives'].where} says otherwise; leave one of the two out"
+                raise SpecError(f"{given['goal'].where}: {goal} sets the objectives, and {other}")
         for key in ("constraints", "global_batch"):
             if values.get(key, "") is None:
                 del values[key]
@@ -290,6 +302,12 @@ class StudySpec(BaseModel):
     def _check_whole(self) -> StudySpec:
         _check_together(self)
         return self
+
+
+def _goal_or_objectives(*layers: Mapping[str, Any]) -> list[str]:
+    """Returns which of `goal` and `objectives` the first layer states that states any: a flag replaces what a file says."""
+    stated = ([key for key in ("goal", "objectives") if each.get(key) is not None] for each in layers)
+    return next(filter(None, stated), [])
 
 
 def _check_script(spec: StudySpec) -> None:

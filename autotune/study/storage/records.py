@@ -33,7 +33,7 @@ from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database, history
 from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
-from autotune.system import redaction
+from autotune.system import files, redaction
 from autotune.trial.command import Invocation
 from autotune.trial.folder import read_record, result_in
 from autotune.trial.result import Outcome
@@ -46,6 +46,7 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 # Where releases before 0.2 kept them, as user attributes.
 OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
+RECORD_FILE = "record.json"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "settings"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
@@ -183,6 +184,7 @@ class StudyRecord:
         invocation: How the script is started; None for a `model.py`.
         branches: Whether another global batch must be confirmed by a branch.
         search: Inputs of the search; None in studies of earlier versions.
+        goal: The goal that set the objectives; None where they were stated.
     """
 
     fingerprint: dict[str, Any]
@@ -197,6 +199,7 @@ class StudyRecord:
     invocation: Invocation | None = None
     branches: bool = False
     search: SearchRecord | None = None
+    goal: str | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration of a candidate's trial."""
@@ -227,10 +230,16 @@ def record(study: Study) -> StudyRecord | None:
         ) from None
 
 
-def keep(study: Study, kept: StudyRecord) -> None:
-    """Store the record with the study."""
+def keep(study: Study, kept: StudyRecord, folder: Path) -> None:
+    """Store the record with the study, and in its folder in case that the database is lost."""
     text = json.dumps(redaction.redact(TypeAdapter(StudyRecord).dump_python(kept, mode="json")))
     storage_of(study).set_study_system_attr(study_id(study), RECORD_ATTR, text)
+    files.write_text(folder / RECORD_FILE, text)
+
+
+def kept_in(folder: Path) -> StudyRecord | None:
+    """The record in a study's folder; None without one that can be read."""
+    return _read(folder / RECORD_FILE, StudyRecord)
 
 
 def note_end(study: Study, why: str) -> None:
@@ -424,6 +433,11 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
     base, generation = generation_of(name)
     own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
+
+
+def studies_of(name: str, folder: Path) -> Path:
+    """The folder of all studies, given that of a study or of a re-tuning."""
+    return folder.parents[2] if generation_of(name)[1] else folder.parent
 
 
 def generation_name(name: str, generation: int) -> str:

@@ -99,6 +99,9 @@ class _Running:
 class RankSupervisor:
     """Runs one trial at a time.
 
+    Attributes:
+        imported: Library modules that the last trial imported besides those of this process.
+
     Args:
         warm: Fork the ranks from this process instead of starting a new Python for each.
         commands: Descriptor that commands come from; its end means that the driver has died.
@@ -109,6 +112,7 @@ class RankSupervisor:
         self.warm = warm
         self.commands, self.answers = commands, answers
         self.orphaned = False
+        self.imported: list[str] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -289,6 +293,7 @@ class RankSupervisor:
             with contextlib.suppress(OSError):
                 path.unlink()
                 swept.append(str(path))
+        self.imported = temporary.noted_imports(running.temporary)
         if running.temporary is not None:
             shutil.rmtree(running.temporary, ignore_errors=True)
         return sorted({*swept, *ops.remove_stale_locks()})[:MAX_SWEPT]

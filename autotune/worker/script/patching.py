@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import os
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from autotune.worker import project
 
 # Modules that only pass a call on: ours, torch, and those in which Lightning notes the arguments of loaders.
 TRANSPARENT_MODULES = (
@@ -21,9 +21,6 @@ TRANSPARENT_MODULES = (
     "contextlib.",
     "lightning.fabric.utilities.data.",
     "lightning_fabric.utilities.data.",
-)
-INSTALLED_FOLDERS = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
 
@@ -54,7 +51,7 @@ def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) ->
         return
     patch(module, name, hook)
     for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(name) == original:
+        if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, getattr(module, name))
 
 
@@ -104,13 +101,12 @@ _finder = _Finder()
 
 
 def users_caller() -> str | None:
-    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is an installed library."""
+    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is a library."""
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not f"{module}.".startswith(TRANSPARENT_MODULES):
-            path = os.path.abspath(frame.f_code.co_filename)
-            installed = any(path.startswith(folder) for folder in INSTALLED_FOLDERS)
-            return None if installed else f"{Path(path).name}:{frame.f_lineno}"
+            path = frame.f_code.co_filename
+            return f"{Path(path).name}:{frame.f_lineno}" if project.holds(path) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None

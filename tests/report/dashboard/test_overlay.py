@@ -40,8 +40,8 @@ def test_every_picks_json_arrives_in_one_click_as_it_was_recommended(app, study,
 
 
 def test_our_front_is_drawn_over_each_two_objectives_with_the_baseline_and_the_picks_marked(study, answer):
-    assert len(answer.study["objectives"]) == 4
-    assert [graph["id"] for graph in study["plotly_graph_objects"]] == [f"autotune-front-{n}" for n in range(1, 7)]
+    assert len(answer.study["objectives"]) == 3
+    assert [graph["id"] for graph in study["plotly_graph_objects"]] == [f"autotune-front-{n}" for n in range(1, 4)]
     for graph in study["plotly_graph_objects"]:
         figure = json.loads(graph["graph_object"])
         traces = go.Figure(figure).to_plotly_json()["data"]  # plotly refuses what it does not know

@@ -20,9 +20,11 @@ from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 
-# Ranks compare clocks once a window, not after each short step: waiting for the device and for each other would hide
-# what overlaps between steps, and charge every step with its slowest rank although ranks make up for one another.
-WINDOW_S = 0.05
+# Ranks compare clocks once a window, not after each step: waiting for the device and for each other would hide what
+# overlaps between steps (the next batch is drawn while the device computes), and charge every step with its slowest rank
+# although ranks make up for one another. Long steps too come in twos, unless two would take seconds.
+WINDOW_S = 0.2
+LONG_STEP_S = 2.0
 MAX_WINDOW_STEPS = 100
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
 MAX_SKIPPED_UPDATES = 30
@@ -73,7 +75,8 @@ class StepLedger:
         if len(times) < step_times.SETUP_STEPS:
             return 1
         limit = MAX_WINDOW_STEPS if self.elapsed_s < self.request.budget_s else MIN_STEPS - len(times)
-        return max(1, min(limit, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
+        wanted = max(int(WINDOW_S / max(times[-1], 1e-6)), 2 if times[-1] < LONG_STEP_S else 1)
+        return max(1, min(limit, wanted, self.request.max_steps - len(times)))
 
     def gather(
         self,
@@ -198,6 +201,8 @@ class Window:
         self._skipped: list[bool] = []
         self._counts: list[StepCount] = []
         self._skipped_before = engine.skipped_steps
+        # Between windows ranks do unequal work (one writes events); who is late would be waited for in the others' time.
+        dist.barrier()
         self._laps, self._cpu_start = Laps(ledger.device), time.process_time()
         self._laps.start()
 

@@ -122,7 +122,7 @@ class _Trainer:
             loss = self._step()
             if apart:
                 self.meter.enter("")
-            window.add(loss)
+            window.add(loss, self.meter.batches.last)
         window.gather(n_steps)
 
     def _step(self) -> torch.Tensor:
@@ -147,5 +147,5 @@ class _Trainer:
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
-        self.meter.batches.drew(n_drawn)
+        self.meter.batches.drew(n_drawn, batch)
         return to_device(batch, self.meter.device, self.dtype)

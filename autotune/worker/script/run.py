@@ -51,7 +51,13 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     EngineHooks(context, steps.attach).install()
     steps.install()
     trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
-    arguments = Arguments(context.value, trial_config, context.changed, context.report.flags)
+    arguments = Arguments(
+        context.value,
+        trial_config,
+        context.changed,
+        context.report.flags,
+        context.drawn() if context.script.draw_sizes else None,
+    )
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
     Loaders(context).install()
     # The ranks have joined already.

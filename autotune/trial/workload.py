@@ -133,6 +133,8 @@ class Probed:
         moved_by: How that run changed them.
         flags: Flags that set a candidate field (or `ds_config`), by all their names.
         config_source: Path of the configuration's file; empty for a dict in the code.
+        config_at: File and line of that dict; empty where it is not written out.
+        initialized_at: File and line where the script calls `deepspeed.initialize`; empty where a framework does.
         configured_accumulation: Micro-batches per step in the engine's configuration; None if it was not read.
         model_parallel_size: Ranks that train one copy of the model together.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
@@ -158,6 +160,8 @@ class Probed:
     learning_rates: tuple[float | None, ...] = ()
     flags: dict[str, list[str]] = field(default_factory=dict)
     config_source: str = ""
+    config_at: str = ""
+    initialized_at: str = ""
     draw_size: int = 0
     parts: int = 0
     parts_follow: bool = False

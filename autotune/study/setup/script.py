@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import UserError
 from autotune.executors import base
@@ -17,13 +19,15 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.files import shown
 from autotune.trial.command import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
-from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.folder import TrialDir, events, read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.target import module_constants
 from autotune.trial.workload import Probed, Script, Workload
 
 DEFAULT_MICRO_BATCH = 8
+# An op that takes longer than this to load is being compiled.
+COMPILED_S = 3.0
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
@@ -51,8 +55,40 @@ def remedy(reason: str) -> str:
     return "" if not found or found in reason else f". {found}"
 
 
-def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size: int) -> Workload:
+def compiling(names: str) -> str:
+    """Returns what a run does while DeepSpeed's ops are compiled."""
+    return f"DeepSpeed's {names} is being compiled, once on this machine; it takes some minutes"
+
+
+class _Builds:
+    """Tells of the ops that a script has DeepSpeed compile, which takes minutes in which nothing else happens."""
+
+    def __init__(self, folder: TrialDir, doing: Callable[[str], None]) -> None:
+        self._folder, self._doing, self._told = folder, doing, ""
+
+    def look(self) -> None:
+        """Tells of an op that has been compiled for some seconds, once; one that is built already is loaded at once."""
+        if (name := self.under_way()) and name != self._told:
+            self._told = name
+            self._doing(compiling(name))
+
+    def under_way(self) -> str:
+        """Returns the op that is being compiled; empty without one."""
+        last: dict[str, Any] = next((event for event in reversed(events(self._folder)) if "compiling" in event), {})
+        return str(last.get("compiling", "")) if time.time() - last.get("time", 0.0) > COMPILED_S else ""
+
+
+def inspect_workload(
+    spec: StudySpec, executor: Executor, path: Path, world_size: int, doing: Callable[[str], None] = lambda _: None
+) -> Workload:
     """Loads a `model.py`, or runs a script unchanged for a few steps, and returns the findings.
+
+    Args:
+        spec: The study.
+        executor: Runs it.
+        path: Folder for its files.
+        world_size: Ranks.
+        doing: Called with what it does, if that takes minutes.
 
     Raises:
         UserError: It cannot be loaded or run; the message gives the reason and the log.
@@ -66,11 +102,14 @@ def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size
         script=script_request(spec, None, None, None) if is_script else None,
         ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
-    result = base.run(executor, path, request)
+    builds = _Builds(TrialDir(path), doing)
+    result = base.run(executor, path, request, builds.look)
     if result.outcome is not Outcome.COMPLETE:
         how = "run as it is" if is_script else "loaded"
         log = TrialDir(path).log(result.failed_rank or 0)
         hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
+        if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()):
+            hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor`"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)
     if workload.script is not None:

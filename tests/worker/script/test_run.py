@@ -96,7 +96,12 @@ def test_a_module_gets_its_package_and_the_variables_of_its_launcher(bench, tmp_
 
 
 def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
-    assert bench.plan("dict_config.py").workload.script.flags == {"micro_batch_size": ["--batch_size"]}
+    script = bench.plan("dict_config.py").workload.script
+    assert script.flags == {"micro_batch_size": ["--batch_size"]}
+    lines = (SCRIPTS / "dict_config.py").read_text().splitlines()
+    for at, text in ((script.config_at, "config = {"), (script.initialized_at, "deepspeed.initialize(")):
+        name, _, line = at.partition(":")
+        assert name == "dict_config.py" and text in lines[int(line) - 1]
     script = bench.plan("training_data.py").workload.script
     assert script.flags["ds_config"] == ["--deepspeed_config"] and script.config_source.endswith("ds.json")
     mapped = bench.plan("own_flags.py", "--mapped", "1").workload.script

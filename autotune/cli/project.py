@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson
-from autotune.cli.predict import read_settings
+from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError
-from autotune.forecast.cluster import NODE_LATENCY_S, Cluster, Projected, Projector
+from autotune.forecast.cluster import Cluster, Projected, Projector
+from autotune.forecast.communication import NODE_LATENCY_S
 from autotune.forecast.predictor import ForecastInputs, Predictor, settings_of
 from autotune.report.data import metric_scale
 from autotune.report.progress import ProgressView

@@ -80,6 +80,8 @@ def merge(
         side_changes=sorted({change for report in every for change in report.side_changes}),
         unreproducible=sorted({change for report in every for change in report.unreproducible}),
         flags={name: names for report in every for name, names in report.flags.items()},
+        hosts=sorted({report.host for report in every if report.host}),
+        machine=" / ".join(sorted({report.machine for report in every if report.machine})),
     )
     lead = found.get(0)
     if lead is None or lead.observed is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
 from autotune.report import tables
-from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, times, title, titles, words
+from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import format_bytes, format_count, format_duration
 
@@ -96,7 +96,7 @@ def _metrics_table(report: StudyReport, point: Data) -> str:
             each.scale.interval(*each.ends, " to ") if each.ends else "",
         ]
         if base:
-            change = f"{times(each.change[0])} {'better' if each.change[1] else 'worse'}" if each.change else ""
+            change = each.change.words() if each.change else ""
             cells += ["" if each.reference is None else each.scale.quantity(each.reference), change]
         rows.append(cells)
     header = ["metric", f"trial {point['trial']}", "95 % interval", *(["baseline", "change"] if base else [])]

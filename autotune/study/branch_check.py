@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.scoring.convergence.branch import Branch, Run, compare
+from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import CHECK_SHARE, Budget
@@ -42,7 +43,7 @@ class BranchCheck:
         Returns:
             Whether one was checked, so that the ranking may have changed.
         """
-        measured = self._state.measured()
+        measured = estimate(self._state.measured()).measured
         baseline, wanted = baseline_of(measured), {m.trial for m in found}
         done = sum(m.branch is not None for m in measured)
         unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}
@@ -61,7 +62,7 @@ class BranchCheck:
         """Whether a branch keeps to the checks' share of the study's time; says so once if it does not."""
         n_samples = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
         sides = [m] if (self._state.trial_path(baseline.trial) / f"branch-{n_samples}").exists() else [m, baseline]
-        needed_s = sum(n_samples / (each.value("samples_per_s") or 1.0) for each in sides)
+        needed_s = sum(n_samples / (each.metrics.get("samples_per_s") or 1.0) for each in sides)
         if self._budget.affords_check(needed_s, decides=decides):
             return True
         if m.trial not in self._left:
@@ -90,7 +91,7 @@ class BranchCheck:
                 write_record(path, Branch(confirmed=confirmed, reason=why))
                 return
             batch = each.candidate.global_batch_size(world)
-            runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.value("samples_per_s") or 1.0))
+            runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.metrics.get("samples_per_s") or 1.0))
         own, base = m.metrics.get(GOODPUT), baseline.metrics.get(GOODPUT)
         verdict = compare(runs[1], runs[0], base / own if own and base else None, first_sample or None)
         write_record(path, verdict)
@@ -107,7 +108,7 @@ class BranchCheck:
             role="branch",
             max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
             min_samples=ENDLESS_SAMPLES,
-            budget_s=training_budget_s(spec, n_samples / (m.value("samples_per_s") or 1.0)),
+            budget_s=training_budget_s(spec, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
             weights=str(weights),
             first_sample=first_sample,
             deadline_s=spec.trial_deadline_s,

@@ -11,12 +11,13 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, at_path
+from autotune.study import placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
-from autotune.trial.result import BUSY_CORES, TrialResult
+from autotune.trial.result import BUSY_CORES, Outcome, TrialResult
 
 # Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
 MAX_BUSY_TRIES = 3
@@ -158,6 +159,12 @@ class TrialMeasurer:
             with executor.turn(waiting):
                 self._events.began(number, candidate, role)
                 result = base.run(executor, path, request, ticked, again)
+            if role == "search" and placement.is_elsewhere(self._state.folder, result):
+                if request.rivals and result.outcome is Outcome.STOPPED_EARLY:
+                    again("it was stopped early by measurements from other machines")
+                    request = replace(request, rivals=())
+                    continue
+                self._measure_baseline_there(result, executor, ticked)
             n_left -= 1
             busy = result.other_cores > BUSY_CORES
             if not n_left and busy and compared:
@@ -165,6 +172,14 @@ class TrialMeasurer:
             if not n_left or not busy or self._budget.hurries():
                 return result
             again(f"other processes used {result.other_cores:.1f} cores meanwhile")
+
+    def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
+        """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
+        folder, baseline = self._state.folder, self._state.plan.baseline
+        if placement.wants_baseline(folder, result, executor):
+            self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+            path = placement.baseline_path(folder, result.place)
+            base.run(executor, path, self.request(baseline, "repeat"), ticked)
 
 
 def ops_needed(ds_config: DsConfig) -> list[str]:

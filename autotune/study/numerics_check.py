@@ -99,7 +99,7 @@ class NumericsCheck:
         if len(own.losses) < min(MIN_STEPS, len(reference.losses)):
             if (passed := self._passed_alike(m, batch)) is not None:
                 return passed
-            step_s = m.value("step_time_s") or self._step_s(batch, baseline)
+            step_s = m.metrics.get("step_time_s") or self._step_s(batch, baseline)
             own = self._curve(m.candidate, path / "gate", len(reference.losses), step_s)
         if own.outcome is Outcome.DIVERGED:
             return GateVerdict(passed=False, reason=own.reason, batch=batch)

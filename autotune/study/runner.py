@@ -179,7 +179,7 @@ class Runner:
     def _search(self) -> str:
         """Runs trials until none is left to start; returns why that is before the budget is spent."""
         self.proposer.start()
-        pool = TrialPool(self._slots, side_by_side=self.plan.spec.overlap and len(self._slots) > 1)
+        pool = TrialPool(self._slots)
         try:
             with self.state.nothing_measured_again():
                 while (why := self._step(pool)) is None:

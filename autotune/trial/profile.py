@@ -78,6 +78,7 @@ class Profile:
         n_tied: Parameters with more than one name, counted once in `n_parameters`.
         sizes: Distinct sizes of the parameters in elements, each with the number of parameters.
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
+        quantized: Frozen parameters that are held at 4 bits.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
@@ -100,6 +101,7 @@ class Profile:
     n_tied: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
     largest_module: int = 0
+    quantized: int = 0
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
     cut_short: bool = False

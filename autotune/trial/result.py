@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -243,6 +244,8 @@ class RankReport(Measurements):
         peak_memory_bytes: Peak by phase: on CPU growth of the resident set since the start, on CUDA allocated bytes.
         reserved_memory_bytes: CUDA only: peak of the caching allocator.
         traced: Summary of the trace, if requested.
+        host: Name of its machine.
+        machine: Device, driver and libraries.
     """
 
     # Only a file that no rank wrote holds such numbers; it is refused as a whole.
@@ -256,6 +259,8 @@ class RankReport(Measurements):
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     reserved_memory_bytes: int | None = None
     traced: Traced | None = None
+    host: str = ""
+    machine: str = ""
 
 
 @dataclass(kw_only=True)
@@ -275,6 +280,8 @@ class TrialResult(Measurements):
         wall_s: Wall time of the whole trial.
         waited_s: Time from submission to the start of its ranks: the engine's queue.
         lost_attempts: Why earlier attempts were lost: the engine took the machines away, or an agent died.
+        hosts: Names of its machines.
+        machine: Device, driver and libraries of its ranks.
     """
 
     failed_rank: int | None = None
@@ -289,6 +296,13 @@ class TrialResult(Measurements):
     wall_s: float = 0.0
     waited_s: float = 0.0
     lost_attempts: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    machine: str = ""
+
+    @property
+    def place(self) -> str:
+        """Name of what it ran on, for a file: of its machines, devices, driver and libraries; empty if unknown."""
+        return hashlib.sha256(repr((self.hosts, self.machine)).encode()).hexdigest()[:12] if self.machine else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,7 +189,12 @@ def named_packages(text: str) -> set[str]:
 def test_no_text_installs_a_package_of_strangers():
     own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*own["dependencies"], *(each for extra in own["optional-dependencies"].values() for each in extra)]
-    known = {re.match(r"[\w.-]+", each)[0].lower() for each in declared} | {"safetensors", "tabulate", "atheris"}
+    known = {re.match(r"[\w.-]+", each)[0].lower() for each in declared} | {
+        "safetensors",
+        "tabulate",
+        "atheris",
+        "pip-audit",
+    }
     files = [*PAGES, ROOT / "Makefile", ROOT / "CHANGELOG.md", *(ROOT / "autotune").rglob("*.py")]
     files += [path for folder in ("tests", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py")]
     found = {name: path.name for path in files for name in named_packages(path.read_text())}

@@ -13,9 +13,11 @@ from autotune.report import series, tables
 from autotune.report.data import (
     PICK_NOTES,
     THROUGHPUT,
+    Change,
     Data,
     StudyReport,
     differences,
+    doubt_words,
     end_words,
     leading_metric,
     pick_words,
@@ -107,7 +109,7 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
     elif pick["speedup"] < 1 or leading_metric(report, names) != THROUGHPUT:
         said = pick_words(report, names, pick)
         factor, text = "", said[0].upper() + said[1:]
-    return {"factor": factor, "span": span, "text": text}
+    return {"factor": factor, "span": span, "text": text, "doubt": doubt_words(pick) if factor else ""}
 
 
 def _span(pick: Data) -> str:
@@ -148,11 +150,11 @@ def _cell(text: str, small: str = "", kind: str = "") -> Context:
     return {"text": text, "small": small, "kind": kind}
 
 
-def _change(change: tuple[float, bool] | None) -> Context:
-    factor, better = change or (None, False)
-    if (text := times(factor, "×")) in ("", "1.00×"):
-        return _cell("equal" if text else "", kind="muted" if text else "")
-    return _cell(text, "better" if better else "worse", "better" if better else "muted")
+def _change(change: Change | None) -> Context:
+    if change is None:
+        return _cell("")
+    text, _, how = change.words("×").partition(" ")
+    return _cell(text, how, "better" if change.better and change.told else "muted")
 
 
 def _picks(report: StudyReport) -> list[Context]:
@@ -174,6 +176,7 @@ def _picks(report: StudyReport) -> list[Context]:
             "is_baseline": same,
             "factor": times(factor, "×"),
             "span": _span(pick) if factor else "",
+            "doubt": "" if same or leading_metric(report, names) != THROUGHPUT else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         cards.append(_pick(report, pick, report.objectives) | card)

@@ -158,7 +158,10 @@ SETTINGS: dict[str, Setting] = {
     "finalists": Setting(
         "Candidates that are checked and measured again at the end, beside the baseline; 0: none.", option=False,
         comment="The best are checked and measured again at the end, this many, this often."),
-    "repeats": Setting("How often each of them is measured again.", option=False),
+    "repeats": Setting(
+        "Rounds in which the best are measured again at least; up to four times as many until it is settled which is best.",
+        option=False,
+    ),
     "branch": Setting(
         "Check other global batches by a branch.",
         more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",

@@ -293,11 +293,12 @@ def _measured_text(told: FrozenTrial) -> str | None:
     return told.system_attrs.get(MEASURED_ATTR) or told.user_attrs.get(OLD_MEASURED_ATTR)
 
 
-def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
+def readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
     """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
 
+    A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
+
     Args:
-        study: The study; None before its baseline, trial 0, was told.
         candidate: The trial's configuration.
         data: Its result, as in `told_data`.
     """
@@ -306,12 +307,6 @@ def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str,
     for name, key, scale, digits in READABLE:
         if name in measured:
             found[key] = round(measured[name] / scale, digits)
-    first = told_trials(study)[:1] if study is not None else []
-    own, base = (
-        values.get("samples_per_s") for values in (measured, told_data(first[0])["metrics"] if first else measured)
-    )
-    if own and base:
-        found["speed-up"] = round(own / base, 3)
     return found
 
 
@@ -371,6 +366,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
         repeats=repeats,
+        forecast=data.get("forecast", {}).get("step_time_s"),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),

@@ -19,7 +19,7 @@ from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model import model_file, weights
-from autotune.worker.rank import connect, prepare_device, set_seed
+from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # Between the dropout seeds of two replicates: more than there are ranks.
 REPLICATE_SEEDS = 1_000_003
@@ -29,6 +29,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     """Trains the model of a request as its candidate says, and measures it."""
     candidate = Candidate.of(request.candidate)
     memory = prepare_device(request)
+    identify(recorder.report, cuda=memory.cuda)
     target = model_file.load(Path(request.target))
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)

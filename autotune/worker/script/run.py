@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.rank import connect, prepare_device
+from autotune.worker.rank import connect, identify, prepare_device
 from autotune.worker.script import execute
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.context import ScriptContext, ScriptError
@@ -28,6 +28,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         ScriptError: It ended before it had been measured.
     """
     memory = prepare_device(request)
+    identify(recorder.report, cuda=memory.cuda)
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
     context = ScriptContext(recorder, request, memory)

@@ -11,7 +11,7 @@ from http import HTTPStatus
 import plotly.graph_objects as go
 import pytest
 from support.dashboard import EVIL, ask, overlay_of
-from support.instant import Instant, finished, runner_of
+from support.instant import Clock, Instant, finished, runner_of
 
 from autotune.report import load, readme
 from autotune.report.dashboard import storage
@@ -123,7 +123,9 @@ def test_the_notes_of_a_study_without_a_pick_say_why(answer):
 
 
 @pytest.mark.parametrize(("time_budget_s", "left"), [(None, "6 s"), (9, "5 s")])
-def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, time_budget_s, left):
+def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, monkeypatch, time_budget_s, left):
+    Clock(monkeypatch)
+
     def note():
         return ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json["note"]["body"]
 

@@ -23,9 +23,9 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome, TrialResult
 
 POLL_S = 0.01
+# Compiling DeepSpeed's ops takes minutes; after this time the compiler is given up.
+BUILD_DEADLINE_S = 1800.0
 TICK_S = 0.2
-# An op takes a minute or two to compile, longer on a busy machine; all together must end within this.
-BUILD_DEADLINE_S = 1200.0
 # The agent kills a trial at its deadline; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
 # While machines are away, the engine is asked for others at these intervals, from the first to the last.
@@ -126,12 +126,17 @@ class Executor(Protocol):
 
     Attributes:
         mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
-        cold_reason: Why ranks are not forked from a warm server; empty if they are.
+        cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
+            empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
     """
 
     mark: str
     patience_s: float
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Names of the machines that it holds; trials on the same ones disturb each other."""
 
     @property
     def cold_reason(self) -> str:  # noqa: D102

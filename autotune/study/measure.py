@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,10 @@ from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, at_path, ops_needed
 from autotune.space.legality import OP_RULES, why_illegal
+from autotune.study import placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
+from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
@@ -25,7 +26,6 @@ MAX_BUSY_TRIES = 3
 # A number of samples that no trial reaches: it trains until its steps or its time are over.
 ENDLESS_SAMPLES = 10**15
 MIN_DEADLINE_S = 60.0
-BUILD_NEWS_S = 30.0
 
 
 class TrialMeasurer:
@@ -47,7 +47,7 @@ class TrialMeasurer:
         budget: Budget,
         bounds_to_beat: Callable[[Candidate], tuple[TrialToBeat, ...]],
     ) -> None:
-        self._state, self._executor, self._events, self._budget = state, executor, events, budget
+        self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
         self._n_tries = MAX_BUSY_TRIES
@@ -62,7 +62,7 @@ class TrialMeasurer:
             request_fields: Fields of the request that differ from those of the study's trials.
         """
         request = replace(self.request(candidate, role), **request_fields)
-        return self.run(request, candidate, path, role, self._executor)
+        return self.run(request, candidate, path, role, self.executor)
 
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
@@ -125,23 +125,10 @@ class TrialMeasurer:
             if op in known:
                 continue
             self._built.add(op)
-            self._events.say(f"building DeepSpeed's {op} (once on this machine; may take a minute or two)")
-            if failure := self._executor.build_ops([op], self._progress(op)):
+            self._events.doing(compiling(op))
+            if failure := self.executor.build_ops([op], self._events.tick):
                 self._events.say(f"DeepSpeed's {op} cannot be built here, so nothing that needs it is tried: {failure}")
                 self._state.forbid_op(op, failure)
-
-    def _progress(self, op: str) -> Callable[[], None]:
-        """Keeps the heartbeat of a run while an op is compiled, and says every half minute that it still is."""
-        began = said = time.monotonic()
-
-        def tick() -> None:
-            nonlocal said
-            self._events.tick()
-            if (now := time.monotonic()) - said > BUILD_NEWS_S:
-                said = now
-                self._events.say(f"still building {op} ({now - began:.0f} s)")
-
-        return tick
 
     def run(
         self,
@@ -175,10 +162,24 @@ class TrialMeasurer:
             with executor.turn(waiting):
                 self._events.began(number, candidate, role)
                 result = base.run(executor, path, request, ticked, again)
+            if role == "search" and placement.is_elsewhere(self._state.folder, result):
+                if request.rivals and result.outcome is Outcome.STOPPED_EARLY:
+                    again("it was stopped early by measurements from other machines")
+                    request = replace(request, rivals=())
+                    continue
+                self._measure_baseline_there(result, executor, ticked)
             n_left -= 1
             busy = result.disturbed
             if not n_left and busy and compared:
                 self._n_tries = 1  # waiting does not help on this machine
-            if not n_left or not busy or self._budget.out_of_time():
+            if not n_left or not busy or self._budget.hurries():
                 return result
             again(f"{busy} meanwhile")
+
+    def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
+        """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
+        folder, baseline = self._state.folder, self._state.plan.baseline
+        if placement.wants_baseline(folder, result, executor):
+            self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+            path = placement.baseline_path(folder, result.place)
+            base.run(executor, path, self.request(baseline, "repeat"), ticked)

@@ -36,7 +36,7 @@ def found_devices() -> Devices:
     if kind == "cpu":
         return Devices(problem=_why_cpu())
     each = tuple(_device(accelerator, kind, index) for index in range(accelerator.device_count()))
-    return Devices(accelerator=kind, each=each, driver=_driver(), platform=_platform())
+    return Devices(accelerator=kind, each=each, driver=driver_version(), platform=_platform())
 
 
 def _device(accelerator: Any, kind: str, index: int) -> Device:
@@ -62,7 +62,8 @@ def _uuid(properties: Any) -> str:
     return f"{'MIG' if mig else 'GPU'}-{uuid}" if uuid and "-" in uuid and not uuid.startswith(("GPU", "MIG")) else uuid
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """Returns the version of the kernel's driver for NVIDIA's or AMD's devices; empty without one."""
     for path, pattern in _DRIVERS.items():
         with contextlib.suppress(OSError):
             if found := re.search(pattern, Path(path).read_text()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
 from autotune.worker.device import found_devices
 from autotune.worker.model import model_file, samples
+from autotune.worker.rank import versions
 
 
 def inspect_model(request: TrialRequest) -> Workload:
@@ -96,17 +96,12 @@ def _has_float_buffers(model: torch.nn.Module) -> bool:
 
 
 def _environment() -> Environment:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from autotune.worker.agent import ops
 
     accelerator, devices = get_accelerator(), found_devices()
     first = devices.each[0] if devices.each else None
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-    if torch.version.cuda and first is not None:
-        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    versions |= {"driver": devices.driver} if devices.driver else {}
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Environment(
         accelerator=devices.accelerator,
@@ -118,7 +113,7 @@ def _environment() -> Environment:
         fp16=bool(accelerator.is_fp16_supported()),
         n_cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        versions=versions,
+        versions=versions(cuda=devices.accelerator == "cuda"),
         capability=first.capability if first else "",
         uuid=first.uuid if first else "",
         free_memory_bytes=_free_memory_bytes(len(devices.each)),

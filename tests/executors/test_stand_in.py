@@ -1,0 +1,101 @@
+"""On devices, with a stand-in for them: every rank takes its own, none leaves the visible ones, nothing needs a compiler."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.paths import MODELS, ROOT
+
+from autotune.executors import base
+from autotune.executors.local import LocalExecutor
+from autotune.system import device
+from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome
+from autotune.trial.workload import Workload
+
+pytestmark = pytest.mark.process
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}}
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Makes this machine one with devices and without a toolkit; returns what they were used for, as a function."""
+
+    def make(**given):
+        given = {"n": 2, "log": str(tmp_path / "log"), **given}
+        folders = [str(ROOT / "tests" / "support" / "stand_in"), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        monkeypatch.setenv("STAND_IN", json.dumps(given))
+        monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+        monkeypatch.setenv("CUDA_HOME", "/nowhere")
+        monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+        return lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+    return make
+
+
+def request(stage=0, ranks=2, **more):
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": {"stage": stage, **more}}
+    candidate = {"micro_batch_size": 2, "zero_stage": stage} | {name: value["device"] for name, value in more.items()}
+    return TrialRequest(
+        target=str(MODELS / "ok.py"), candidate=candidate, world_size=ranks, ds_config=config, budget_s=0.3, deadline_s=120,
+    )  # fmt: skip
+
+
+def run(folder: Path, *requests: TrialRequest):
+    """The results of trials, and the pid of the server that forked their ranks."""
+    executor = LocalExecutor(["torch"], folder / "server.log")
+    executor.start()
+    try:
+        assert executor.cold_reason == "" and executor._server is not None
+        found = [base.run(executor, folder / str(n), each) for n, each in enumerate(requests)]
+        return found, executor._server.pid
+    finally:
+        executor.close()
+
+
+def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path):
+    used = gpus(others=1, busy=0.5, throttled=True)
+    host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    inspect = TrialRequest(target=str(MODELS / "ok.py"), mode="inspect")
+    trials = [*(request(stage) for stage in range(4)), request(3, **host)]
+    (seen, *found), server = run(tmp_path, inspect, *trials)
+    assert [each.reason for each in (seen, *found)] == [""] * 6
+    assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}
+    assert server not in {line["pid"] for line in used()} and os.getpid() not in {line["pid"] for line in used()}
+    here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
+    assert (here.accelerator, here.device_name, here.n_devices, here.capability) == ("cuda", H100, 2, "9.0")
+    assert "nvcc" in here.missing_ops["fused_adam"] and here.bf16 and here.fp16 and not here.remarks
+    load = found[0].device_load
+    assert (
+        load.power_w == pytest.approx(700, rel=0.2) and load.n_others == 1 and load.throttled_by == ("the power limit",)
+    )
+    assert found[0].reserved_memory_bytes and found[0].observed.tf32 is False
+    assert any("device busy 50%" in caveat for caveat in found[0].caveats)
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-00000001-aaaa-bbbb-cccc-000000000000"])
+def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch, visible):
+    used = gpus(capability="7.0", name="Tesla V100-SXM2-32GB", memory_gib=32)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (_, trial), _ = run(tmp_path, TrialRequest(target=str(MODELS / "ok.py"), mode="inspect"), request(ranks=1))
+    assert trial.outcome is Outcome.COMPLETE and {line["device"] for line in used()} == {1}
+    here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
+    assert here.n_devices == 1 and here.uuid.startswith("GPU-00000001") and not here.bf16 and here.fp16
+
+
+def test_the_driver_asks_a_process_of_its_own_and_tells_devices_apart(gpus, monkeypatch):
+    gpus()
+    both = device.here()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    one = device.here()
+    assert [each.uuid[:12] for each in both.each] == ["GPU-00000000", "GPU-00000001"] and one.each == both.each[1:]
+    monkeypatch.setenv(
+        "STAND_IN", json.dumps({"hip": "6.2.41133", "capability": "gfx942", "name": "AMD Instinct MI300X"})
+    )
+    amd = device.ask(os.environ)
+    assert amd.each[0].capability == "gfx942" and "ROCm" in amd.untested

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from autotune.study.setup.plan import Plan, plan, profiled, studies_folder
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import read_yaml
-from autotune.study.storage import leases, records
+from autotune.study.storage import leases, project, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
@@ -86,7 +87,21 @@ class OpenStudy:
     @cached_property
     def study(self) -> Study:
         """The Optuna study of that name; a `StoreError` if it is not in the database."""
-        return records.load_study(self.storage, self.name)
+        try:
+            return records.load_study(self.storage, self.name)
+        except records.StoreError as error:
+            if records.kept_in(self.folder) is None:
+                raise
+            again = f"autotune run {files.shown(self.folder / 'study.yaml')}"
+            raise records.StoreError(f"{error} Its folder holds its trials: `{again}` takes them up again") from None
+
+    def is_own(self) -> bool:
+        """Whether the study is this project's, where several share the database."""
+        return project.is_own(self.study, self.folder.parent)
+
+    def check_own(self) -> None:
+        """Refuse a study of another project in the same database, with a `StoreError`."""
+        project.check_own(self.study, self.folder.parent)
 
     @cached_property
     def answer(self) -> Study:
@@ -174,6 +189,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     Raises:
         UserError: The study cannot be run, and why.
     """
+    began = time.monotonic()
     try:
         wanted, notes = wanted_study(target, overrides, view)
     except KeyboardInterrupt as stop:  # while a launch command ran, which leaves nothing behind
@@ -190,7 +206,8 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
         held = leases.StudyLeases(storage, wanted.name)
         with held.leading(view.say):
             try:
-                with _planned(wanted, folder, view) as (found, executor, logged):
+                with _planned(wanted, folder, view) as (planned, executor, logged):
+                    found = replace(planned, began=began)
                     if fresh:
                         _forget(wanted.name, storage, folder, executor)
                     with parallel.executors_for(found, executor, folder, view.say) as slots:
@@ -235,7 +252,10 @@ def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
     """Remove a study's trials from the database and from its folder."""
+    if name in records.study_names(storage):
+        project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
+    (folder / records.RECORD_FILE).unlink(missing_ok=True)
     for path in (folder / "trials").glob("[0-9]*"):
         base.forget(executor, path)
 

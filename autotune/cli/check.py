@@ -28,7 +28,7 @@ from autotune.trial.result import Outcome, TrialResult
 
 
 @takes_settings(
-    "space", "objectives", "ranks", "executor", "nodes", "executor_options", "hostfile", "base_config", "global_batch",
+    "space", "goal", "objectives", "ranks", "executor", "nodes", "executor_options", "hostfile", "base_config", "global_batch",
     "device_memory_bytes", "script_set",
 )  # fmt: skip
 def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = False) -> int:

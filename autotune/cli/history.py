@@ -76,6 +76,7 @@ def delete(
     folder, storage_ = opened.folder, opened.storage
     if study not in records.study_names(storage_):
         records.load_study(storage_, study)  # raises, and lists the studies
+    opened.check_own()
     with contextlib.nullcontext() if not folder.is_dir() else study_lock(folder):
         if not yes:
             raise UserError(
@@ -86,7 +87,8 @@ def delete(
         History(storage_.engine).forget(study, schedules=True)
         for name in ("trials", "retunes", "scaling"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / "report.html").unlink(missing_ok=True)
+        for name in ("report.html", records.RECORD_FILE):
+            (folder / name).unlink(missing_ok=True)
     print(f"study {study} is deleted" + (f"; {shown(folder)} keeps its small files" if folder.is_dir() else ""))
 
 

@@ -14,6 +14,7 @@ import typer
 
 from autotune.cli.options import AsJson, Storage, StudyName
 from autotune.errors import Unavailable, UserError
+from autotune.executors.base import MachinesGone
 from autotune.report.progress import ProgressView
 from autotune.retune import fingerprint, retuning, schedule
 from autotune.retune.decision import Decision, RetuneVerdict
@@ -97,6 +98,7 @@ def retune(
     asked = RetuneRequest(cause=cause, min_gain=least, trials=trials, on_change=on_change or "")
     opened = open_study(study, storage)
     _ = opened.record  # raises first where there is no such study
+    opened.check_own()
     if checkpoint is not None and not checkpoint.exists():
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
     try:
@@ -147,6 +149,9 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
         with executor_for(wanted, run.path) as executor:
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
             return run.run(found, executor)
+    except MachinesGone:
+        run.excuse()
+        raise
     except (Unavailable, records.StoreError, GoneError):  # none of them is a decision
         raise
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from autotune.errors import UserError
 from autotune.retune import schedule
 from autotune.retune import schedule_export as exporting
 from autotune.retune.schedule import Daemon, Schedule, ScheduleError
-from autotune.session import STUDIES, open_history, open_study
+from autotune.session import STUDIES, OpenStudy, open_history, open_study
 from autotune.study.storage import records
 
 HINT = "`autotune schedule add STUDY --every 7d` makes one"
@@ -38,6 +39,7 @@ def schedule_add(
     every_s, fields = schedule.rule_of(every, cron)
     opened = open_study(study, storage)
     history, _ = opened.history, opened.record  # the record shows that there is such a study
+    opened.check_own()
     first = schedule.next_after(every_s, fields, time.time())
     number = history.add_schedule(
         study=study, every_s=every_s, cron=fields, on_change=on is not None, next_run_at=first
@@ -77,6 +79,9 @@ def schedule_remove(
 ) -> None:
     """Remove a schedule."""
     history = open_history(storage or records.default_url(STUDIES))
+    for row in history.schedules():
+        if row["id"] == number and (opened := _there(row["study"], storage)) is not None:
+            opened.check_own()
     if not history.remove_schedule(number):
         known = ", ".join(str(row["id"]) for row in history.schedules())
         raise ScheduleError(f"there is no schedule {number}. " + (f"Known: {known}" if known else "There is none."))
@@ -104,17 +109,31 @@ def schedule_export(
     if len(wanted) != 1:
         raise UserError("schedule export: give one of --cron, --systemd, --k8s")
     history = open_history(storage or records.default_url(STUDIES))
-    rows = [Schedule.of(row) for row in history.schedules(study)]
+    rows = list[Schedule]()
+    for row in map(Schedule.of, history.schedules(study)):
+        if (opened := _there(row.study, storage)) is not None and not opened.is_own():
+            print(f"left out: schedule {row.number}: study {row.study!r} belongs to another project", file=sys.stderr)
+        else:
+            rows.append(row)
     if not rows:
         raise ScheduleError(f"there is no schedule to export; {HINT}")
     n_gpus = {name: _gpus_of(name, storage) for name in {row.study for row in rows}}
     print(exporting.export(wanted[0], rows, Path.cwd(), storage, n_gpus), end="")
 
 
+def _there(study: str, storage: str | None) -> OpenStudy | None:
+    """The study of a schedule; None if it is gone, or has no trial yet."""
+    with contextlib.suppress(UserError):
+        opened = open_study(study, storage)
+        _ = opened.record
+        return opened
+    return None
+
+
 def _gpus_of(study: str, storage: str | None) -> int:
     """GPUs that a node needs for the trials of a study."""
-    try:
-        kept = open_study(study, storage).record
-    except UserError:  # the study is gone, or has no trial yet
+    opened = _there(study, storage)
+    if opened is None:
         return 0
+    kept = opened.record
     return kept.world_size if kept.workload.environment.accelerator == "cuda" else 0

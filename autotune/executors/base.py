@@ -135,6 +135,10 @@ class Executor(Protocol):
     patience_s: float
 
     @property
+    def hosts(self) -> frozenset[str]:
+        """Names of the machines that it holds; trials on the same ones disturb each other."""
+
+    @property
     def cold_reason(self) -> str:  # noqa: D102
         ...
 

@@ -181,6 +181,12 @@ class ClusterExecutor:
         """Returns why the warm server of the first machine cannot fork ranks; empty if it can."""
         return str(self._held[0].spool.said(0).get("cold_reason", "")) if self._held else ""
 
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The machines that are held, as their agents name them."""
+        held = [each.spool.said(node).get("host", "") for each in self._held for node in range(each.nodes)]
+        return frozenset(filter(None, held))
+
     def start(self) -> None:
         """Checks the engine, and takes over the machines that a dead run of this study holds."""
         self.engine.check(self.nodes)

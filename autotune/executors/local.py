@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,11 @@ class LocalExecutor:
         self._server: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._n_ordered = self._n_ended = 0
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The name of this machine."""
+        return frozenset({socket.gethostname()})
 
     def start(self) -> None:
         """Starts the warm server and waits until it has imported everything.

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ OPTIONS = {
     "cpus_per_rank": "processors that Ray sets aside for a rank (default: 1)",
     "gpus_per_rank": "GPUs of a rank (default: 1 where the cluster has any)",
     "resources": "resources of the cluster's own for each rank, as NAME:AMOUNT,NAME:AMOUNT",
+    "exclusive": "yes (default) or no: machines that no other job of Ray uses meanwhile",
     "grow": "yes: wait for machines that its autoscaler may add; no (default): fail at once if there are too few",
     "files": "auto (default): use a shared file system where there is one; ray: have Ray carry all files",
     "idle": "seconds after which machines whose coordinator is gone are given back (default: 600)",
@@ -70,7 +71,7 @@ class Ray:
         try:
             import ray
         except ImportError:
-            raise UserError("--executor ray: Ray is not installed here; pip install 'autotune[ray]'") from None
+            raise UserError("--executor ray: Ray is not installed here; pip install ray") from None
         if ray.is_initialized():
             return
         address = self.options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
@@ -99,6 +100,7 @@ class Ray:
         if len(fit) < nodes and self.options.get("grow") != "yes":
             what = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
             raise Refused(f"{nodes} machines with {what} are needed, and the cluster has {len(fit)}")
+        bundle = self._whole(bundle, fit)
         name = f"autotune-{uuid.uuid4().hex[:12]}"
         group = placement_group(
             [bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name, lifetime="detached"
@@ -191,6 +193,12 @@ class Ray:
             name, _, amount = item.partition(":")
             per_rank[name] = _number({"resources": amount}, "resources", 1.0)
         return {name: amount * ranks for name, amount in per_rank.items() if amount}
+
+    def _whole(self, bundle: dict[str, float], fit: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Returns the resources with all processors of a machine, so that no other job of Ray shares it."""
+        if self.options.get("exclusive", "yes") != "yes" or not fit:
+            return bundle
+        return bundle | {"CPU": min(node["Resources"].get("CPU", 0.0) for node in fit)}
 
 
 class _Group:

@@ -132,7 +132,7 @@ class ReplayExecutor:
             self._rng.shuffle(some)
 
     mark = cold_reason = ""
-    patience_s = 0.0
+    patience_s, hosts = 0.0, frozenset[str]()
     turn = staticmethod(no_turn)
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ def write(figures: Mapping[Path, Mapping[str, Any]], *, height_px: int = HEIGHT_
     try:
         import kaleido  # noqa: F401
     except ImportError:
-        raise PictureError("PNG needs the package kaleido: pip install 'autotune[png]'") from None
+        raise PictureError("PNG needs the package kaleido: pip install kaleido") from None
     import plotly.graph_objects as go
     import plotly.io as pio
 

@@ -142,6 +142,10 @@ class Retuning:
         )
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def excuse(self) -> None:
+        """Do not count this attempt: its machines were taken away."""
+        self._note(attempts=int(self.evidence.get("attempts", 1)) - 1)
+
     def run(self, found: Plan, executor: Executor) -> Decision:
         """Measure, search if necessary, decide, and store the decision with its evidence.
 

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from autotune.errors import UserError
 from autotune.study.lock import run_under_way
 from autotune.study.spec.spec import check_name
-from autotune.study.storage import records
+from autotune.study.storage import project, records
 from autotune.study.storage.history import History, Row
 from autotune.study.storage.leases import Leases
 from autotune.study.storage.urls import VARIABLE
@@ -216,7 +216,7 @@ def started(history: History, schedules: Sequence[Schedule], now: float | None =
 
 
 class Daemon:
-    """Run what is due, in child processes; of all daemons on a database one leads, and the others stand by.
+    """Run what is due, in child processes; of a project's daemons on a database one leads, the others stand by.
 
     Args:
         url: The database.
@@ -228,7 +228,9 @@ class Daemon:
     def __init__(self, url: str, studies: Path, say: Callable[[str], None], command: Sequence[str] = RETUNE) -> None:
         self.url, self.studies, self.say, self.command = url, studies, say, command
         with records.failing_in_words(url):
-            self.history = History(records.open_storage(url, create=False).engine)
+            self.storage = records.open_storage(url, create=False)
+            self.history = History(self.storage.engine)
+        self.lease = f"{LEASE} {project.key_of(studies)}"
         self.leases = Leases(self.history.engine, "", stale_looks=STALE_LOOKS)
         self.leads: bool | None = None  # None before the first look
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -252,14 +254,14 @@ class Daemon:
                 for child in self._children.values():
                     child.wait()
                 with contextlib.suppress(SQLAlchemyError):
-                    self.leases.give_back(LEASE)
+                    self.leases.give_back(self.lease)
 
     def look(self) -> None:
         """Give a beat or take the lead, and start what is due while leading."""
         try:
             self._reap()
             self.leases.look()
-            leads = self.leases.acquire(LEASE)
+            leads = self.leases.acquire(self.lease)
             if leads != self.leads:
                 self._took_up_at = -RETRY_S
                 self.say("this daemon leads" if leads else "another daemon leads; standing by")
@@ -282,8 +284,14 @@ class Daemon:
                 self._held_until[row["id"]] = math.inf
                 self.say(f"skipped: {error}")
                 continue
-            if schedule.due_at(now) <= now:
+            if schedule.due_at(now) <= now and self._is_own(schedule):
                 self.start(schedule)
+
+    def _is_own(self, schedule: Schedule) -> bool:
+        """Whether a schedule is this project's; that of a study which is gone is, so that its run says so."""
+        with contextlib.suppress(records.StoreError):
+            return project.is_own(records.load_study(self.storage, schedule.study), self.studies)
+        return True
 
     def start(self, schedule: Schedule) -> None:
         """Start a run, which takes up an interrupted one."""
@@ -316,7 +324,7 @@ class Daemon:
             with contextlib.suppress(ScheduleError):
                 schedule = Schedule.of(row)
                 free = run_under_way(self.studies / schedule.study) is None
-                if free and self.history.interrupted(schedule.study) is not None:
+                if free and self._is_own(schedule) and self.history.interrupted(schedule.study) is not None:
                     self.history.update_schedule(schedule.number, next_run_at=min(schedule.next_run_at, time.time()))
 
 

@@ -11,13 +11,14 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, at_path
+from autotune.study import placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
-from autotune.trial.result import BUSY_CORES, TrialResult
+from autotune.trial.result import BUSY_CORES, Outcome, TrialResult
 
 # Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
 MAX_BUSY_TRIES = 3
@@ -45,7 +46,7 @@ class TrialMeasurer:
         budget: Budget,
         bounds_to_beat: Callable[[Candidate], tuple[TrialToBeat, ...]],
     ) -> None:
-        self._state, self._executor, self._events, self._budget = state, executor, events, budget
+        self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
         self._n_tries = MAX_BUSY_TRIES
@@ -60,7 +61,7 @@ class TrialMeasurer:
             request_fields: Fields of the request that differ from those of the study's trials.
         """
         request = replace(self.request(candidate, role), **request_fields)
-        return self.run(request, candidate, path, role, self._executor)
+        return self.run(request, candidate, path, role, self.executor)
 
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
@@ -124,7 +125,7 @@ class TrialMeasurer:
         self._built.update(needed)
         names = ", ".join(needed)
         self._events.doing(compiling(names))
-        if failure := self._executor.build_ops(needed):
+        if failure := self.executor.build_ops(needed):
             self._events.say(
                 f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"
             )
@@ -159,13 +160,27 @@ class TrialMeasurer:
             with executor.turn(waiting):
                 self._events.began(number, candidate, role)
                 result = base.run(executor, path, request, ticked, again)
+            if role == "search" and placement.is_elsewhere(self._state.folder, result):
+                if request.rivals and result.outcome is Outcome.STOPPED_EARLY:
+                    again("it was stopped early by measurements from other machines")
+                    request = replace(request, rivals=())
+                    continue
+                self._measure_baseline_there(result, executor, ticked)
             n_left -= 1
             busy = result.other_cores > BUSY_CORES
             if not n_left and busy and compared:
                 self._n_tries = 1  # waiting does not help on this machine
-            if not n_left or not busy or self._budget.out_of_time():
+            if not n_left or not busy or self._budget.hurries():
                 return result
             again(f"other processes used {result.other_cores:.1f} cores meanwhile")
+
+    def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
+        """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
+        folder, baseline = self._state.folder, self._state.plan.baseline
+        if placement.wants_baseline(folder, result, executor):
+            self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+            path = placement.baseline_path(folder, result.place)
+            base.run(executor, path, self.request(baseline, "repeat"), ticked)
 
 
 def ops_needed(ds_config: DsConfig) -> list[str]:

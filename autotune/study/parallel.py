@@ -53,7 +53,7 @@ class _Running:
     claim: ClaimedTrial
     executor: Executor
     future: futures.Future[TrialResult]
-    most: int
+    beside: list[Executor]  # of the trials that ran at the same time
 
 
 class TrialPool:
@@ -61,11 +61,10 @@ class TrialPool:
 
     Args:
         executors: One for each trial at once; may contain the same one several times.
-        side_by_side: Whether the trials share a host and so disturb one another.
     """
 
-    def __init__(self, executors: Sequence[Executor], *, side_by_side: bool = False) -> None:
-        self._free, self._side_by_side = list(executors), side_by_side
+    def __init__(self, executors: Sequence[Executor]) -> None:
+        self._free = list(executors)
         n = len(executors)
         self._pool = futures.ThreadPoolExecutor(n, thread_name_prefix="trial") if n > 1 else None
         self._running: list[_Running] = []
@@ -85,11 +84,11 @@ class TrialPool:
         """Starts a trial; with one engine, runs it to its end."""
         executor = self._free.pop()
         future: futures.Future[TrialResult] = futures.Future()
-        running = _Running(claim, executor, future, 0)
-        self._running.append(running)
         under_way = [other for other in self._running if not other.future.done()]
+        running = _Running(claim, executor, future, [other.executor for other in under_way])
+        self._running.append(running)
         for other in under_way:
-            other.most = max(other.most, len(under_way))
+            other.beside.append(executor)
         if claim.result is not None:
             future.set_result(claim.result)
         elif self._pool is None:
@@ -143,9 +142,11 @@ class TrialPool:
             raise Stopped
 
     def _noted(self, running: _Running, result: TrialResult) -> TrialResult:
-        if running.most < 2 or not self._side_by_side or not result.wall_s:
+        hosts = frozenset(result.hosts) or running.executor.hosts
+        n = 1 + sum(bool(hosts & other.hosts) for other in dict.fromkeys(running.beside))
+        if n < 2 or not result.wall_s:
             return result
-        note = f"up to {running.most} trials {BESIDE}, so that they disturbed one another"
+        note = f"up to {n} trials {BESIDE}, so that they disturbed one another"
         return replace(result, caveats=[*result.caveats, note])
 
 

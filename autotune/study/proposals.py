@@ -84,12 +84,11 @@ class Proposer:
                 plan.setting,
                 spec.seed,
                 prior=warm.prior(prior) if warm is not None else prior,
-                metrics=[o.metric for o in state.objectives],
+                metrics={o.metric: o.weight for o in state.objectives},
                 memory_limit_bytes=plan.memory_limit_bytes,
                 bounds=objective.bounds(state.objectives, spec.constraints).values(),
             )
-            if warm is not None and warm.compromise:
-                self._physics.weights = [o.weight for o in state.objectives]
+            self._physics.goal_only = warm is not None and warm.compromise
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics
 
@@ -100,12 +99,12 @@ class Proposer:
             return ()
         return self.advisor().rivals(state.study, candidate, state.measured())
 
-    def claim_baseline(self) -> Trial:
-        """Begins the trial of the baseline."""
-        baseline = self._state.plan.baseline
-        self.start().force(baseline)
+    def claim_as(self, candidate: Candidate, role: str) -> Trial:
+        """Begins the trial of a candidate whose result is there already: the baseline, or one of a lost database."""
+        sampler = self._sampler or self.start()
+        sampler.force(candidate)
         asked = self._state.leases.claim(self._state.study)
-        self._drawn(asked, baseline, "baseline")
+        self._drawn(asked, candidate, role)
         return asked
 
     def next(self) -> ClaimedTrial | str | None:

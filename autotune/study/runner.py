@@ -26,6 +26,7 @@ from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.proposals import Proposer
+from autotune.study.restore import restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -114,12 +115,20 @@ class Runner:
         Raises:
             UserError: A different study has that name.
         """
-        if self.state.exists or not self.state.load(delete_empty=self._leads):
+        if self.state.exists or not (self.state.load(delete_empty=self._leads) or (self._leads and self._restore())):
             return
         self._baseline.restore()
         self._budget.resume()
         if self._leads and (n := self._budget.n_spent()):
             self._events.say(f"resuming: {n} of {self.plan.spec.trials} trials are already there")
+
+    def _restore(self) -> bool:
+        if n := restore(self.state, self.proposer, self._teller):
+            self._events.say(
+                f"the database has no study {self.plan.spec.name!r}, but its folder holds {n} finished trials: they are"
+                " taken up again (--fresh forgets them)"
+            )
+        return bool(n)
 
     def run(self) -> None:
         """Runs the study to the end of its budget; told trials stay told whatever interrupts the run.
@@ -134,9 +143,13 @@ class Runner:
                 self._begin()
             records.note_end(self.state.study, "")
             records.note_settings(self.state.study, self.plan.spec)
-            if why := self._search():
-                records.note_end(self.state.study, why)
-            Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+            try:
+                if why := self._search():
+                    records.note_end(self.state.study, why)
+                self._budget.search_ended()
+                Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+            finally:
+                self._budget.keep()
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads, until there is none left to start.
@@ -154,16 +167,19 @@ class Runner:
     def _begin(self) -> None:
         """Measures the baseline, which decides what can be measured at all, and begins the study with it."""
         baseline = self.plan.baseline
+        for path in (self.state.folder / "trials").glob("[0-9]*"):
+            if path.name != self.state.trial_path(0).name:  # another study's, whose results are not this one's
+                base.forget(self._measurer.executor, path)
         result = self._baseline.run()
         with undisturbed():
             self.state.create()
-            asked = self.proposer.claim_baseline()
+            asked = self.proposer.claim_as(baseline, "baseline")
             self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result))
 
     def _search(self) -> str:
         """Runs trials until none is left to start; returns why that is before the budget is spent."""
         self.proposer.start()
-        pool = TrialPool(self._slots, side_by_side=self.plan.spec.overlap and len(self._slots) > 1)
+        pool = TrialPool(self._slots)
         try:
             with self.state.nothing_measured_again():
                 while (why := self._step(pool)) is None:

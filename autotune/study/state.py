@@ -23,7 +23,7 @@ from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
-from autotune.study.storage import records
+from autotune.study.storage import project, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import SearchRecord, StudyRecord
 from autotune.trial.result import Outcome
@@ -84,6 +84,7 @@ class StudyState:
             study = records.load_study(self.storage, name)
         except records.StoreError:
             return False
+        project.check_own(study, records.studies_of(name, self.folder))
         kept = records.record(study)
         if kept is None and study.get_trials(deepcopy=False):
             raise UserError(f"study {name!r} in this database was not made by autotune; choose another --study name")
@@ -96,10 +97,13 @@ class StudyState:
         self.settle(kept.reference, kept.objectives, kept.learning_rate)
         return True
 
-    def _check_same(self, kept: StudyRecord) -> None:
+    def differences(self, kept: StudyRecord) -> list[str]:
+        """The settings in which a study that was kept differs from this one."""
         now = json.loads(json.dumps(self.plan.fingerprint()))
-        changed = [name for name in {**kept.fingerprint, **now} if kept.fingerprint.get(name) != now.get(name)]
-        if changed:
+        return [name for name in {**kept.fingerprint, **now} if kept.fingerprint.get(name) != now.get(name)]
+
+    def _check_same(self, kept: StudyRecord) -> None:
+        if changed := self.differences(kept):
             raise UserError(
                 f"study {self.spec.name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be"
                 " compared with new ones. Choose another --study name, or start over with --fresh"
@@ -117,7 +121,8 @@ class StudyState:
         names = [f"{o.name} ({METRICS[o.metric].unit})" for o in self.objectives]
         directions = [o.direction for o in self.objectives]
         self._study = records.create_study(self.storage, self.spec.name, directions, names)
-        records.keep(self._study, self.record())
+        records.keep(self._study, self.record(), self.folder)
+        project.mark(self._study, records.studies_of(self.spec.name, self.folder))
 
     def narrow(self, space: SearchSpace) -> None:
         """Searches only this space from now on."""
@@ -142,6 +147,7 @@ class StudyState:
             reference=self.reference,
             workload=plan.workload,
             learning_rate=self.learning_rate,
+            goal=plan.spec.goal,
             invocation=plan.spec.how() if plan.workload.script else None,
             branches=plan.spec.branch and plan.replicated,
             search=SearchRecord(

@@ -24,9 +24,13 @@ class Card:
         name: Its short name, as `--device` takes it.
         aliases: Sets of words; a device whose name holds all words of one is this card.
         memory_bytes: Memory of one device.
+        usable_bytes: Of that, what a process can have: without what the driver and error correction keep.
         flops: Dense peak FLOP/s by precision (`bf16`, `fp16`, `tf32`, `fp32`); without those that it only emulates.
         memory_bytes_per_s: Peak memory bandwidth.
         link_bytes_per_s: NVLink of one device in one direction, all links together; PCIe for cards without.
+        host_link_bytes_per_s: PCIe (or what is there in its place) to the host in one direction.
+        network_bytes_per_s: Network of a node of eight of them, as such nodes typically have it.
+        host_bytes: Host memory per device of such a node, typically.
         capability: CUDA compute capability, or AMD's architecture.
         source: The document of the figures.
     """
@@ -34,9 +38,13 @@ class Card:
     name: str
     aliases: tuple[frozenset[str], ...]
     memory_bytes: int
+    usable_bytes: float
     flops: dict[str, float]
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    host_link_bytes_per_s: float
+    network_bytes_per_s: float
+    host_bytes: float
     capability: str
     source: str
 
@@ -88,8 +96,11 @@ def named_card(name: str, where: str = "--device") -> Card:
 
 
 def _words(name: str) -> frozenset[str]:
-    """The words of a name in small letters; `80GB`, `80G` and `80GiB` are one word."""
-    return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in re.split(r"[^a-z0-9.]+", name.lower()) if word)
+    """The words of a name in small letters; `80GB`, `80G`, `80GiB` and `80` are one word."""
+    words = filter(None, re.split(r"[^a-z0-9.]+", name.lower()))
+    return frozenset(
+        re.sub(r"^(\d+)gi?b?$|^(\d{2,3})$", lambda size: f"{size[1] or size[2]}gb", word) for word in words
+    )
 
 
 def _card(row: dict[str, str]) -> Card:
@@ -98,9 +109,13 @@ def _card(row: dict[str, str]) -> Card:
         name=row["card"],
         aliases=tuple(_words(alias) for alias in [row["card"], *row["aliases"].split("|")]),
         memory_bytes=round(float(row["memory_gib"]) * 2**30),
+        usable_bytes=float(row["usable_gib"]) * 2**30,
         flops={name: float(rate) * 1e12 for name, rate in rates.items() if rate},
         memory_bytes_per_s=float(row["memory_gb_s"]) * 1e9,
         link_bytes_per_s=float(row["link_gb_s"]) * 1e9,
+        host_link_bytes_per_s=float(row["host_link_gb_s"]) * 1e9,
+        network_bytes_per_s=float(row["network_gbit_s"]) * 1e9 / 8,
+        host_bytes=float(row["host_gib"]) * 2**30,
         capability=row["capability"],
         source=row["source"],
     )

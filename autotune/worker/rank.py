@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import random
 import socket
 import sys
@@ -21,7 +22,7 @@ from autotune.system.machine import processor_name
 from autotune.trial import workload
 from autotune.trial.failures import headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import OOM_EXIT_CODE, Outcome
+from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import temporary
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
@@ -113,6 +114,24 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
 def device_name(*, cuda: bool) -> str:
     """Returns the model of the device, or of the processor if there is none."""
     return str(torch.cuda.get_device_name()) if cuda else processor_name()
+
+
+def versions(*, cuda: bool) -> dict[str, str]:
+    """Returns the libraries that a measurement depends on, and the driver."""
+    import deepspeed
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    if cuda:
+        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {"driver": driver} if (driver := workload.driver_version()) else {}
+    return found
+
+
+def identify(report: RankReport, *, cuda: bool) -> None:
+    """Notes on which machine, device and libraries a rank runs."""
+    libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=cuda).items())
+    cores = "" if cuda else f", {len(os.sched_getaffinity(0))} cores"
+    report.host, report.machine = socket.gethostname(), f"{device_name(cuda=cuda)}{cores}, {libraries}"
 
 
 def prepare_device(request: TrialRequest) -> Memory:

@@ -107,7 +107,7 @@ def test_the_command_writes_the_report_of_a_study_and_prints_it_as_json(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("kaleido", r"pip install 'autotune\[png\]'"), ("plotly.io", "apt-get install chromium")]
+    ("name", "remedy"), [("kaleido", r"pip install kaleido"), ("plotly.io", "apt-get install chromium")]
 )
 def test_without_kaleido_or_a_browser_png_is_refused_with_the_remedy(report, tmp_path, monkeypatch, name, remedy):
     def refuse(*_, **__):

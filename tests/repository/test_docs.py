@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import tomllib
 
 import pytest
 import typer.main
@@ -173,3 +174,30 @@ def test_every_page_is_found_from_the_readme():
     index = TEXTS["docs/decisions/README.md"]
     found = [page for page in TEXTS if f"({page})" in TEXTS["README.md"] or f"({page.rpartition('/')[2]})" in index]
     assert set(TEXTS) - set(found) == {"README.md"}
+
+
+def named_packages(text: str) -> set[str]:
+    """What a text tells to install by name from a package index: the first word that is no option and no path."""
+    found = set()
+    for said in re.findall(r"pip install ([^`\n#]+)", text.replace("--progress-bar off", "")):
+        word = next((word for word in said.split() if not word.startswith("-")), "")
+        plain = re.match(r"[\"']?([A-Za-z][\w-]*)", word)
+        found |= {plain[1].lower()} if plain else set()
+    return found
+
+
+def test_no_text_installs_a_package_of_strangers():
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*own["dependencies"], *(each for extra in own["optional-dependencies"].values() for each in extra)]
+    known = {re.match(r"[\w.-]+", each)[0].lower() for each in declared} | {
+        "safetensors",
+        "tabulate",
+        "atheris",
+        "pip-audit",
+    }
+    files = [*PAGES, ROOT / "Makefile", ROOT / "CHANGELOG.md", *(ROOT / "autotune").rglob("*.py")]
+    files += [path for folder in ("tests", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py")]
+    found = {name: path.name for path in files for name in named_packages(path.read_text())}
+    assert not {name: path for name, path in found.items() if name not in known}
+    assert own["name"] != "autotune"  # of somebody else
+    assert named_packages("pip " + "install 'autotune[ray]'") == {"autotune"}

@@ -182,7 +182,7 @@ def test_of_two_daemons_one_leads_and_the_other_takes_over_when_it_is_silent(his
     assert second.leads
     first.look()  # it was only asleep
     assert not first.leads
-    second.leases.give_back(schedule.LEASE)
+    second.leases.give_back(second.lease)
     first.look()
     assert first.leads
 

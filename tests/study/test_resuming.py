@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from support.instant import SPACE, Instant, report, runner_of
+from support.instant import SPACE, Instant, Watcher, failed, report, runner_of
 from support.studies import candidates, run, states
 
 from autotune.errors import UserError
@@ -144,7 +144,7 @@ def test_a_run_killed_before_its_first_trial_was_told_begins_anew(tmp_path):
 def test_a_run_killed_between_record_and_baseline_begins_anew(tmp_path):
     runner = runner_of(tmp_path, Instant())
     study = records.create_study(runner.storage, "s", ["minimize"] * 4, ["a", "b", "c", "d"])
-    records.keep(study, runner.state.record())
+    records.keep(study, runner.state.record(), tmp_path / "s")
     study.ask()
     after, executor, _ = run(tmp_path, trials=3, finalists=0)
     assert executor.ran[0] == Candidate(micro_batch_size=8)
@@ -166,10 +166,29 @@ def test_a_study_goes_on_without_its_trials_folder(tmp_path):
     assert len(executor.ran) == 1 + 2
 
 
-def test_a_study_whose_database_is_gone_begins_anew_in_its_old_folder(tmp_path):
-    run(tmp_path, trials=5)
+def test_a_study_whose_database_is_gone_is_had_back_from_its_folder(tmp_path):
+    executor = Instant(lambda c: report(c) if c.checkpoint_every == 0 else failed(Outcome.CRASHED, "no"))
+    first = runner_of(tmp_path, executor, trials=6, finalists=1)
+    first.run()
+    before = [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in first.measured()]
+    first.storage.engine.dispose()
+    shutil.rmtree(tmp_path / "s" / "trials" / "0003")
     for path in tmp_path.glob("autotune.db*"):
         path.unlink()
-    runner, executor, _ = run(tmp_path, trials=3, finalists=0)
-    assert len(executor.ran) == 3
-    assert all(not m.repeats for m in runner.measured())
+    again, watcher = Instant(executor.behaviour), Watcher()
+    second = runner_of(tmp_path, again, watcher=watcher, trials=6, finalists=1)
+    second.run()
+    assert [m.trial for m in second.measured()] == [0, 1, 2, 4, 5, 6]
+    assert [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in second.measured()][:3] == before[:3]
+    assert "its folder holds 5 finished trials: they are taken up again" in " ".join(watcher.said)
+    assert sum(each.check_gradient and not each.noise for each in again.requests) == 1  # only the one that is missing
+
+
+def test_files_of_another_study_are_not_taken_up(tmp_path):
+    runner_of(tmp_path, Instant(), trials=3, finalists=0).run()
+    for path in tmp_path.glob("autotune.db*"):
+        path.unlink()
+    again = Instant()
+    other = runner_of(tmp_path, again, trials=2, finalists=0, seed=1)
+    other.run()
+    assert len(again.ran) == 2 and not other.state.trial_path(2).exists()

@@ -18,7 +18,7 @@ from typing import Any
 import optuna
 
 from autotune.report import fronts, readme
-from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, speedup, words
+from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, words
 from autotune.report.export import deepspeed_config
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
@@ -34,6 +34,7 @@ ARTIFACT_PREFIX = "artifacts:"
 EDITABLE = "dashboard:"
 NO_NOTE = note_of({})
 FIGURE_HEIGHT_PX = 460
+LARGEST_BYTES = 256 << 20  # of a file that is served
 # Every two objectives make a figure.
 MOST_OBJECTIVES = 4
 
@@ -177,14 +178,15 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def read_inside(path: Path, folder: Path) -> bytes | None:
-    """The content of a file if it `is_inside` the folder, else None."""
+    """The content of a file if it `is_inside` the folder and not too large, else None."""
     if not is_inside(path, folder):
         return None
     try:
         # The flags guard against an exchange of the file since the check: a link is refused, a pipe is not waited for.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path.resolve(strict=True), flags), "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+            found = os.fstat(file.fileno())
+            return file.read(LARGEST_BYTES) if stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_BYTES else None
     except (OSError, RuntimeError):
         return None
 
@@ -256,6 +258,6 @@ def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
             BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
         )
         found[f"{metric.label} ({unit})"] = round(value / divisor, max(2, metric_scale(name, [value]).decimals))
-    if measured(point) and (factor := speedup(report, point)):
+    if measured(point) and (factor := point.get("speedup")):
         found["speed-up"] = round(factor, 3)
     return found

@@ -81,7 +81,7 @@ def check_installed() -> None:
     """
     for module, package in (("optuna_dashboard", "optuna-dashboard"), ("waitress", "waitress")):
         if find_spec(module) is None:
-            raise DashboardError(f"the dashboard needs the package {package}: pip install 'autotune[dashboard]'")
+            raise DashboardError(f"the dashboard needs the package {package}: pip install {package}")
 
 
 class Application:

@@ -68,8 +68,14 @@ SETTINGS: dict[str, Setting] = {
         "Search spaces: presets or YAML files.",
         more="Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.", metavar="A,B",
         repeatable=True, comment="What is tuned: each knob with its values; null leaves DeepSpeed's default."),
+    "goal": Setting(
+        "What is wanted; see `autotune ls goals`.",
+        more="It sets the objectives, their weights, and so what is recommended. Without it `balanced`.",
+        metavar="balanced|throughput|latency|time-to-loss|memory|cost", optional=True,
+        comment="What is wanted, which sets the objectives (`autotune ls goals`)."),
     "objectives": Setting(
-        "Objectives: presets or YAML files.", more="Or mappings with a `metric`. See `autotune ls objectives`.",
+        "Objectives in place of a goal: presets or YAML files.",
+        more="Or mappings with a `metric`. See `autotune ls objectives`.",
         metavar="A,B", flag="--objective", repeatable=True, comment="What is optimised."),
     "constraints": Setting(
         "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.", option=False,
@@ -104,6 +110,9 @@ SETTINGS: dict[str, Setting] = {
         "Your DeepSpeed configuration: the baseline.",
         more="The path of its JSON, or a mapping. Candidates are laid over it.", metavar="DS.JSON",
         comment="The baseline's DeepSpeed configuration, which candidates are laid over."),
+    "checkpoint_every": Setting(
+        "Recomputation in the baseline of a model.py: every k-th block; 0: none.", option=False, optional=True,
+        comment="The baseline recomputes the activations of every k-th block."),
     "global_batch": Setting(
         "Samples per optimizer step.",
         more="The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if"
@@ -124,8 +133,8 @@ SETTINGS: dict[str, Setting] = {
         off="--no-stop-trials"),
     "storage": Setting(
         "Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
-        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install -e '.[postgresql]'`, MySQL"
-        " `.[mysql]`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
+        more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install 'psycopg[binary]'`, MySQL"
+        " `pip install pymysql`. Written to the file without its password.", metavar="URL", variable="AUTOTUNE_STORAGE",
         comment="null is SQLite in studies/autotune.db."),
     "parallel": Setting(
         "Trials at once, on disjoint devices or nodes.", metavar="N",
@@ -145,7 +154,10 @@ SETTINGS: dict[str, Setting] = {
     "finalists": Setting(
         "Candidates that are checked and measured again at the end, beside the baseline; 0: none.", option=False,
         comment="The best are checked and measured again at the end, this many, this often."),
-    "repeats": Setting("How often each of them is measured again.", option=False),
+    "repeats": Setting(
+        "Rounds in which the best are measured again at least; up to four times as many until it is settled which is best.",
+        option=False,
+    ),
     "branch": Setting(
         "Check other global batches by a branch.",
         more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",

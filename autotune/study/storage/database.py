@@ -40,6 +40,7 @@ REFUSALS = (
 PASSWORD = ("password", "access denied")
 MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "duplicate entry")
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
+FULL = ("disk is full", "disk full", "no space left", "table is full")
 RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
 UNREADABLE = object()  # stands for a JSON value that cannot be read
 T = TypeVar("T")
@@ -163,8 +164,8 @@ def _made(url: str, connect: dict[str, Any]) -> Storage:
 
 
 def _missing_driver(url: str) -> str:
-    dialect, extra = url.partition(":")[0], urls.extra(url)
-    how = f'. Install it: pip install "autotune[{extra}]"' if extra else ""
+    dialect, package = url.partition(":")[0], urls.package(url)
+    how = f'. Install it: pip install "{package}"' if package else ""
     return f"SQLAlchemy's driver for {dialect} is not installed{how}"
 
 
@@ -178,6 +179,8 @@ def _hint(url: str, error: BaseException) -> str:
         return "Make it first (createdb, CREATE DATABASE); autotune makes its tables itself"
     if any(words in said for words in DAMAGED):
         return RECOVER
+    if any(words in said for words in FULL):
+        return "Free some space"
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"
@@ -270,7 +273,7 @@ def failing_in_words(url: str) -> Iterator[None]:
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         is_away = passes(error) and not urls.is_sqlite(url)
         away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if is_away else ""
-        full = ". Free some space" if "disk is full" in _reason(error) else ""
+        full = ". Free some space" if any(words in _reason(error).lower() for words in FULL) else ""
         reason = urls.without_password(_reason(error), url)
         raise (StoreAway if is_away else StoreError)(
             f"storage {urls.redact_url(url)}: {reason}{away}{full};"

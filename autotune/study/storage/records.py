@@ -33,7 +33,7 @@ from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database, history
 from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
-from autotune.system import redaction
+from autotune.system import files, redaction
 from autotune.trial.command import Invocation
 from autotune.trial.folder import read_record, result_in
 from autotune.trial.result import Outcome
@@ -46,7 +46,8 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 # Where releases before 0.2 kept them, as user attributes.
 OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
-ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "settings"
+RECORD_FILE = "record.json"
+ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR, WALL_ATTR = "role", "ended", "settings", "autotune:wall_s"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -183,6 +184,7 @@ class StudyRecord:
         invocation: How the script is started; None for a `model.py`.
         branches: Whether another global batch must be confirmed by a branch.
         search: Inputs of the search; None in studies of earlier versions.
+        goal: The goal that set the objectives; None where they were stated.
     """
 
     fingerprint: dict[str, Any]
@@ -197,6 +199,7 @@ class StudyRecord:
     invocation: Invocation | None = None
     branches: bool = False
     search: SearchRecord | None = None
+    goal: str | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration of a candidate's trial."""
@@ -227,16 +230,32 @@ def record(study: Study) -> StudyRecord | None:
         ) from None
 
 
-def keep(study: Study, kept: StudyRecord) -> None:
-    """Store the record with the study."""
+def keep(study: Study, kept: StudyRecord, folder: Path) -> None:
+    """Store the record with the study, and in its folder in case that the database is lost."""
     text = json.dumps(redaction.redact(TypeAdapter(StudyRecord).dump_python(kept, mode="json")))
     storage_of(study).set_study_system_attr(study_id(study), RECORD_ATTR, text)
+    files.write_text(folder / RECORD_FILE, text)
+
+
+def kept_in(folder: Path) -> StudyRecord | None:
+    """The record in a study's folder; None without one that can be read."""
+    return _read(folder / RECORD_FILE, StudyRecord)
 
 
 def note_end(study: Study, why: str) -> None:
     """Store why a study ended before its budget of trials; an empty text if it did not."""
     if study.user_attrs.get(ENDED_ATTR, "") != why:
         study.set_user_attr(ENDED_ATTR, why)
+
+
+def note_wall(study: Study, seconds: float) -> None:
+    """Store how long a study has taken so far, all of its runs together."""
+    storage_of(study).set_study_system_attr(study_id(study), WALL_ATTR, seconds)
+
+
+def wall_s(study: Study) -> float:
+    """Seconds that a study has taken, as far as its runs have stored; 0 where none has."""
+    return float(storage_of(study).get_study_system_attrs(study_id(study)).get(WALL_ATTR, 0.0))
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:
@@ -274,11 +293,12 @@ def _measured_text(told: FrozenTrial) -> str | None:
     return told.system_attrs.get(MEASURED_ATTR) or told.user_attrs.get(OLD_MEASURED_ATTR)
 
 
-def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
+def readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
     """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
 
+    A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
+
     Args:
-        study: The study; None before its baseline, trial 0, was told.
         candidate: The trial's configuration.
         data: Its result, as in `told_data`.
     """
@@ -287,12 +307,6 @@ def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str,
     for name, key, scale, digits in READABLE:
         if name in measured:
             found[key] = round(measured[name] / scale, digits)
-    first = told_trials(study)[:1] if study is not None else []
-    own, base = (
-        values.get("samples_per_s") for values in (measured, told_data(first[0])["metrics"] if first else measured)
-    )
-    if own and base:
-        found["speed-up"] = round(own / base, 3)
     return found
 
 
@@ -352,6 +366,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
         repeats=repeats,
+        forecast=data.get("forecast", {}).get("step_time_s"),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
@@ -424,6 +439,11 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
     base, generation = generation_of(name)
     own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
+
+
+def studies_of(name: str, folder: Path) -> Path:
+    """The folder of all studies, given that of a study or of a re-tuning."""
+    return folder.parents[2] if generation_of(name)[1] else folder.parent
 
 
 def generation_name(name: str, generation: int) -> str:

@@ -9,11 +9,11 @@ from autotune.system.redaction import HIDDEN
 
 VARIABLE = "AUTOTUNE_STORAGE"
 LEAST_PASSWORD = 4  # characters; a shorter password may occur in a text by chance
-# By dialect as users write it: the tested driver, and the extra that installs it.
+# By dialect as users write it: the tested driver, and the package that it comes from.
 DRIVERS = {
-    "postgresql": ("postgresql+psycopg", "postgresql"),
-    "postgres": ("postgresql+psycopg", "postgresql"),
-    "mysql": ("mysql+pymysql", "mysql"),
+    "postgresql": ("postgresql+psycopg", "psycopg[binary]"),
+    "postgres": ("postgresql+psycopg", "psycopg[binary]"),
+    "mysql": ("mysql+pymysql", "pymysql"),
     "mariadb": ("mariadb+pymysql", "mysql"),
 }
 redact_url = redaction.redact_url
@@ -36,13 +36,13 @@ def with_password(url: str) -> str:
 
 
 def with_driver(url: str) -> str:
-    """The URL with the driver that the extra of its dialect installs, unless it names one."""
+    """The URL with the tested driver of its dialect, unless it names one."""
     dialect, separator, rest = url.partition("://")
     return f"{DRIVERS[dialect][0]}{separator}{rest}" if dialect in DRIVERS else url
 
 
-def extra(url: str) -> str | None:
-    """The extra of autotune that installs the URL's driver; None if there is none."""
+def package(url: str) -> str | None:
+    """The package of the URL's driver; None if it is not known."""
     dialect = url.partition("://")[0].partition("+")[0]
     return DRIVERS[dialect][1] if dialect in DRIVERS else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,10 @@ from pathlib import Path
 import torch
 
 from autotune.errors import UserError
-from autotune.trial import workload
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
 from autotune.worker.model import model_file, samples
-from autotune.worker.rank import device_name
+from autotune.worker.rank import device_name, versions
 
 
 def inspect_model(request: TrialRequest) -> Workload:
@@ -95,16 +93,11 @@ def _has_float_buffers(model: torch.nn.Module) -> bool:
 
 
 def _environment() -> Environment:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     cuda = accelerator.device_name() == "cuda"
     n_cores = len(os.sched_getaffinity(0))
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-    if cuda:
-        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        versions |= {"driver": driver} if (driver := workload.driver_version()) else {}
     return Environment(
         accelerator=accelerator.device_name(),
         device_name=device_name(cuda=cuda),
@@ -116,5 +109,5 @@ def _environment() -> Environment:
         fp16=bool(accelerator.is_fp16_supported()),
         n_cores=n_cores,
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        versions=versions,
+        versions=versions(cuda=cuda),
     )

@@ -20,7 +20,7 @@ from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model import model_file, weights
-from autotune.worker.rank import connect, prepare_device, set_seed
+from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # Between the dropout seeds of two replicates: more than there are ranks.
 REPLICATE_SEEDS = 1_000_003
@@ -30,6 +30,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     """Trains the model of a request as its candidate says, and measures it."""
     candidate = Candidate.of(request.candidate)
     memory = prepare_device(request)
+    identify(recorder.report, cuda=memory.cuda)
     target = model_file.load(Path(request.target))
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
@@ -124,7 +125,7 @@ class _Trainer:
             loss = self._step()
             if apart:
                 self.meter.enter("")
-            window.add(loss)
+            window.add(loss, self.meter.batches.last)
         window.gather(n_steps)
 
     def _step(self) -> torch.Tensor:
@@ -149,5 +150,5 @@ class _Trainer:
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
-        self.meter.batches.drew(n_drawn)
+        self.meter.batches.drew(n_drawn, batch)
         return to_device(batch, self.meter.device, self.dtype)

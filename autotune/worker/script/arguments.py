@@ -38,6 +38,7 @@ class Arguments:
         changed: Notes a change, given as a sentence.
         flags: Filled with the flags that hold a candidate's field.
         limits: Filled with the flags that may end the script after few steps.
+        draw_sizes: If the script cuts up its loader's batches, their samples in the untouched script and in the trial.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Arguments:
         changed: Callable[..., None],
         flags: dict[str, list[str]],
         limits: list[str],
+        draw_sizes: tuple[int, int] | None = None,
     ) -> None:
+        self._draw_sizes = draw_sizes
         self._value, self._ds_config, self._changed, self._flags = value, ds_config, changed, flags
         self._limits = limits
 
@@ -61,6 +64,8 @@ class Arguments:
         typed = own is None or list(own) == sys.argv[1:]
         for field, names in DESTINATIONS.items():
             change = self._value(field)
+            if field == "micro_batch_size" and self._draw_sizes is not None:
+                change = self._draw_sizes
             name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
                 setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number
@@ -86,7 +91,9 @@ class Arguments:
         self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool
     ) -> None:
         options = _options(parser, name)
-        if options and typed:
+        if options and typed and field == "micro_batch_size" and self._draw_sizes is not None:
+            self._changed(f"Arguments: `{options[0]} {wanted}` instead of {was}, which the script cuts up.")
+        elif options and typed:
             self._flags[field] = options
             self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
         elif options:

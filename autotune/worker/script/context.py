@@ -75,6 +75,16 @@ class ScriptContext:
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
 
+    def drawn(self) -> tuple[int, int] | None:
+        """Returns the samples that a loader draws at once, in the untouched script and in the candidate; None if equal.
+
+        That is a micro-batch, unless a framework splits batches between ranks, or the script cuts them up.
+        """
+        change, sizes = self.value("micro_batch_size"), self.script.draw_sizes
+        if sizes is not None and "micro_batch_size" not in self.script.carried:
+            return sizes if sizes[0] != sizes[1] else None
+        return (self.batch_factor * change[0], self.batch_factor * change[1]) if change else None
+
     def config(self, own: DsConfig, *, first: bool) -> DsConfig:
         """Returns the DeepSpeed configuration to run with.
 

@@ -54,6 +54,8 @@ def workload_of(
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
+        draw_size=seen.draw_size if seen.parts else 0,
+        parts=seen.parts,
     )
     workload = replace(
         prepared.workload,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.rank import connect, prepare_device
+from autotune.worker.rank import connect, identify, prepare_device
 from autotune.worker.script import execute
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.context import ScriptContext, ScriptError
@@ -31,6 +31,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         ScriptError: It ended before it had been measured.
     """
     memory = prepare_device(request)
+    identify(recorder.report, cuda=memory.cuda)
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
     context = ScriptContext(recorder, request, memory)
@@ -64,7 +65,14 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     EngineHooks(context, steps.attach).install()
     steps.install()
     trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
-    arguments = Arguments(context.value, trial_config, context.changed, context.report.flags, context.limits)
+    arguments = Arguments(
+        context.value,
+        trial_config,
+        context.changed,
+        context.report.flags,
+        context.limits,
+        context.drawn() if context.script.draw_sizes else None,
+    )
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
     Loaders(context).install()
     # The ranks have joined already.

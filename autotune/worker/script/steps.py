@@ -174,7 +174,7 @@ class StepHooks:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
         loss = total.to(meter.device) / (1 if self._summed else max(1, self._n_backward))
         self._total, self._n_backward = None, 0
-        window.add(loss, ragged=meter.batches.ragged)
+        window.add(loss, meter.batches.last)
         if len(window) < meter.ledger.window_steps():
             return
         meter.enter("")

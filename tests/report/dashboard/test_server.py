@@ -174,7 +174,7 @@ def test_a_foreign_address_and_a_missing_database_are_said_in_a_sentence(studies
 
 def test_a_missing_extra_is_said_with_the_command_that_installs_it(studies, monkeypatch):
     monkeypatch.setattr(dashboard_server, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install 'autotune\[dashboard\]'"):
+    with pytest.raises(UserError, match=r"pip install optuna-dashboard"):
         make_server(records.default_url(studies), studies, "127.0.0.1", 0, None)
 
 

@@ -118,6 +118,15 @@ def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     assert (tmp_path / "x.db").read_bytes() == content
 
 
+def test_a_full_disk_is_told_as_such(url, monkeypatch):
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("autotune.study.storage.database.Storage", full)
+    with pytest.raises(StoreError, match=r"disk is full\. Free some space"):
+        records.open_storage(url)
+
+
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "studies").write_text("")
     with pytest.raises(StoreError, match="File exists"):
@@ -238,9 +247,9 @@ def test_two_studies_are_written_at_once_and_no_trial_is_missing(tmp_path, url):
 # The record.
 
 
-def test_the_record_is_read_back_as_it_was_kept(url):
+def test_the_record_is_read_back_as_it_was_kept(tmp_path, url):
     study = begin(url)
-    records.keep(study, RECORD)
+    records.keep(study, RECORD, tmp_path)
     assert records.record(records.load_study(records.open_storage(url), "s")) == RECORD
 
 
@@ -248,9 +257,9 @@ def test_a_study_that_is_not_ours_has_no_record(url):
     assert records.record(begin(url, n=1)) is None
 
 
-def test_a_record_of_another_version_is_refused_with_what_to_do(url):
+def test_a_record_of_another_version_is_refused_with_what_to_do(tmp_path, url):
     study = begin(url)
-    records.keep(study, RECORD)
+    records.keep(study, RECORD, tmp_path)
     storage, number = study._storage, study._study_id
     data = json.loads(storage.get_study_system_attrs(number)[records.RECORD_ATTR])
     del data["workload"]["float_buffers"]

@@ -61,5 +61,5 @@ def test_a_database_that_is_not_there_is_named_with_what_to_do(server):
 def test_a_missing_driver_is_named_with_how_to_install_it():
     if __import__("importlib.util").util.find_spec("pymysql"):
         pytest.skip("the driver is installed")
-    with pytest.raises(StoreError, match=r'pip install "autotune\[mysql\]"'):
+    with pytest.raises(StoreError, match=r'pip install "pymysql"'):
         records.open_storage("mysql://ann:pw@localhost/x")

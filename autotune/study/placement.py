@@ -1,0 +1,56 @@
+"""Like with like: trials on other machines than the baseline's are told by the baseline's pace on theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autotune.executors.base import Executor
+from autotune.study.storage import records
+from autotune.trial.folder import result_in
+from autotune.trial.result import Outcome, TrialResult
+
+
+def baseline_path(folder: Path, place: str) -> Path:
+    """Folder of the baseline's trial on some machines."""
+    return folder / "trials" / f"baseline-{place}"
+
+
+def is_elsewhere(folder: Path, result: TrialResult) -> bool:
+    """Whether a trial ran on other machines, or with another driver or other libraries, than the study's baseline."""
+    home = result_in(records.trial_path(folder, 0))
+    return home is not None and bool(home.place and result.place) and home.place != result.place
+
+
+def wants_baseline(folder: Path, result: TrialResult, executor: Executor) -> bool:
+    """Whether the baseline is to be measured where a trial ran: its machines are still held, and it has not been."""
+    is_there = result_in(baseline_path(folder, result.place)) is not None
+    return not is_there and result.steps is not None and set(result.hosts) <= executor.hosts
+
+
+def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
+    """The result with its times as they would be on the baseline's machines.
+
+    They are scaled by the baseline's own step times there and here. Where the baseline was not measured, the result
+    stays as it is and says so.
+    """
+    if result.steps is None or not is_elsewhere(folder, result):
+        return result
+    where = f"{', '.join(result.hosts)} ({result.machine})"
+    home, there = result_in(records.trial_path(folder, 0)), result_in(baseline_path(folder, result.place))
+    both = [each.steps for each in (home, there) if each is not None and each.outcome is Outcome.COMPLETE]
+    if len(both) < 2 or both[0] is None or both[1] is None or there is None or there.place != result.place:
+        note = f"ran on {where}, where the baseline was not measured: its times do not compare"
+        return replace(result, caveats=[*result.caveats, note])
+    factor = both[0].median_s / both[1].median_s
+    note = f"ran on {where}, where the baseline takes {1 / factor:.2f} times as long; its times are divided by that"
+    steps = replace(result.steps, median_s=result.steps.median_s * factor, ci95_s=result.steps.ci95_s * factor)
+    return replace(
+        result,
+        steps=steps,
+        step_times_s=[factor * each for each in result.step_times_s],
+        phase_times_s={name: factor * each for name, each in result.phase_times_s.items()},
+        micro_step_s={name: factor * each for name, each in result.micro_step_s.items()},
+        cpu_s_per_step=result.cpu_s_per_step and factor * result.cpu_s_per_step,
+        caveats=[*result.caveats, note],
+    )

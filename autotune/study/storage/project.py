@@ -1,0 +1,57 @@
+"""The project that a study belongs to: a folder of studies, told apart where several share one database."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import uuid
+from pathlib import Path
+
+from optuna.study import Study
+
+from autotune.study.storage.database import StoreError
+from autotune.study.storage.optuna_tables import storage_of, study_id
+from autotune.system import files
+
+FILE = ".project"
+ATTR = "autotune:project"
+
+
+def key_of(studies: Path) -> str:
+    """The key of a folder of studies, which the folder keeps; a new one if it has none."""
+    path = studies / FILE
+    for _ in range(2):
+        with contextlib.suppress(OSError, ValueError):
+            return uuid.UUID(path.read_text().strip()).hex
+        files.write_text(path, f"{uuid.uuid4().hex}\n")
+    return uuid.UUID(path.read_text().strip()).hex
+
+
+def mark(study: Study, studies: Path) -> None:
+    """Note in the database whose study it is."""
+    owner = {"key": key_of(studies), "folder": f"{studies.absolute()} on {platform.node()}"}
+    storage_of(study).set_study_system_attr(study_id(study), ATTR, owner)
+
+
+def is_own(study: Study, studies: Path) -> bool:
+    """Whether a study belongs to a folder of studies; one of an earlier release belongs to everybody."""
+    return not (owner := _owner(study)) or owner.get("key") == key_of(studies)
+
+
+def check_own(study: Study, studies: Path) -> None:
+    """Refuse a study of another project.
+
+    Raises:
+        StoreError: It is one.
+    """
+    if not is_own(study, studies):
+        owner = _owner(study)
+        raise StoreError(
+            f"study {study.study_name!r} in this database belongs to another project, {owner.get('folder')}: choose"
+            f" another --study name. If that folder is this one, moved, write {owner.get('key')} to {studies / FILE}"
+        )
+
+
+def _owner(study: Study) -> dict[str, str]:
+    found = storage_of(study).get_study_system_attrs(study_id(study)).get(ATTR)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,67 @@
+"""Two projects in one database are apart: names, `--fresh`, `delete`, schedules and their daemon."""
+
+import time
+from pathlib import Path
+
+import pytest
+from support.instant import Instant, Watcher, plan_of, spec_of
+
+from autotune import session
+from autotune.errors import UserError
+from autotune.retune.schedule import Daemon
+from autotune.session import OpenStudy
+from autotune.study.runner import Runner
+from autotune.study.storage import project, records
+
+
+def runner_in(studies: Path, url: str) -> Runner:
+    return Runner(plan_of(spec_of(trials=2, finalists=0)), Instant(), studies / "s", url, Watcher())
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> tuple[str, Path, Path]:
+    """A database with the study `s` of the first of two folders of studies."""
+    root = tmp_path_factory.mktemp("projects")
+    url = f"sqlite:///{root}/shared.db"
+    runner_in(root / "a", url).run()
+    return url, root / "a", root / "b"
+
+
+def test_a_study_of_another_project_is_not_run_deleted_or_forgotten(shared):
+    url, a, b = shared
+    for refused in (
+        runner_in(b, url).run,
+        OpenStudy("s", b / "s", url).check_own,
+        lambda: session._forget("s", records.open_storage(url), b / "s", Instant()),
+    ):
+        with pytest.raises(UserError, match=f"belongs to another project, {a} on"):
+            refused()
+    runner = runner_in(a, url)
+    runner.run()  # its own goes on
+    assert len(runner.measured()) == 2
+
+
+def test_a_folder_that_was_moved_takes_its_key_along(shared):
+    url, a, b = shared
+    moved = a.with_name("moved")
+    a.rename(moved)
+    OpenStudy("s", moved / "s", url).check_own()
+    moved.rename(a)
+    assert project.key_of(a) == project.key_of(a) != project.key_of(b)
+
+
+def test_a_daemon_starts_its_own_studies_and_leads_beside_that_of_another_project(shared, monkeypatch):
+    url, a, b = shared
+    started = []
+    monkeypatch.setattr(Daemon, "start", lambda self, schedule: started.append(self.studies))
+    daemons = [Daemon(url, studies, lambda _: None) for studies in (b, a)]
+    daemons[0].history.add_schedule(study="s", every_s=60.0, cron=None, on_change=False, next_run_at=time.time() - 1)
+    for daemon in daemons:
+        daemon.look()
+    assert [daemon.leads for daemon in daemons] == [True, True]
+    assert started == [a]
+
+
+def test_a_damaged_key_is_replaced(tmp_path):
+    (tmp_path / project.FILE).write_text("nonsense")
+    assert project.key_of(tmp_path) == project.key_of(tmp_path)

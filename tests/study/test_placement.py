@@ -1,0 +1,51 @@
+"""Trials on other machines than the baseline's are compared with the baseline on theirs."""
+
+import pytest
+from support.instant import Instant, Watcher, report, runner_of
+
+from autotune.scoring import step_times
+from autotune.study import placement
+from autotune.study.storage import records
+from autotune.trial.folder import result_in, write_record
+from autotune.trial.result import Outcome, TrialResult
+
+
+class Moving(Instant):
+    """An engine whose trials run at half the pace, on another machine, from the third one on."""
+
+    def __init__(self) -> None:
+        super().__init__(self.moved)
+        self.hosts = frozenset({"a"})
+
+    def moved(self, candidate):
+        away = len(self.ran) > 2
+        self.hosts = frozenset({"b" if away else "a"})
+        whole = report(candidate, host="b" if away else "a", machine="slow" if away else "quick")
+        whole.step_times_s = [each * (2 if away else 1) for each in whole.step_times_s]
+        return whole
+
+
+def test_the_baseline_is_measured_where_trials_move_to_and_its_pace_taken_out(tmp_path):
+    executor, watcher = Moving(), Watcher()
+    runner = runner_of(tmp_path, executor, watcher=watcher, trials=6, finalists=0)
+    runner.run()
+    assert sum("the baseline is measured on b, too" in text for text in watcher.said) == 1
+    assert executor.ran.count(runner.plan.baseline) == 2
+    for told in records.told_trials(runner.study):
+        expected = step_times.summarise(report(records.told_candidate(told)).step_times_s).median_s
+        assert records.told_data(told)["metrics"]["step_time_s"] == pytest.approx(expected)
+        takes_twice = any("takes 2.00 times as long" in text for text in records.told_data(told)["caveats"])
+        assert takes_twice == (told.number > 1)
+
+
+def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compare(tmp_path):
+    steps = step_times.summarise([1.0] * 20)
+    for number, host in ((0, "a"), (1, "b")):
+        result = TrialResult(outcome=Outcome.COMPLETE, steps=steps, hosts=[host], machine="cpu")
+        write_record(records.trial_path(tmp_path, number) / "result.json", result)
+    told = placement.like_with_like(tmp_path, result_in(records.trial_path(tmp_path, 1)))
+    assert told.steps == steps and told.caveats == [
+        "ran on b (cpu), where the baseline was not measured: its times do not compare"
+    ]
+    home = result_in(records.trial_path(tmp_path, 0))
+    assert placement.like_with_like(tmp_path, home) == home

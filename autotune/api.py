@@ -46,6 +46,7 @@ def run(  # noqa: D417 - the settings follow from their table
     goal: str | None = None,
     objectives: Presets | None = None,
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
+    quick: bool | None = None,
     trials: int | None = None,
     time_budget_s: float | str | None = None,
     ranks: int | None = None,

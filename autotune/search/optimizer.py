@@ -40,9 +40,10 @@ LEADING = 5000
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
-# Each level of a knob whose best candidate is expected within this factor of the best by the goal is tried once: a
+# Each level of a knob whose best candidate is expected within this factor of the best by the goal is tried once, if it
+# is likely to fit and complete: a
 # confident prior that is wrong about a level is never corrected otherwise.
-COVERED_WITHIN = 2.5
+COVERED_WITHIN, LIKELY = 2.5, 0.5
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
@@ -183,7 +184,7 @@ class CandidateOptimizer:
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
             rows = self._hopeful(state, np.flatnonzero(open_rows))
-            fits = np.concatenate([state.fits(part) for part in _parts(rows)])
+            fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
         if not (fits >= least).any():
             least = min(least, LAST_RESORT)
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
@@ -192,7 +193,7 @@ class CandidateOptimizer:
         allowed = fits * state.held(rows) * state.completes(rows)
         if not len(state.rows):  # the first must run, or nothing is learned
             allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
-        scores = self._worth(state, rows, len(told), rng) * allowed
+        scores = self._worth(state, rows, allowed, len(told)) * allowed
         # Where nothing promises an improvement, what is most likely to fit and fast is next.
         best = (
             int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
@@ -282,7 +283,7 @@ class CandidateOptimizer:
         loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
         return Outlook(
             loss=float(loss), next_gain=float(better.mean(axis=0).max()), n_left=n_left, n_ran=n_ran, covered=covered,
-            covered_levels=not (self._untried(state, rows) & (allowed >= 0.5)).any(),
+            covered_levels=not self._untried(state, rows, allowed).any(),
         )  # fmt: skip
 
     # Learning
@@ -339,8 +340,8 @@ class CandidateOptimizer:
         mean, _ = state.costs(rows)
         return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
 
-    def _worth(self, state: CostModel, rows: Rows, n_told: int, rng: np.random.Generator) -> Floats:
-        """The acquisition whose turn it is: every second time the goal, else the hypervolume or one objective."""
+    def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
+        """The acquisition whose turn it is: the hypervolume (or a level that nothing had), the goal, one objective."""
         mean, sd = state.costs(rows)
         if not len(state.rows):
             return np.exp(-self._regret(state, rows))
@@ -354,30 +355,32 @@ class CandidateOptimizer:
             # next.
             expected = mean @ self.shares
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        if n_told % 2 == 0 and (untried := self._untried(state, rows)).any():
+        untried = self._untried(state, rows, allowed)
+        if n_told % (2 if n_metrics == 1 else 3) == 0 and untried.any():
             expected = mean @ self.shares
-            return np.where(untried, np.exp(expected.min() - expected), 0.0)
-        if n_metrics > 1 and n_told % 4 == 0:
+            return np.asarray(untried * np.exp(expected.min() - expected), dtype=float)
+        if n_metrics > 1 and n_told % 3 == 0:
+            rng = np.random.default_rng(n_told)
             gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
             if gain.max() > 0:
                 return gain
-        share = self.shares if n_told % 2 or n_metrics == 1 else np.eye(n_metrics)[n_told // 4 % n_metrics]
+        share = np.eye(n_metrics)[n_told // 3 % n_metrics] if n_told % 3 == 2 else self.shares
         return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
 
-    def _untried(self, state: CostModel, rows: Rows) -> NDArray[np.bool_]:
-        """Which rows have a level that no trial had, and are not far behind."""
+    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> Floats:
+        """How many levels each row has that no trial had; 0 for rows that are far behind, or unlikely to run."""
         tried = self.catalogue.present[sorted(state.known)].any(axis=0)
-        new = self.catalogue.present[rows][:, ~tried].any(axis=1)
         behind, _ = state.goal(rows, self.shares)
-        return np.asarray(new & (behind - behind.min() < math.log(COVERED_WITHIN)), dtype=bool)
+        near = (behind - behind.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
+        return np.asarray(near * self.catalogue.present[rows][:, ~tried].sum(axis=1), dtype=float)
 
     def _hopeful(self, state: CostModel, rows: Rows) -> Rows:
-        """The rows without those that are far behind on every objective of time, once one such has been tried."""
+        """The rows without those far behind the best measured on every objective of time, once one such has been tried."""
         timed = [n for n, metric in enumerate(self.metrics) if metric != MEMORY]
         if not timed or not len(state.rows) or not len(rows):
             return rows
         (seen, _), (mean, sd) = state.costs(state.rows), state.costs(rows)
-        best = np.minimum(seen.min(axis=0), mean.min(axis=0))[timed]
+        best = seen.min(axis=0)[timed]
         if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
             return rows
         near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)

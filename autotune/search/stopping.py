@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autotune.search.model import Observation
-from autotune.search.optimizer import CandidateOptimizer, RemainingCandidates, chance_needed
+from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
 from autotune.system.units import format_bytes
 
@@ -31,6 +31,8 @@ def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Can
 
 def nothing_left(left: RemainingCandidates, limit: float | None) -> str:
     """Why the search has nothing to propose any more."""
+    if left.n_fit:
+        return f"all that was not run ({left.n_open:,} candidates) is expected to be over {HOPELESS:.0f} times slower than the best"
     if left.n_open and limit is not None and left.least_memory_bytes is not None:
         return (
             f"no remaining candidate fits the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"

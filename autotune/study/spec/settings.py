@@ -80,6 +80,10 @@ SETTINGS: dict[str, Setting] = {
     "constraints": Setting(
         "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.", option=False,
         comment="Bounds that a solution must keep."),
+    "quick": Setting(
+        "The fewest trials that decide: seek the goal alone.",
+        more="Not the front; 8 trials, 1 finalist, `stop_below` 3%, where nothing else is stated.", optional=True,
+        comment="Seek the goal alone."),
     "trials": Setting(
         "Trials in all, resumed ones and the baseline included.", metavar="N",
         comment="The budget: trials in all, and wall time (null: no limit)."),
@@ -126,8 +130,8 @@ SETTINGS: dict[str, Setting] = {
     "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
     "memory_filter": Setting("Skip candidates that surely do not fit memory.", flag="--filter", off="--no-filter"),
     "stop_below": Setting(
-        "End when no larger improvement is expected; 0: never.",
-        more="A share of any objective, as 0.01 or `1%`; only `physics` expects.", metavar="1%"),
+        "End when going on is expected to gain less; 0: never.",
+        more="A share of the goal, as 0.01 or `1%`; only `physics` expects.", metavar="1%"),
     "stop_trials": Setting(
         "End trials that are clearly worse.", more="That is, worse than a measured one on every objective.",
         off="--no-stop-trials"),

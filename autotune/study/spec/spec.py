@@ -48,6 +48,8 @@ NO_SECRET = (
     f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from a"
     " variable of the environment (in a launch command: $NAME), or give the whole command again"
 )
+# What `quick` stands for where a study does not state it.
+QUICK = {"trials": 8, "finalists": 1, "stop_below": 0.03}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # Characters of a study's name, which is a folder's; a file system takes 255 bytes, and re-tunings append their number.
 LONGEST_NAME = 200
@@ -84,6 +86,7 @@ class StudySpec(BaseModel):
     goal: str | None = None
     objectives: tuple[Objective, ...]
     constraints: tuple[Constraint, ...] = ()
+    quick: bool = False
     trials: Count = 30
     time_budget_s: Seconds | None = None
     ranks: Ranks | None = None
@@ -272,6 +275,8 @@ class StudySpec(BaseModel):
             if own != objectives_of(goal):
                 other = f"{given['objectives'].where} says otherwise; leave one of the two out"
                 raise SpecError(f"{given['goal'].where}: {goal} sets the objectives, and {other}")
+        if values.get("quick"):
+            values = QUICK | values
         for key in ("constraints", "global_batch"):
             if values.get(key, "") is None:
                 del values[key]

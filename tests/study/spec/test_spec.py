@@ -82,6 +82,11 @@ def test_a_goal_sets_the_objectives_and_a_flag_replaces_what_the_file_says(study
     assert flagged.goal == "cost" and {o.name for o in flagged.objectives} == set(GOALS["cost"].weights)
 
 
+def test_quick_is_a_set_of_defaults(study):
+    spec = study("finalists: 2", {"quick": True})
+    assert (spec.trials, spec.finalists, spec.stop_below) == (8, 2, 0.03) and "quick: true" in spec.to_yaml()
+
+
 def test_amounts_carry_units(study):
     spec = study(
         "time_budget_s: 1h30m\ntrial_budget_s: 4s\ndevice_memory_bytes: 4GiB\nconstraints: {peak_memory_bytes: {max: 2GiB}}\n"

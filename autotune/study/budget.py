@@ -42,6 +42,8 @@ class Budget:
 
     def __init__(self, state: StudyState) -> None:
         self._state = state
+        began_s = state.plan.began
+        self._began_s = time.monotonic() if began_s is None else began_s
         self._earlier_s, self._search_ended_s = 0.0, 0.0
         self._checks_s: float | None = None
 
@@ -57,7 +59,7 @@ class Budget:
 
     def spent_s(self) -> float:
         """Seconds that the study has taken so far."""
-        return self._earlier_s + time.monotonic() - self._state.plan.began
+        return self._earlier_s + time.monotonic() - self._began_s
 
     def search_ended(self) -> None:
         """Notes that what is left is the end of the study."""

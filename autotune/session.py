@@ -244,7 +244,7 @@ def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple
     """Start the engine and plan the study; the events from then on go to its journal, too."""
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, folder, view.waits) as executor:
-        found = plan(wanted, executor, folder)
+        found = plan(wanted, executor, folder, view.doing)
         logged = Broadcast(Journal(folder), view)
         logged.doing("profiling the model and the machine, once")
         yield profiled(found, executor, folder, logged.waiting), executor, logged

@@ -23,6 +23,8 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome, TrialResult
 
 POLL_S = 0.01
+# Compiling DeepSpeed's ops takes minutes; after this time the compiler is given up.
+BUILD_DEADLINE_S = 1800.0
 TICK_S = 0.2
 # The agent kills a trial at its deadline; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0

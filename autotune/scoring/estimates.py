@@ -153,7 +153,7 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
             continue
         row = rows[m.trial]
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
-        estimated.append(_estimated(m, *step, beyond))
+        estimated.append(_estimated(m, *step, quantile * found.noise_sd, beyond))
     baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
     return Estimates(estimated, {m.trial: m for m in measured}, baseline, found, rows, quantile, beyond)
 
@@ -187,8 +187,18 @@ def _log_forecast(m: Measured) -> tuple[float, float]:
     return math.log(value), math.log(high / low) / 2 / Z90
 
 
-def _estimated(m: Measured, step_s: float, reach: float, beyond: dict[tuple[int, str], float]) -> Measured:
-    """A trial with the estimates in place of what it measured."""
+def _estimated(
+    m: Measured, step_s: float, reach: float, noise: float, beyond: dict[tuple[int, str], float]
+) -> Measured:
+    """A trial with the estimates in place of what it measured.
+
+    Args:
+        m: The trial.
+        step_s: The estimate of its step time.
+        reach: Half-width of the interval of its logarithm.
+        noise: Half-width of the interval of one measurement of a time.
+        beyond: Gets the half-widths that no timing narrows.
+    """
     moved = math.log(step_s / m.metrics[STEP])
     own_reach = _log_half_width(m, STEP)
     metrics, ci95 = dict(m.metrics), dict(m.ci95)
@@ -201,8 +211,10 @@ def _estimated(m: Measured, step_s: float, reach: float, beyond: dict[tuple[int,
         elif name in METRICS and value > 0:
             seen = [value, *(again[name] for again in m.repeats.values() if again.get(name, 0) > 0)]
             metrics[name] = value if len(seen) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
+            # Memory is the same in every run, or else as the readings differ; a time is as noisy as the step time.
+            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].unit == "s" else 1.0
             low, high = m.ci95.get(name, (value, value))
-            ci95[name] = min(low, *seen), max(high, *seen)
+            ci95[name] = min(low, *seen, metrics[name] / wide), max(high, *seen, metrics[name] * wide)
             beyond[m.trial, name] = math.log(ci95[name][1] / ci95[name][0]) / 2 if ci95[name][0] > 0 else 0.0
     return replace(m, metrics=metrics, ci95=ci95)
 

@@ -1,14 +1,17 @@
-"""Step-time statistics: where warm-up ends, the median with its interval, and when a trial was measured well enough."""
+"""Step-time statistics: where warm-up ends, the median with its interval, and when a trial was measured well enough.
+
+The step time is the median of the timed steps: what an ordinary step takes. Throughput does not follow from it where
+steps differ; see `rates`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.scoring import rates
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import StepStats
 
@@ -92,16 +95,23 @@ def _lag1(values: np.ndarray) -> float:
     return float((centred[1:] * centred[:-1]).sum()) / power if power > 0 and len(values) > 7 else 0.0
 
 
-def measured_enough(times_s: Sequence[float]) -> bool:
+def measured_enough(times_s: Sequence[float], taken_in: Mapping[str, Sequence[int]] | None = None) -> bool:
     """Whether at least five timed steps, read from the clock at least five times, give the median to 2 %.
 
+    Where the data make steps longer and shorter, the rate has to be known that well too.
     Pure and deterministic: every rank calls it on the same gathered times, so all ranks stop at the same step.
     """
     if len(times_s) < SETUP_STEPS + MIN_TIMED_STEPS:
         return False
     summary = summarise(times_s)
     n_readings = len(_readings(np.asarray(times_s[summary.n_warmup :], dtype=float)))
-    return n_readings >= MIN_TIMED_STEPS and summary.relative_ci <= TARGET_RELATIVE_CI
+    if n_readings < MIN_TIMED_STEPS or summary.relative_ci > TARGET_RELATIVE_CI:
+        return False
+    sizes = (taken_in or {}).get("elements", ())[summary.n_warmup :]
+    if len(set(sizes)) < 2:
+        return True
+    found = rates.total_rate(times_s[summary.n_warmup :], (taken_in or {})["samples"][summary.n_warmup :], sizes)
+    return found is not None and found.high <= found.low * (1 + 2 * TARGET_RELATIVE_CI)
 
 
 def ratio_ci95(
@@ -129,26 +139,6 @@ def t95(degrees: int) -> float:
     from scipy import special
 
     return float(special.stdtrit(max(1, degrees), 0.975))
-
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A measured value with its 95 % interval.
-
-    Attributes:
-        value: The value, in the metric's unit.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        censored: The trial ended before the value could be seen; it is extrapolated.
-    """
-
-    value: float
-    low: float
-    high: float
-    censored: bool = False
 
 
 def _half_width(steps: StepStats) -> float:

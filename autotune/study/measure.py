@@ -14,6 +14,7 @@ from autotune.space.deepspeed import DsConfig, Scalar, at_path
 from autotune.study import placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
+from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
@@ -123,7 +124,7 @@ class TrialMeasurer:
             return
         self._built.update(needed)
         names = ", ".join(needed)
-        self._events.say(f"building DeepSpeed's {names} (once on this machine; may take a minute or two)")
+        self._events.doing(compiling(names))
         if failure := self.executor.build_ops(needed):
             self._events.say(
                 f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"

@@ -151,8 +151,14 @@ def studies_folder(spec_path: Path) -> Path:
     return around if around.name == "studies" and is_yaml(spec_path) else Path("studies").absolute()
 
 
-def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
+def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None] = lambda _: None) -> Plan:
     """Loads the target in a rank and works out baseline, space and setting.
+
+    Args:
+        spec: The study.
+        executor: Runs the target.
+        folder: The study's folder.
+        doing: Called with what the run does, if that takes minutes.
 
     Raises:
         UserError: The target, the baseline or the space cannot be used.
@@ -162,12 +168,12 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
         check_ranks(spec.stated_ranks or 1, "--ranks")
     trials = folder / "trials"
     first_ranks = 1 if target.kind == "model" else spec.stated_ranks or 1
-    workload = inspect_workload(spec, executor, trials / "inspect", first_ranks)
+    workload = inspect_workload(spec, executor, trials / "inspect", first_ranks, doing)
     environment = workload.environment
     nodes = spec.n_nodes
     world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
     if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
-        workload = inspect_workload(spec, executor, trials / "inspect", world_size)
+        workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
@@ -229,6 +235,8 @@ def grounds(
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
         plain_backward=workload.script is not None and workload.script.plain_backward,
+        # The optimizer of a configuration takes the place of a model.py's, and gives way to a script's.
+        own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
         base=inherited_settings(base_config),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")

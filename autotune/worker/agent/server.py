@@ -34,6 +34,10 @@ def serve(modules: Sequence[str], left_out: str = "") -> int:
     found = preload(modules)
     if found.cold and found.culprits:
         _start_without(modules, found, left_out, answers)
+    if not found.cold:
+        from autotune.worker import random_fills
+
+        random_fills.open_store()
     supervisor = RankSupervisor(warm=not found.cold, commands=0, answers=answers)
     _answer(answers, {"ready": True, "warm": supervisor.warm, "reason": _slow_start(found.cold, left_out)})
     for command in _commands(0):

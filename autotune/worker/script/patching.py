@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from autotune.worker import project
@@ -102,11 +102,16 @@ _finder = _Finder()
 
 def users_caller() -> str | None:
     """Returns `file:line` of the nearest caller outside torch and autotune; None if that is a library."""
-    frame = sys._getframe(1)
+    frame = users_frame()
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else None
+
+
+def users_frame() -> FrameType | None:
+    """Returns the frame of the nearest caller outside torch and autotune; None if that is a library."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not f"{module}.".startswith(TRANSPARENT_MODULES):
-            path = frame.f_code.co_filename
-            return f"{Path(path).name}:{frame.f_lineno}" if project.holds(path) else None
-        frame = frame.f_back  # type: ignore[assignment]
+            return frame if project.holds(frame.f_code.co_filename) else None
+        frame = frame.f_back
     return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     Raises:
         UserError: The study cannot be run, and why.
     """
+    began = time.monotonic()
     try:
         wanted, notes = wanted_study(target, overrides, view)
     except KeyboardInterrupt as stop:  # while a launch command ran, which leaves nothing behind
@@ -204,7 +206,8 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
         held = leases.StudyLeases(storage, wanted.name)
         with held.leading(view.say):
             try:
-                with _planned(wanted, folder, view) as (found, executor, logged):
+                with _planned(wanted, folder, view) as (planned, executor, logged):
+                    found = replace(planned, began=began)
                     if fresh:
                         _forget(wanted.name, storage, folder, executor)
                     with parallel.executors_for(found, executor, folder, view.say) as slots:
@@ -241,7 +244,7 @@ def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple
     """Start the engine and plan the study; the events from then on go to its journal, too."""
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, folder, view.waits) as executor:
-        found = plan(wanted, executor, folder)
+        found = plan(wanted, executor, folder, view.doing)
         logged = Broadcast(Journal(folder), view)
         logged.doing("profiling the model and the machine, once")
         yield profiled(found, executor, folder, logged.waiting), executor, logged

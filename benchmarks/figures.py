@@ -240,6 +240,35 @@ def project(found: Results) -> Rows:
     ]
 
 
+def published(found: Results) -> Rows:
+    memory, rate, tau, host = (found[name] for name in ("memory", "throughput", "kendall_tau", "host"))
+    left_out = f"advice before any run, {found['groups']} published sources left out in turn"
+    fits, failed = found["fits_high"], percent(found["said_fits_and_failed"])
+    return [
+        (f"{left_out}: fit or not, right of {fits['rows']} rows; wrongly said to fit", f"{percent(fits['right'])}; {failed}"),
+        (f"{left_out}: peak memory of {memory['rows']} rows, median error; 95 % intervals hold",
+         f"{percent(memory['median_error'])}; {percent(memory['intervals_hold'])}"),
+        (f"{left_out}: throughput of {rate['rows']} rows, median error; 95 % intervals hold",
+         f"{percent(rate['median_error'])}; {percent(rate['intervals_hold'])}"),
+        (f"the same, Kendall's tau over {tau['pairs']} pairs of one model on one machine", f"{tau['tau']:.2f}"),
+        (f"host memory under offload, {host['used']['rows']} published rows, median error; nothing fitted",
+         percent(host["used"]["median_error"])),
+    ]  # fmt: skip
+
+
+def estimates(found: Results) -> Rows:
+    rows = []
+    for noise, row in found.get("machines", {}).items():
+        what = f"whole studies on simulated machines, {noise} noise ({row['runs']} runs, {found['trials']} trials each): throughput"
+        what += " of the recommended one over the best that was tried, mean and 10th percentile; its interval holds the truth"
+        share = f"{row['of_tried']:.3f}, {row['of_tried_p10']:.3f}; {percent(row['held'])}"
+        rows.append((what, f"{share} ({row['rounds']:.1f} rounds)"))
+    for noise, row in found.get("same", {}).items():
+        what = f"studies in which all candidates are the same, {noise} noise: a change is recommended"
+        rows.append((what, f"{row['changes_recommended']} of {row['studies']}"))
+    return rows
+
+
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -269,9 +298,11 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
+    "estimates": ("python benchmarks/estimates.py", estimates),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "project": ("python benchmarks/project.py", project),
+    "published": ("python benchmarks/published.py", published),
 }
 
 

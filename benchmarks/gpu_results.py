@@ -17,12 +17,9 @@ from typing import Any
 
 from scipy.stats import kendalltau
 
+from autotune.system.cards import find_card
+
 ROOT = Path(__file__).parent.parent
-# Dense FLOP/s by the data sheets at 16 bits; without one the measured matrix product has to do.
-PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12,
-}  # fmt: skip
-SIXTEEN_BITS = ("bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 NEAR_BEST = 0.02
 
 Row = dict[str, Any]
@@ -106,11 +103,9 @@ def configuration(row: Row, model: Row, card: str) -> dict[str, Any]:
 
 
 def peak_flops(card: str, precision: str, measured: dict[str, float]) -> float:
-    """FLOP/s that a precision could reach: by the data sheet at 16 bits, else what a large matrix product reaches."""
-    own = measured.get(precision, measured["fp32"])
-    if precision not in SIXTEEN_BITS:
-        return own
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in card), own)
+    """FLOP/s that a precision could reach: by the data sheet, without one what a large matrix product reaches."""
+    known = find_card(card)
+    return (known and known.peak_flops(precision)) or measured.get(precision, measured["fp32"])
 
 
 def forecast(rows: list[Row], name: str) -> dict[str, Any] | None:

@@ -181,7 +181,7 @@ def one(world: World, change: str, seed: int, tables: dict[Any, tuple[Table, Tab
     n = round(SHARE * COLD_TRIALS)
     first = list(dict.fromkeys([new.default, *(c for c in [incumbent] if c in now.row)]))
     guide = guide_of(new, prior, pool)
-    guide.weights = [1.0] * len(METRICS)
+    guide.goal_only = True
     warm = search(now, guide, first, n, rng)
     cold_cost, warm_cost, kept_cost = (cost(now, best(now, told)) for told in (cold, warm, warm[: len(first)]))
     return {

@@ -22,8 +22,10 @@ COMMANDS = {
     "check": ("check", "Load TARGET, run two real steps, and say what would be tuned."),
     "predict": ("predict", "Say what a configuration of TARGET will need before it runs: memory, step time,"
                 " throughput, and what binds."),
+    "advise": ("advise", "Say before anything runs which configuration fits MODEL on which cards, how fast, and what it"
+               " costs."),
     "init": ("presets", "Write a commented study.yaml and a model.py that runs."),
-    "ls": ("presets", "List search spaces, objectives, samplers, metrics or studies."),
+    "ls": ("presets", "List search spaces, goals, objectives, samplers, metrics or studies."),
     "cp": ("presets", "Copy a preset to a file of yours, to change it there."),
     "status": ("status", "Say how far STUDY is and what it has found; follow it while another terminal runs it."
                " --json says it once."),

@@ -28,7 +28,7 @@ from autotune.trial.result import Outcome, TrialResult
 
 
 @takes_settings(
-    "space", "objectives", "ranks", "executor", "nodes", "executor_options", "hostfile", "base_config", "global_batch",
+    "space", "goal", "objectives", "ranks", "executor", "nodes", "executor_options", "hostfile", "base_config", "global_batch",
     "device_memory_bytes", "script_set",
 )  # fmt: skip
 def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = False) -> int:
@@ -48,7 +48,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
         with executor_for(wanted, folder, view.waits) as executor:
-            found = plan(wanted, executor, folder)
+            found = plan(wanted, executor, folder, view.doing)
             found.notes[:0] = notes
             view.doing("running two steps of the baseline")
             request = TrialRequest(

@@ -18,7 +18,7 @@ from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.system.machine import extensions_dir
+from autotune.system.machine import emulates_bf16, extensions_dir
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
@@ -118,7 +118,9 @@ def _trial(folder: Path, *, build: bool) -> list[Finding]:
         here = read_record(TrialDir(folder / "inspect").workload, Workload).environment
         findings = [Finding("ok", "device", f"{here.n_devices} x {here.accelerator}: {here.device_name}")]
         types = ["fp32", *(["bf16"] if here.bf16 else []), *(["fp16"] if here.fp16 else [])]
-        findings.append(Finding("ok", "precisions", ", ".join(types)))
+        slow = here.accelerator == "cpu" and here.bf16 and emulates_bf16()
+        note = "; bf16 is emulated: this processor has no fast bf16, so it is slower than fp32" if slow else ""
+        findings.append(Finding("warn" if slow else "ok", "precisions", ", ".join(types) + note))
         cold = executor.cold_reason
         findings.append(Finding("warn" if cold else "ok", "warm server", cold or "ranks are forked"))
         ranks = here.n_devices if here.accelerator == "cuda" else 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
@@ -116,3 +116,25 @@ def _joined(key: str, given: Any) -> Any:
     if isinstance(given, list) and key in ("space", "objectives"):
         return ",".join(given) or None
     return given if given or not isinstance(given, list) else None
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:
+    """Knobs from KEY=VALUE texts.
+
+    Raises:
+        UserError: One is none.
+    """
+    from autotune.space.deepspeed import check_plain
+    from autotune.study.spec.yaml_file import read_value
+
+    found: dict[str, str | int | float | bool | None] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise UserError(f"--set {text}: KEY=VALUE is needed, as in --set zero_stage=3")
+        read = read_value(value)
+        if not isinstance(read, str | int | float | bool | None):
+            raise UserError(f"--set {text}: a plain value is needed, not {value!r}, as in --set zero_stage=3")
+        check_plain(read, f"--set {name}")
+        found[name.strip()] = read
+    return found

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson, Target, takes_settings
-from autotune.errors import UserError
+from autotune.cli.options import AsJson, Target, read_settings, takes_settings
 from autotune.report.progress import ProgressView
-from autotune.space.deepspeed import Scalar, check_plain
 from autotune.study.setup.capture import wanted_study
 from autotune.study.setup.forecasts import foresee
 from autotune.study.setup.plan import studies_folder
-from autotune.study.spec.yaml_file import read_value
 
 
 @takes_settings(
@@ -42,22 +39,3 @@ def predict(
         wanted, _ = wanted_study(target, settings, view)
         answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view)
     print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))
-
-
-def read_settings(settings: Sequence[str]) -> dict[str, Scalar]:
-    """Knobs from KEY=VALUE texts.
-
-    Raises:
-        UserError: One is none.
-    """
-    found: dict[str, Scalar] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise UserError(f"--set {text}: KEY=VALUE is needed, as in --set zero_stage=3")
-        read = read_value(value)
-        if not isinstance(read, str | int | float | bool | None):
-            raise UserError(f"--set {text}: a plain value is needed, not {value!r}, as in --set zero_stage=3")
-        check_plain(read, f"--set {name}")
-        found[name.strip()] = read
-    return found

@@ -38,13 +38,13 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to
 
 def ls(
     what: Annotated[
-        str, typer.Argument(metavar="spaces|objectives|samplers|metrics|studies", help="What to list.")
+        str, typer.Argument(metavar="spaces|goals|objectives|samplers|metrics|studies", help="What to list.")
     ] = "studies",
     storage: Storage = None,
     *,
     as_json: AsJson = False,
 ) -> None:
-    """List the presets, samplers, metrics or studies.
+    """List the presets, goals, samplers, metrics or studies.
 
     Raises:
         UserError: There is no such kind.
@@ -54,6 +54,8 @@ def ls(
         case "spaces" | "objectives":
             kind: presets.Kind = "search_spaces" if what == "spaces" else "objectives"
             rows = [(name, presets.preset_summary(path)) for name, path in presets.presets(kind).items()]
+        case "goals":
+            rows = [(name, f"{each.means} ({', '.join(each.weights)})") for name, each in presets.GOALS.items()]
         case "samplers":
             rows = list(SAMPLERS.items())
         case "metrics":
@@ -62,7 +64,7 @@ def ls(
             url = storage or records.default_url(STUDIES)
             rows = [(name,) for name in records.study_names(records.open_storage(url, create=False))]
         case _:
-            known = ("spaces", "objectives", "samplers", "metrics", "studies")
+            known = ("spaces", "goals", "objectives", "samplers", "metrics", "studies")
             raise UserError(f"ls: unknown {what!r}.{nearest(what, known)} Known: {', '.join(known)}")
     if as_json:
         print(json.dumps([dict(zip(("name", "description"), row, strict=False)) for row in rows], indent=1))

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson
-from autotune.cli.predict import read_settings
+from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError
-from autotune.forecast.cluster import NODE_LATENCY_S, Cluster, Projected, Projector
+from autotune.forecast.cluster import Cluster, Projected, Projector
+from autotune.forecast.communication import NODE_LATENCY_S
 from autotune.forecast.predictor import ForecastInputs, Predictor, settings_of
 from autotune.report.data import metric_scale
 from autotune.report.progress import ProgressView
@@ -39,6 +39,7 @@ class Projection:
         others: The other configurations of the front on all devices, fastest first.
         n_measured: Measurements that corrected the model.
         notes: Assumptions and warnings.
+        device: What the study's ranks computed on.
     """
 
     study: str
@@ -49,6 +50,7 @@ class Projection:
     others: Sequence[tuple[int, Projected]]
     n_measured: int
     notes: Sequence[str]
+    device: str
 
     def to_data(self) -> dict[str, Any]:
         """The forecasts for programs."""
@@ -57,13 +59,14 @@ class Projection:
             "n_measured": self.n_measured, "rows": [_data(row) for row in self.rows],
             "others": [{"trial": n, **_data(row)} for n, row in self.others],
             "notes": list(self.notes),
+            "device": self.device,
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
         """The forecasts for people."""
         cluster = self.cluster
         whose = f", trial {self.trial}" if self.trial is not None else ""
-        yield f"{self.study}{whose}: {self.rows[-1].candidate.describe()}"
+        yield f"{self.study}{whose}: {self.rows[-1].candidate.describe()}, on devices like this one: {self.device}"
         nodes = f"{cluster.devices} devices, {min(cluster.per_node, cluster.devices)} a node"
         kept = "every device does what it did" if self.mode == "weak" else "the global batch stays"
         yield f"{nodes}; {self.mode} scaling: {kept}; intervals hold 90 %"
@@ -149,6 +152,7 @@ def _projection(
     return Projection(
         study=folder.name, trial=None if settings else chosen["trial"], mode=mode, cluster=cluster, rows=rows,
         others=others, n_measured=n_measured, notes=list(_notes(cluster, inputs, rows[-1], n_measured)),
+        device=inputs.device,
     )  # fmt: skip
 
 

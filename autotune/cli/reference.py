@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autotune.cli.app import COMMANDS, imported
-from autotune.study.spec.presets import DEFAULT_OBJECTIVES, DEFAULT_SPACES
+from autotune.study.spec.presets import DEFAULT_GOAL, DEFAULT_SPACES
 from autotune.study.spec.settings import SETTINGS, flag
 from autotune.study.spec.spec import StudySpec
 
@@ -23,7 +23,7 @@ Made by `make reference` from the program itself.
 # Defaults that the specification works out.
 DEFAULTS = {
     "name": "from the target", "target": "", "space": ", ".join(DEFAULT_SPACES),
-    "objectives": ", ".join(DEFAULT_OBJECTIVES), "global_batch": "keep or free",
+    "goal": DEFAULT_GOAL, "objectives": "the goal's", "global_batch": "keep or free",
 }  # fmt: skip
 
 

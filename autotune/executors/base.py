@@ -23,6 +23,8 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome, TrialResult
 
 POLL_S = 0.01
+# Compiling DeepSpeed's ops takes minutes; after this time the compiler is given up.
+BUILD_DEADLINE_S = 1800.0
 TICK_S = 0.2
 # The agent kills a trial at its deadline; this much later the agent itself is given up.
 AGENT_GRACE_S = 30.0
@@ -124,7 +126,8 @@ class Executor(Protocol):
 
     Attributes:
         mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
-        cold_reason: Why ranks are not forked from a warm server; empty if they are.
+        cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
+            empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
     """
 

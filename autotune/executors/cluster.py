@@ -28,7 +28,6 @@ LOOK_S, ASK_S, ALIVE_S = 0.05, 1.0, 5.0
 CANCEL_TIMEOUT_S = 15.0
 # Shorter waits are not reported.
 PATIENCE_S = 2.0
-BUILD_DEADLINE_S = 1800.0
 # Exit statuses of ranks that an engine ended: such a rank may have lost its machine instead of failing.
 TAKEN_AWAY = (-15, -9, 143, 137)
 # Time that an engine gets to report that it took a machine away.
@@ -265,7 +264,7 @@ class ClusterExecutor:
         """Compiles DeepSpeed ops on every machine; each machine locks its cache meanwhile."""
         request = TrialRequest(
             target="", mode="build", ops=tuple(names), world_size=self.nodes, nodes=self.nodes,
-            deadline_s=BUILD_DEADLINE_S,
+            deadline_s=base.BUILD_DEADLINE_S,
         )  # fmt: skip
         result = base.run(self, self.root / "build", request)
         return None if result.outcome is Outcome.COMPLETE else result.reason

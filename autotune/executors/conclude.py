@@ -92,6 +92,7 @@ def merge(
     return replace(
         result,
         **{name: getattr(lead, name) for name in OF_RANK_0},
+        taken_in=_in_short(lead.taken_in),
         steps=steps if steps.n_steps else None,
         cpu_s_per_step=cpu_s if steps.n_steps else None,
         samples_per_step=lead.observed.samples_per_step,
@@ -158,6 +159,13 @@ def _first_phase(found: Mapping[int, RankReport], entered: Mapping[int, str], en
     if end.first_failed in last:
         return last[end.first_failed]
     return min(last.values(), key=lambda phase: PHASES.index(phase) if phase in PHASES else 0, default="")
+
+
+def _in_short(taken_in: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Returns what each step took in; one number where all steps are alike, and nothing where there was nothing."""
+    return {
+        name: amounts[:1] if len(set(amounts)) == 1 else amounts for name, amounts in taken_in.items() if any(amounts)
+    }
 
 
 def _highest(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,15 +7,17 @@ import fcntl
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.base import Status
+from autotune.executors.base import BUILD_DEADLINE_S, Status
 from autotune.system import files, shared_memory
 from autotune.system.machine import extensions_dir, has_cuda_device, lock_path
 from autotune.system.processes import MARK, new_mark, sweep
@@ -112,8 +114,17 @@ class LocalExecutor:
     def build_ops(self, names: Sequence[str]) -> str | None:
         """Compiles DeepSpeed ops before the trials that need them; returns the compiler's last line if that failed."""
         command = [sys.executable, "-m", "autotune.worker", "build", *names]
-        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
-        return (done.stderr.strip().splitlines() or ["unknown failure"])[-1] if done.returncode else None
+        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        building = subprocess.Popen(command, env=self._environment(), start_new_session=True, **pipes)
+        try:
+            _, said = building.communicate(timeout=BUILD_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            said = f"the compiler had not ended after {BUILD_DEADLINE_S / 60:.0f} minutes"
+        finally:
+            if building.poll() is None:
+                os.killpg(building.pid, signal.SIGKILL)  # with the compilers that it started
+                building.wait()
+        return (said.strip().splitlines() or ["unknown failure"])[-1] if building.returncode else None
 
     def close(self) -> None:
         """Ends the server and all processes that it or a trial started."""

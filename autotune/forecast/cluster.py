@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autotune.errors import UserError
-from autotune.forecast.communication import ALGORITHMS
+from autotune.forecast.communication import ALGORITHMS, NODE_LATENCY_S
 from autotune.forecast.predictor import ForecastInputs, Predictor, Term, probability_below
 from autotune.scoring import scaling
 from autotune.space.candidate import Candidate
@@ -16,8 +16,6 @@ from autotune.trial.profile import Machine
 
 # Uncertainty (log sd) of links whose rates are stated and not measured: collectives in training may reach less.
 LINK_SD = {"communication": 0.3, "messages": 0.5}
-# Default latency between nodes: one hop of a collective over Ethernet or InfiniBand.
-NODE_LATENCY_S = 2e-5
 MOST_ROWS = 12
 
 

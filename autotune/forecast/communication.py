@@ -13,6 +13,9 @@ ALGORITHMS: tuple[Algorithm, ...] = ("auto", "ring", "tree", "hierarchical")
 # The choice of `auto`. NCCL has no hierarchical reduce-scatter and all-gather, so `hierarchical` must be requested.
 AUTOMATIC = ("ring", "tree")
 
+# Default latency between nodes: one hop of a collective over Ethernet or InfiniBand.
+NODE_LATENCY_S = 2e-5
+
 
 def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: Floats) -> tuple[Floats, Floats]:
     """Returns the seconds of collectives over all ranks: on the wire, and for the latency of their messages.

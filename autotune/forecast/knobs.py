@@ -41,6 +41,7 @@ class Knobs:
         prefetch: Elements.
         persistence: Elements up to which stage 3 does not split a parameter.
         max_live: Elements that stage 3 may have whole at once.
+        sub_group: Elements that stage 3's optimizer steps on at once.
         reuse_distance: Elements within which it keeps what will be used again.
         overlap: Communication overlaps with backward.
         contiguous: Gradients are copied to a contiguous buffer.
@@ -64,6 +65,7 @@ class Knobs:
     prefetch: Floats
     persistence: Floats
     max_live: Floats
+    sub_group: Floats
     reuse_distance: Floats
     overlap: Floats
     contiguous: Floats
@@ -118,6 +120,7 @@ class Knobs:
             prefetch=column(zero + "stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
             persistence=column(zero + "stage3_param_persistence_threshold", PERSISTENCE),
             max_live=column(zero + "stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
+            sub_group=column(zero + "sub_group_size", SUB_GROUP),
             reuse_distance=column(zero + "stage3_max_reuse_distance", MAX_REUSE_DISTANCE),
             # DeepSpeed overlaps by default at stage 3 only.
             overlap=np.where(overlap < 0, (stage == 3).astype(float), overlap),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.forecast.knobs import SUB_GROUP, Knobs
+from autotune.forecast.knobs import Knobs
 from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
 
 Mask = NDArray[np.bool_]
@@ -40,6 +40,8 @@ WORKSPACE_BYTES = {"cuda": 1e8, "cpu": 4.5e7}
 KERNEL_BYTES = {"cuda": 0.0, "cpu": 8e6}
 # What a caching allocator holds beyond what is in use: rounding and pieces that fit nothing.
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}
+# Of a weight at 4 bits with the fp32 scale of each 64 (bitsandbytes NF4 without double quantisation).
+QUANTIZED_BYTES = 0.5625
 # The flat copy of a stage-0 all-reduce (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE), in elements.
 ALLREDUCE_ELEMENTS = 5e8
 
@@ -90,7 +92,8 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     w, stage = knobs.weight_bytes, knobs.stage
     over_1 = np.where(stage >= 1, N, 1.0)
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
-    weights = w * np.where(stage == 3, P / N * param_on_device, P)
+    held = w * P - (w - QUANTIZED_BYTES) * profile.quantized
+    weights = held * np.where(stage == 3, param_on_device / N, 1.0)
     weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
     clones = np.where((stage == 1) | (stage == 2), 4.0, 0.0)  # stage 3 shares fp32 weights with its optimizer
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
@@ -250,7 +253,7 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     w, stage = knobs.weight_bytes, knobs.stage
     on_device = 1.0 - knobs.offload_optimizer
     shard = Pt / np.where(stage >= 1, N, 1.0)
-    tile = np.where(stage == 3, np.minimum(float(SUB_GROUP), shard), shard)
+    tile = np.where(stage == 3, np.minimum(knobs.sub_group, shard), shard)
     master = np.where(knobs.master_16 > 0, 2.0, 4.0)
     # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy.
     # Stage 0 and BF16_Optimizer drop the gradients of backward only afterwards.
@@ -264,4 +267,4 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
 
 def spreads(profile: Profile) -> Mapping[str, float]:
     """How sure each term is, as the standard deviation of its logarithm."""
-    return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed else SPREADS
+    return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed or profile.cut_short else SPREADS

@@ -269,6 +269,7 @@ class ForecastInputs:
         setting: What legality depends on.
         share_bytes: Memory of a rank's device; on a CPU its share of the machine's.
         notes: What the user should know.
+        device: What a rank computes on, in words.
     """
 
     profile: Profile
@@ -279,3 +280,4 @@ class ForecastInputs:
     setting: Setting
     share_bytes: float
     notes: list[str]
+    device: str

@@ -253,6 +253,21 @@ class CalibratedGP:
         variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-8)
         return np.asarray(centre, dtype=float), np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
 
+    def draw(self, design: Design, rng: np.random.Generator, n: int) -> Floats:
+        """Joint draws of the logarithm in each row, without a trial's noise: `n` rows, a column for each row of the design."""
+        base, shares = self._prior(design)
+        features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
+        covariance = features @ features.T + self.smooth_sd**2 * _kernel(design.smooth, design.smooth)
+        centre = base
+        if self._data is not None:
+            cross = features @ self._features.T + self.smooth_sd**2 * _kernel(design.smooth, self._data.design.smooth)
+            centre = base - shares @ self.correction + cross @ self._alpha
+            explained = solve_triangular(self._factor[0], cross.T, lower=True)
+            covariance -= explained.T @ explained
+        values, vectors = np.linalg.eigh(covariance)
+        scale = vectors * np.sqrt(np.maximum(values, 0.0))
+        return np.asarray(centre + self._wider * rng.standard_normal((n, len(values))) @ scale.T, dtype=float)
+
     def correction_sd(self) -> Floats:
         """How unsure the correction of each term is."""
         if self._data is None:

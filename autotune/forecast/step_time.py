@@ -97,7 +97,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
     visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, np.where(stage == 2, K, stage) * REDUCE_OPS)
     op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
-    bookkeeping = np.where(N > 1, visits, 0.0) * tensors * op_s
+    bookkeeping = np.where((N > 1) | (stage == 3), visits, 0.0) * tensors * op_s
     if machine.accelerator == "cuda":  # the host runs ahead of the device
         device = K * (compute + traffic + recompute)
         host = K * launches + bookkeeping

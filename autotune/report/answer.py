@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from autotune.report import tables
-from autotune.report.data import Data, StudyReport, speedup_words, title
+from autotune.report.data import Data, StudyReport, pick_words, titles
 from autotune.report.readme import machine, subject
 from autotune.scoring.metrics import METRICS
 
@@ -95,10 +95,8 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> Iterator[Text]:
     """A pick in one line; below the recommended one its reasons and the changes of the script."""
-    factor = speedup_words(pick)
-    said = f"{factor} the baseline's throughput" if factor else "no speed-up to state"
-    said = "the baseline itself" if report.is_baseline(pick) else said
-    head = f"{', '.join(title(name) for name in names)}: trial {pick['trial']}, {said}"
+    said = pick_words(report, names, pick) or "no speed-up to state"
+    head = f"{titles(names)}: trial {pick['trial']}, {said}"
     yield from _wrapped(head, width, "  ", "bold green" if "recommended" in names else "", first="")
     if "recommended" not in names:
         return

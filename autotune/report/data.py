@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 
 from autotune.errors import UserError
 from autotune.scoring.effects import Effects, effects
+from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.system.units import Scale, scale_for
 from autotune.trial.command import Invocation
@@ -20,8 +22,11 @@ from autotune.trial.result import BESIDE
 Data: TypeAlias = Mapping[str, Any]
 
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
+THROUGHPUT = "samples_per_s"
+# A pick's price is stated from this change on: 1 %.
+PRICE = 0.01
 PICK_NOTES = {
-    "recommended": "the best compromise of the objectives",
+    "recommended": "the best by the objectives",
     "drop_in": "keeps the baseline's global batch and numerics",
     "lowest_latency": "the shortest optimizer step",
     "highest_throughput": "the most samples per second",
@@ -40,8 +45,9 @@ class StudyReport:
             is worth showing.
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
-        trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `metrics`, `ci95`, `wall_s`,
-            `caveats`, and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
+        trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `wall_s`, `caveats`, what
+            `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
+            times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
             (metrics that are extrapolated), `feasible`, `phase_times_s`, `gate` (what the quality gate said),
             `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval).
         environment: The fields of `trial.Environment`.
@@ -118,9 +124,8 @@ class StudyReport:
 
     @cached_property
     def points(self) -> dict[int, Data]:
-        """The measurements by trial; of trials that were measured again those that the recommendation rests on."""
-        found = [*(trial for trial in self.trials if measured(trial)), *self.front, *self._picked]
-        return {point["trial"]: point for point in found}
+        """The trials that yielded something, by number."""
+        return {trial["trial"]: trial for trial in self.trials if measured(trial)}
 
     @cached_property
     def configurations(self) -> dict[int, str]:
@@ -130,16 +135,6 @@ class StudyReport:
     def is_baseline(self, point: Data) -> bool:
         """Returns whether a point is the user's own configuration."""
         return self.baseline is not None and self.baseline["trial"] == point["trial"]
-
-    def comparable(self, point: Data) -> Data | None:
-        """The baseline as it was measured when the point was: in its own trial, or again in turns with the finalists.
-
-        A machine that has become faster in between would else be taken for a better configuration.
-        """
-        base, own = self.baseline, self._by_number.get(point["trial"])
-        if base is None or own is None or measured(own) != measured(point):
-            return base
-        return self._by_number.get(base["trial"], base)
 
     @cached_property
     def marks(self) -> dict[int, list[str]]:
@@ -169,10 +164,6 @@ class StudyReport:
     @cached_property
     def _seen(self) -> set[str]:
         return {name for trial in self.trials for name in measured(trial)}
-
-    @cached_property
-    def _by_number(self) -> dict[int, Data]:
-        return {trial["trial"]: trial for trial in self.trials}
 
     def caveats(self) -> list[str]:
         """What the user should know: about the target, and about the trials that the answer rests on."""
@@ -248,9 +239,66 @@ def times(factor: float | None, sign: str = "x") -> str:
 
 
 def speedup_words(pick: Data) -> str:
-    """A pick's speed-up with its interval: `2.31x (2.20 to 2.43)`; empty if the baseline did not run."""
+    """A pick's speed-up with its interval: `2.31x (2.20 to 2.43)`; empty if there is none to state."""
     ends = pick.get("speedup_ci95")
     return times(pick.get("speedup")) + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
+
+
+def titles(names: Sequence[str]) -> str:
+    """What a pick was picked for; the fastest trial stands beside a recommended one, if that is another."""
+    alone = "recommended" not in names
+    return ", ".join("for throughput alone" if alone and n == "highest_throughput" else title(n) for n in names)
+
+
+def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
+    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, if any."""
+    own = next((PICKS[name] for name in names if name in PICKS), "")
+    if own and "recommended" not in names and "drop_in" not in names:
+        return own
+    weights: Mapping[str, float] = report.study.get("weights") or {}
+    heaviest = [name for name, weight in weights.items() if weight == max(weights.values())]
+    return heaviest[0] if len(heaviest) == 1 else THROUGHPUT
+
+
+def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
+    """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
+
+    What keeps it from being a result is said at the end. Empty where the baseline did not run, or cannot be compared
+    with it.
+    """
+    if report.is_baseline(pick):
+        return "the baseline itself"
+    lead, gains = leading_metric(report, names), pick.get("gains") or {}
+    said = speedup_words(pick) if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
+    if not said:
+        return ""
+    ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
+    worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
+    price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
+    at = [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
+    whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
+    return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
+
+
+def _ratio(metric: str, gain: float) -> float:
+    """A metric over the baseline's, of the factor by which it is better."""
+    return 1 / gain if METRICS[metric].direction == "minimize" else gain
+
+
+def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
+    """A metric over the baseline's with its interval, `0.64x (0.60 to 0.68)`; empty where that says nothing."""
+    if gain is None or gain[2] > WIDEST * gain[1]:
+        return ""
+    ratio, *ends = (_ratio(metric, each) for each in gain)
+    low, high = (f"{end:.2f}" for end in sorted(ends))
+    return times(ratio) + (f" ({low} to {high})" if low != high else "")
+
+
+def doubt_words(pick: Data, metric: str = THROUGHPUT) -> str:
+    """What keeps a gain over the baseline from being a result: `measured once`; empty if nothing does."""
+    found = change(pick, metric)
+    said = ["measured once"] if pick.get("measurements") == 1 else []
+    return ", ".join([*said, *(["not to be told from 1"] if found is not None and not found.told else [])])
 
 
 def end_words(trial: Data) -> tuple[str, str]:
@@ -262,19 +310,32 @@ def end_words(trial: Data) -> tuple[str, str]:
     return str(trial["outcome"]).replace("_", " "), "; ".join(part for part in (why, limit) if part)
 
 
-def speedup(report: StudyReport, point: Data) -> float | None:
-    """Throughput over the baseline's; None if the baseline did not run."""
-    stated = next((pick for pick in report.picks.values() if pick["trial"] == point["trial"]), point)
-    if stated.get("speedup") is not None:
-        return float(stated["speedup"])
-    base = report.comparable(point)
-    own, reference = measured(point).get("samples_per_s"), measured(base).get("samples_per_s") if base else None
-    return own / reference if own and reference else None
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A metric of a trial against the baseline's.
+
+    Attributes:
+        factor: How many times better it is, or worse; at least 1.
+        better: Whether it is better.
+        told: Whether it can be told from the baseline's.
+    """
+
+    factor: float
+    better: bool
+    told: bool
+
+    def words(self, sign: str = "x") -> str:
+        """The change in words: `1.31x better`."""
+        if times(self.factor, sign) == times(1.0, sign):
+            return "equal"
+        return (
+            f"{times(self.factor, sign)} {'better' if self.better else 'worse'}{'' if self.told else ', within noise'}"
+        )
 
 
-def gain(metric: str, value: float, reference: float) -> tuple[float, bool] | None:
-    """The factor between a value and a reference, and whether it is better; None unless both are positive."""
-    if value <= 0 or reference <= 0:
+def change(point: Data, metric: str) -> Change | None:
+    """A metric of a trial against the baseline's; None where one of them has none."""
+    if (ends := (point.get("gains") or {}).get(metric)) is None:
         return None
-    ratio = reference / value if METRICS[metric].direction == "minimize" else value / reference
-    return (ratio, True) if ratio >= 1 else (1 / ratio, False)
+    factor, low, high = ends
+    return Change(factor=max(factor, 1 / factor), better=factor >= 1, told=not low <= 1 <= high)

@@ -62,7 +62,7 @@ class Expectations:
             self._setting,
             0,
             prior=generic_prior(kept.workload, self._setting),
-            metrics=[objective.metric for objective in kept.objectives],
+            metrics={objective.metric: objective.weight for objective in kept.objectives},
             memory_limit_bytes=search.memory_limit_bytes,
             bounds=search.bounds,
         )

@@ -249,9 +249,11 @@ class Evidence:
         if outlook.covered > 0:
             where = "lie in the 90 % interval in which the other trials foretell them"
             said.append(f"{outlook.covered:.0%} of the step times {where}")
-        if all(map(math.isfinite, outlook.gains.values())) and outlook.gains:
-            gains = ", ".join(f"{METRICS[metric].label} {gain:.1%}" for metric, gain in outlook.gains.items())
-            said.append(f"the largest improvement that is still expected of a candidate: {gains}")
+        if math.isfinite(outlook.loss):
+            said.append(
+                f"of all that was not measured the best is expected to be {outlook.loss:.1%} better, and one more trial"
+                f" to gain {outlook.next_gain:.2%}"
+            )
         return said
 
 

@@ -28,6 +28,7 @@ from autotune.trial.command import (
     with_flag,
     without_flag,
 )
+from autotune.trial.workload import ACCELERATE, TRAINER
 
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
 # (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -42,6 +43,12 @@ TRAINING_FIELDS = {
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 RATE_FLAG = "--learning_rate"
+# Where frameworks take a DeepSpeed configuration in code.
+CONFIG_PARAMETERS = {
+    TRAINER: f'pass `deepspeed="{EXPORTED_CONFIG}"` to `TrainingArguments`',
+    ACCELERATE: f'pass `DeepSpeedPlugin(hf_ds_config="{EXPORTED_CONFIG}")` to `Accelerator`',
+    "Lightning": f'pass `DeepSpeedStrategy(config="{EXPORTED_CONFIG}")` to `Trainer`',
+}
 # Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
@@ -91,12 +98,18 @@ class Started:
             names.
         config_source: The file that it reads its configuration from; empty for a dict in its code.
         baseline: The candidate that it is untouched, as flat knob values.
+        family: The framework that it uses.
+        config_at: File and line of that dict, if it is written out.
+        initialized_at: File and line where it calls `deepspeed.initialize` itself.
     """
 
     invocation: Invocation
     flags: Mapping[str, Sequence[str]]
     config_source: str
     baseline: Mapping[str, Scalar]
+    family: str = ""
+    config_at: str = ""
+    initialized_at: str = ""
 
 
 def export(
@@ -139,13 +152,14 @@ def _deepspeed(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> 
     return json.dumps(deepspeed_config(pick, base), indent=2, allow_nan=False) + "\n"
 
 
-def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, _: Started | None) -> str:
+def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
     """`accelerate launch --config_file`, with the JSON inside.
 
     `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it
     Accelerate refuses `mixed_precision`, `gradient_accumulation_steps` and the offload fields, all of which the JSON
     states.
     """
+    _check_family(started, (ACCELERATE, TRAINER), "no Accelerate config")
     config = deepspeed_config(pick, base)
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
     comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate"))
@@ -192,8 +206,11 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], EXPORTED_CONFIG)
     elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]):
         file = started.config_source
-        source = f"{file}, which the script reads" if file else "the configuration in the script"
-        comments.append(f"No flag carries it: {EXPORTED_CONFIG} takes the place of {source}.")
+        comments.append(
+            f"No flag carries it: {EXPORTED_CONFIG} takes the place of {file}, which the script reads."
+            if file
+            else f"Before it trains so, change the script: {_in_code(started)}."
+        )
     more, command = pasted(how, arguments, values, world_size, launcher)
     comments += more
     if redaction.holds_mask(command):
@@ -201,6 +218,15 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         comments.append(f"{hidden}: put it back, or leave it to the environment.")
     comments += [text for text in changes if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
+
+
+def _in_code(started: Started) -> str:
+    """How a script whose configuration is written in its code gets the exported one."""
+    if started.family in CONFIG_PARAMETERS:
+        return CONFIG_PARAMETERS[started.family]
+    where = f" at {started.initialized_at}" if started.initialized_at else ""
+    instead = f"the dict at {started.config_at}" if started.config_at else "the dict that it passes now"
+    return f'pass `config="{EXPORTED_CONFIG}"` to `deepspeed.initialize`{where}, instead of {instead}'
 
 
 def _with_training_flags(
@@ -225,11 +251,19 @@ def _with_training_flags(
     return arguments
 
 
-def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> str:
+def _check_family(started: Started | None, families: Sequence[str], what: str) -> None:
+    """Refuses a format that the tuned script cannot read; a model.py may stand for a script of any framework."""
+    if started is not None and started.family and started.family not in families:
+        alternatives = f"--format command shows how to start it, --format deepspeed is its {EXPORTED_CONFIG}"
+        raise ExportError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
+
+
+def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _: int, started: Started | None) -> str:
     """Flags for a script that parses transformers' TrainingArguments, one a line, quoted for a shell.
 
     `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
     """
+    _check_family(started, (TRAINER,), "no TrainingArguments")
     candidate = Candidate.of(pick["candidate"])
     flags = _training_flags(candidate)
     flags += [(f"--{name}", str(value)) for name, value in _hf_twins(deepspeed_config(pick, base))]
@@ -341,6 +375,9 @@ def started(report: StudyReport) -> Started | None:
         flags=script["flags"],
         config_source=script["config_source"],
         baseline=report.study["baseline"],
+        family=script.get("family", ""),
+        config_at=script.get("config_at", ""),
+        initialized_at=script.get("initialized_at", ""),
     )
 
 

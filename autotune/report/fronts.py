@@ -179,9 +179,9 @@ def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tup
 
 def parallel(report: StudyReport, metric: str) -> Figure:
     """A line for each trial through its knobs and objectives, coloured by a metric."""
-    levels, objectives = series.knobs(report), report.objectives
-    metrics = [*objectives, *([metric] if metric not in objectives else [])]
-    values = {number: measured(point) for number, point in report.points.items()}
+    levels, values = series.knobs(report), {number: measured(point) for number, point in report.points.items()}
+    seen = [name for name in report.objectives if any(name in found for found in values.values())]
+    metrics = [*seen, *([metric] if metric not in seen else [])]
     points = [point for number, point in report.points.items() if metric in values[number]]
     rulers = {
         name: _ruler([values[p["trial"]][name] for p in points if name in values[p["trial"]]]) for name in metrics

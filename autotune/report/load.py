@@ -14,6 +14,7 @@ from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
 from autotune.scoring import recommend
 from autotune.scoring.convergence.learning_rate import RATE_KEYS
+from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
@@ -22,11 +23,11 @@ from autotune.study.storage.database import Storage
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial import workload
 from autotune.trial.folder import result_in
-from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.result import TrialResult
 from autotune.trial.workload import TRAINER
 
 # What a trial's row takes from its stored result, and what results of earlier releases do not hold.
-TOLD = ("reason", "phase", "metrics", "ci95", "censored", "feasible", "wall_s", "caveats")
+TOLD = ("reason", "phase", "censored", "feasible", "wall_s", "caveats")
 TOLD_SINCE = ("phase_times_s", "forecast")
 
 
@@ -79,9 +80,9 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
     measured = [_with_changes(m, kept) for m in records.measured(study, folder, kept)]
-    baseline = next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
-    found = recommend.recommend(measured, baseline, kept.objectives, kept.data_parallel)
-    trials = _trials(study, measured, folder if series else None)
+    estimates = estimate(measured)
+    found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
+    trials = _trials(study, estimates, folder if series else None)
     recommended = {
         "picks": {name: pick.to_data() for name, pick in found.picks.items()},
         "baseline": found.baseline.to_data() if found.baseline else None,
@@ -96,8 +97,9 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "data_parallel": kept.data_parallel,
             "objectives": [o.metric for o in kept.objectives],
             "weights": {o.metric: o.weight for o in kept.objectives},
+            "goal": kept.goal,
             "n_trials": len(trials),
-            "wall_s": sum(t["wall_s"] for t in trials),
+            "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
@@ -108,7 +110,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         workload=asdict(kept.workload),
         invocation=kept.invocation,
         recommended=recommended,
-        front=[recommend.point(m) for m in found.front],
+        front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
     )
 
@@ -166,14 +168,15 @@ def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
     return replace(candidate, checkpoint_every=own) if pipeline else candidate
 
 
-def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list[dict[str, Any]]:
+def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dict[str, Any]]:
     rows = []
-    for told, seen in zip(records.told_trials(study), measured, strict=True):
+    for told, seen in zip(records.told_trials(study), estimates.measured, strict=True):
         data, verdict = records.told_data(told), seen.verdict
         result = result_in(records.trial_path(folder, told.number)) if folder else None
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values()}
         row |= {name: data[name] for name in TOLD} | {name: data.get(name, {}) for name in TOLD_SINCE}
+        row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason
         row |= {
@@ -184,6 +187,12 @@ def _trials(study: Study, measured: list[Measured], folder: Path | None) -> list
         }
         rows.append(row)
     return rows
+
+
+def _readings(raw: Measured) -> list[float]:
+    """The step times that a trial and its re-measurements read, before anything was estimated from them."""
+    every = (raw.metrics, *raw.repeats.values())
+    return [found["step_time_s"] for found in every if "step_time_s" in found]
 
 
 def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> list[float | None]:

@@ -120,6 +120,10 @@ def _figures(metrics: dict[str, float]) -> str:
 def _standing(progress: Progress) -> str:
     text = f"{progress.n_told} of {progress.n_trials} trials, about {format_duration(progress.left_s)} left"
     if progress.best is not None:
-        gain = f", {progress.best_speedup:.2f}x the baseline's throughput" if progress.best_speedup else ""
+        gain = (
+            f", {progress.best_gain:.2f}x the baseline by the goal"
+            if progress.best_gain and progress.best.trial
+            else ""
+        )
         text += f"; best so far: trial {progress.best.trial}, {progress.best.candidate.describe()}{gain}"
     return text

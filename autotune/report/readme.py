@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
 from autotune.report import tables
-from autotune.report.data import Data, StudyReport, end_words, measured, speedup_words, times, title, words
+from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import format_bytes, format_count, format_duration
 
@@ -42,10 +42,15 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         link: Address of a pick's JSON.
     """
     rows = [
-        [f"[{title(name)}]({link(name)})", str(pick["trial"]), _code(words(pick["candidate"])), speedup_words(pick)]
+        [
+            f"[{title(name)}]({link(name)})",
+            str(pick["trial"]),
+            _code(words(pick["candidate"])),
+            pick_words(report, [name], pick),
+        ]
         for name, pick in report.picks.items()
     ]
-    head = ["download the JSON", "trial", "configuration", "throughput over the baseline's"]
+    head = ["download the JSON", "trial", "configuration", "against the baseline"]
     recommended = report.picks.get("recommended")
     figures = [  # between two tables, which would be shown as one
         f"Trial {recommended['trial']} in figures:",
@@ -91,7 +96,7 @@ def _metrics_table(report: StudyReport, point: Data) -> str:
             each.scale.interval(*each.ends, " to ") if each.ends else "",
         ]
         if base:
-            change = f"{times(each.change[0])} {'better' if each.change[1] else 'worse'}" if each.change else ""
+            change = each.change.words() if each.change else ""
             cells += ["" if each.reference is None else each.scale.quantity(each.reference), change]
         rows.append(cells)
     header = ["metric", f"trial {point['trial']}", "95 % interval", *(["baseline", "change"] if base else [])]
@@ -144,18 +149,20 @@ def _lead(report: StudyReport) -> str:
     labels = [METRICS[name].label for name in report.objectives]
     n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
     took = f" in {format_duration(wall)}" if wall else ""
-    return f"{_plain(subject(report))}, tuned for {_and(labels)} on {_plain(machine(report))}: {n} trials{took}."
+    goal = f"the goal `{report.study['goal']}`: " if report.study.get("goal") else ""
+    return f"{_plain(subject(report))}, tuned for {goal}{_and(labels)} on {_plain(machine(report))}: {n} trials{took}."
 
 
 def _answer(report: StudyReport) -> str:
     pick = report.picks.get("recommended")
     if pick is None:
         return f"**Nothing to recommend**: {_plain(report.why_nothing)}."
-    found, factor = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}", speedup_words(pick)
+    found = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}"
     if report.is_baseline(pick):
         return f"{found}, the baseline itself: no trial is measurably better."
-    if factor:
-        return f"{found}: {factor} the baseline's throughput."
+    names = next(names for names, picked in report.picks_by_trial() if "recommended" in names)
+    if said := pick_words(report, names, pick):
+        return f"{found}: {said}."
     why = "did not run" if report.baseline is None else "cannot be compared with it"
     return f"{found}. The baseline {why}, so there is no speed-up to state."
 
@@ -174,9 +181,8 @@ def _front(report: StudyReport) -> str:
 
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:
-    factor = "the baseline itself" if report.is_baseline(pick) else speedup_words(pick)
-    titles = ", ".join(title(name) for name in names).capitalize()
-    head = f"**{titles}** (trial {pick['trial']}): {_code(words(pick['candidate']))}{f', {factor}' if factor else ''}"
+    said, head = pick_words(report, names, pick), titles(names)
+    head = f"**{head[0].upper()}{head[1:]}** (trial {pick['trial']}): {_code(words(pick['candidate']))}{f', {said}' if said else ''}"
     why, changes = _reasons(pick, head)
     return _joined([why or head, changes])
 

@@ -165,11 +165,13 @@ def progress(report: StudyReport) -> list[ProgressPoint]:
 
 
 def forecasts(report: StudyReport) -> dict[str, list[ForecastPoint]]:
-    """Forecast and measurement of each trial by metric; re-measurements, which had no forecast, are left out."""
+    """Forecast and first measurement of each trial by metric: the estimate has been drawn towards the forecast."""
     found: dict[str, list[ForecastPoint]] = {}
     for trial in report.trials:
         for name, (value, low, high) in (trial.get("forecast") or {}).items():
             own = measured(trial).get(name)
+            if name == "step_time_s" and trial.get("readings_s"):
+                own = trial["readings_s"][0]
             if name in METRICS and own and all(map(math.isfinite, (value, low, high))):
                 point = ForecastPoint(trial=trial["trial"], value=value, low=low, high=high, measured=own)
                 found.setdefault(name, []).append(point)

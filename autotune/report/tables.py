@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.report.data import Data, StudyReport, gain, interval, measured, metric_scale, speedup, times, words
+from autotune.report.data import Change, Data, StudyReport, change, interval, measured, metric_scale, times, words
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import Scale
 
@@ -49,7 +49,7 @@ def row(report: StudyReport, point: Data, scales: dict[str, Scale]) -> Row:
         trial=point["trial"],
         configuration=words(point["candidate"]),
         marks=report.marks.get(point["trial"], ()),
-        speedup=speedup(report, point) if measured(point) else None,
+        speedup=point.get("speedup"),
         values=values,
         cells={name: scales[name].number(value) for name, value in values.items()},
     )
@@ -73,7 +73,7 @@ class Compared:
         ends: Its 95 % interval; None where it has none that can be seen.
         reference: The baseline's value; None without one to compare with.
         reference_ends: Its 95 % interval.
-        change: The factor between them, and whether the trial is better.
+        change: The trial's value against the baseline's.
     """
 
     label: str
@@ -82,12 +82,12 @@ class Compared:
     ends: tuple[float, float] | None
     reference: float | None
     reference_ends: tuple[float, float] | None
-    change: tuple[float, bool] | None
+    change: Change | None
 
 
 def compared(report: StudyReport, point: Data, names: Sequence[str]) -> list[Compared]:
-    """The metrics that a point yielded, beside the baseline's as it was measured then, unless it is the baseline."""
-    base = None if report.is_baseline(point) else report.comparable(point)
+    """The metrics that a point yielded, beside the baseline's, unless it is the baseline."""
+    base = None if report.is_baseline(point) else report.baseline
     own, reference = measured(point), measured(base) if base else {}
     found = []
     for name in [name for name in names if name in own]:
@@ -101,7 +101,7 @@ def compared(report: StudyReport, point: Data, names: Sequence[str]) -> list[Com
                 ends=_visible(interval(point, name, own[name]), scale),
                 reference=other,
                 reference_ends=None if other is None or base is None else _visible(interval(base, name, other), scale),
-                change=None if other is None else gain(name, own[name], other),
+                change=change(point, name) if other is not None else None,
             )
         )
     return found
@@ -115,7 +115,8 @@ def records(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
     """The trials as columns and records for programs; in a record what is missing is None or left out."""
     names = report.metric_names()
     knobs = list(dict.fromkeys(knob for trial in report.trials for knob in trial["candidate"]))
-    columns = ["trial", "role", "outcome", "reason", "phase", "feasible", "marks", "configuration", "speedup", "wall_s"]
+    columns = ["trial", "role", "outcome", "reason", "phase", "feasible", "marks", "configuration"]
+    columns += ["speedup", "speedup_low", "speedup_high", "measurements", "wall_s"]
     columns += [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
     columns += [f"candidate.{knob}" for knob in knobs]
     found = []
@@ -125,7 +126,9 @@ def records(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
             name: trial.get(name) for name in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")
         }
         record |= {"marks": "; ".join(report.marks.get(trial["trial"], ())), "configuration": words(trial["candidate"])}
-        record["speedup"] = speedup(report, point) if measured(point) else None
+        record["speedup"] = point.get("speedup")
+        record["speedup_low"], record["speedup_high"] = point.get("speedup_ci95") or (None, None)
+        record["measurements"] = point.get("measurements") if measured(point) else None
         for name, value in measured(point).items():
             if name in names:
                 low, high = interval(point, name, value)

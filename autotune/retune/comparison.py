@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from autotune.scoring import step_times
-from autotune.scoring.measured import Measured, log_ratio, paired_log_ratios
+from autotune.scoring.estimates import estimate
+from autotune.scoring.measured import Measured, log_ratio
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.reasons import DRIFT
-from autotune.scoring.recommend import ASSUMED_SPREAD
 from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome, TrialResult
 
@@ -23,6 +23,8 @@ MARGIN = 0.04
 UNMOVED_Z = 2.33
 # Rounds: at least, at most, and the standard error of the log ratio that is small enough to stop.
 FEWEST, MOST, ENOUGH_SE = 3, 10, 0.007
+# Standard deviation of two runs of one configuration that were measured at different times: 2 %, as on a quiet machine.
+ASSUMED_SPREAD = 0.02
 # Smallest standard deviation of a log ratio that is assumed, since few rounds may agree by chance.
 LEAST_SPREAD = 0.004
 MEMORY_MOVED = 0.1  # change of peak memory, as a share, that starts a search
@@ -191,18 +193,27 @@ class Comparison(_Evidence):
 
 def earlier_ratio(measured: Sequence[Measured], incumbent: Candidate, baseline: Candidate) -> EarlierRatio | None:
     """Ratio of two configurations' step times in a study; None if it did not measure both."""
-    found = {m.candidate: m for m in measured if m.usable or m.candidate == baseline}
+    found = {m.candidate: m for m in estimate(measured).measured if m.usable or m.candidate == baseline}
     own, base = found.get(incumbent), found.get(baseline)
     if own is None or base is None or base.outcome is not Outcome.COMPLETE:
         return None
-    peak = own.value("peak_memory_bytes")
+    then: dict[str, Any] = {
+        "step_time_s": base.metrics.get("step_time_s"), "peak_memory_bytes": own.metrics.get("peak_memory_bytes")
+    }  # fmt: skip
     if own is base:
-        return EarlierRatio(logs=(), step_time_s=base.value("step_time_s"), peak_memory_bytes=peak)
-    pairs = paired_log_ratios(own, base, "step_time_s")
+        return EarlierRatio(logs=(), **then)
+    pairs = _paired_log_ratios(own, base)
     logs = pairs or [log_ratio(own, base, "step_time_s")]
-    return EarlierRatio(
-        logs=tuple(logs), across=not pairs, step_time_s=base.value("step_time_s"), peak_memory_bytes=peak
+    return EarlierRatio(logs=tuple(logs), across=not pairs, **then)
+
+
+def _paired_log_ratios(measured: Measured, reference: Measured) -> list[float]:
+    """Logarithms of the step time over the reference's, one for each round in which both were measured."""
+    times = (
+        (again.get("step_time_s"), reference.repeats.get(n, {}).get("step_time_s"))
+        for n, again in measured.repeats.items()
     )
+    return [math.log(own / other) for own, other in times if own and other]
 
 
 def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:

@@ -16,6 +16,7 @@ import numpy as np
 from autotune.scoring.effects import Effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import differing
+from autotune.system.cards import find_card
 
 PHASES, COMPUTING = ("data", "forward", "backward", "step"), ("forward", "backward")
 # Shares of a step from which on a part is called the bottleneck; higher for parts that are estimated, not measured.
@@ -28,11 +29,6 @@ FULL = 0.85
 NO_ROOM = ("oom", "predicted_oom")
 # Bottlenecks that more memory would relieve, by less recomputation or a larger micro-batch.
 AT_A_PRICE = ("recomputation", "launch overhead")
-# FLOP/s (dense, 16 bits) and bytes/s by a part of the device's name, the first that fits; manufacturers' figures.
-PEAKS = {
-    "H200": (989e12, 4.8e12), "H100 PCIe": (756e12, 2.0e12), "H100": (989e12, 3.35e12),
-    "A100": (312e12, 2.0e12), "V100": (125e12, 0.9e12),
-}  # fmt: skip
 # Bytes that Adam moves for each parameter: gradient, master weight and two moments read, the last three written.
 ADAM_BYTES = 28.0
 # Which knobs to look at for each bottleneck.
@@ -325,7 +321,9 @@ def _hidden(evidence: Evidence) -> list[str]:
 def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
     """Achieved rates beside the device's, where both are known."""
     notes = []
-    peak = next((peaks for name, peaks in PEAKS.items() if name.lower() in evidence.device_name.lower()), None)
+    card = find_card(evidence.device_name)
+    precision = str(evidence.seen.candidate.get("precision", "fp32"))
+    peak = card.peak_flops(precision) if card else None
     flops, counted = evidence.flops_per_step, "the operations of its products"
     if flops is None and evidence.tokens_per_step and evidence.n_parameters:
         flops, counted = 6.0 * evidence.n_parameters * evidence.tokens_per_step, "6 x parameters x tokens"
@@ -333,7 +331,7 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         rate = flops / evidence.step_s / max(1, evidence.world_size)
         of = "; no peak is known of this device, so no MFU: `autotune probe` measures one"
         if peak:
-            of = f", {rate / peak[0]:.0%} of its peak in 16 bits (MFU)"
+            of = f", {rate / peak:.0%} of its peak in {precision} (MFU)"
         elif evidence.peak_flops:
             share, reach = rate / evidence.peak_flops, f"{evidence.peak_flops / 1e9:,.1f} GFLOP/s"
             of = f", {share:.0%} (MFU) of the {reach} that products alone reach here"
@@ -342,7 +340,7 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
     if update > 0 and evidence.n_parameters:
         moved = ADAM_BYTES * evidence.n_parameters / (evidence.world_size if stage >= 1 else 1)
-        of = f", {moved / update / peak[1]:.0%} of its bandwidth" if peak else ""
+        of = f", {moved / update / card.memory_bytes_per_s:.0%} of its bandwidth" if card else ""
         rate_gb = f"{moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter)"
         notes.append(f"the optimizer step moves about {rate_gb}{of}")
     return notes

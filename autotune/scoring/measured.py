@@ -1,4 +1,4 @@
-"""One trial as the analysis sees it, and how two of them compare."""
+"""One trial as the analysis sees it, and how the metrics of two of them compare."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Measured:
         candidate: What was measured.
         ds_config: Its complete DeepSpeed configuration.
         outcome: How it ended.
-        metrics: What it yielded, by metric.
-        ci95: The 95 % interval within that one run.
+        metrics: By metric what it yielded, or after `estimates.estimate` the estimate from all measurements.
+        ci95: The 95 % interval, within that one run or of the estimate.
         feasible: Whether all constraints are held.
-        repeats: Metrics of each re-measurement, by round; a round measures all finalists and the baseline in turn.
+        repeats: Metrics of each re-measurement, by round; a round measures some finalists and the baseline in turn.
+        forecast: Its step time as it was foretold before it ran: value and both ends of the 90 % interval.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
         unwitnessed: Settings of which nothing shows that they acted.
@@ -45,6 +46,7 @@ class Measured:
     ci95: Mapping[str, tuple[float, float]]
     feasible: bool = True
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    forecast: Sequence[float] | None = None
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
     unwitnessed: Sequence[str] = ()
@@ -75,20 +77,14 @@ class Measured:
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
 
     @property
+    def confirmed(self) -> bool:
+        """Whether it was measured again."""
+        return bool(self.repeats)
+
+    @property
     def usable(self) -> bool:
         """Whether it may be recommended."""
         return self.outcome is Outcome.COMPLETE and self.feasible
-
-    def value(self, metric: str) -> float | None:
-        """The metric: the geometric mean of the re-measurements where there are any, else the trial's own.
-
-        The trial that made a candidate a finalist was picked for reading well, so it reads too well on average. Values
-        of different trials were taken at different times; `log_ratio` compares them.
-        """
-        again = [round_[metric] for round_ in self.repeats.values() if round_.get(metric, 0) > 0]
-        if again:
-            return math.exp(sum(math.log(value) for value in again) / len(again))
-        return self.metrics.get(metric)
 
 
 def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
@@ -98,28 +94,9 @@ def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objec
 
 
 def log_ratio(measured: Measured, reference: Measured, metric: str) -> float:
-    """Logarithm of a metric over the reference's.
-
-    From the rounds in which both were measured in turn, if there are any: a machine that has become slower since the
-    first trial, slows both. Else from the trials' own values, not from one's round and the other's trial.
-    """
-    if measured.trial == reference.trial:
-        return 0.0
-    pairs = paired_log_ratios(measured, reference, metric)
-    if pairs:
-        return sum(pairs) / len(pairs)
+    """Logarithm of a metric over the reference's; 0 where one of them lacks it."""
     own, other = measured.metrics.get(metric), reference.metrics.get(metric)
     return math.log(own / other) if own and other and own > 0 and other > 0 else 0.0
-
-
-def paired_log_ratios(measured: Measured, reference: Measured, metric: str) -> list[float]:
-    """Logarithms of the metric over the reference's, one for each round in which both were measured."""
-    found = []
-    for number, round_ in measured.repeats.items():
-        own, other = round_.get(metric), reference.repeats.get(number, {}).get(metric)
-        if own and other:
-            found.append(math.log(own / other))
-    return found
 
 
 def improvement(ratio: float, metric: str) -> float:

@@ -10,7 +10,8 @@ from typing import Literal
 from autotune.errors import nearest
 from autotune.scoring.convergence.noise_scale import efficiency
 from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
-from autotune.scoring.step_times import Estimate, _half_width
+from autotune.scoring.rates import Estimate, rate_of
+from autotune.scoring.step_times import _half_width
 from autotune.trial.result import TrialResult
 
 Direction = Literal["minimize", "maximize"]
@@ -64,11 +65,18 @@ def _step_time(result: TrialResult, _: Reference | None) -> Estimate | None:
     return Estimate(value=median, low=max(0.0, median - half), high=median + half)
 
 
-def _rate(amount: Callable[[TrialResult], int | None]) -> Callable[[TrialResult, Reference | None], Estimate | None]:
+def _rate(
+    amount: Callable[[TrialResult], int | None], counted: str
+) -> Callable[[TrialResult, Reference | None], Estimate | None]:
+    """A rate: what the timed steps took in over their time; `amount` a step where the single steps are not known."""
+
     def of(result: TrialResult, reference: Reference | None) -> Estimate | None:
         time, n = _step_time(result, reference), amount(result)
         if time is None or not n:
             return None
+        rate = rate_of(result, counted)
+        if rate is not None:
+            return rate
         # The reciprocal of an interval that reaches zero has no end; ten times the rate stands for it.
         return Estimate(value=n / time.value, low=n / time.high, high=n / max(time.low, time.value / 10))
 
@@ -86,10 +94,10 @@ def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResu
 METRICS: dict[str, Metric] = {
     "step_time_s": Metric(unit="s", direction="minimize", label="step time", of=_step_time),
     "samples_per_s": Metric(
-        unit="samples/s", direction="maximize", label="throughput", of=_rate(lambda r: r.samples_per_step),
+        unit="samples/s", direction="maximize", label="throughput", of=_rate(lambda r: r.samples_per_step, "samples"),
     ),
     "tokens_per_s": Metric(
-        unit="tokens/s", direction="maximize", label="tokens per second", of=_rate(lambda r: r.tokens_per_step),
+        unit="tokens/s", direction="maximize", label="tokens per second", of=_rate(lambda r: r.tokens_per_step, "real_tokens"),
         why_missing="the batches hold no token sequences; use samples_per_s",
     ),
     "peak_memory_bytes": Metric(

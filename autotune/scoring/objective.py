@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from autotune.errors import UserError
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT, METRICS, Direction, check_metric, measure
-from autotune.scoring.step_times import Estimate
+from autotune.scoring.rates import Estimate
 from autotune.system.units import finite, parse_bytes, parse_seconds
 from autotune.trial.result import TrialResult
 

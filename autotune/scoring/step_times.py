@@ -1,14 +1,17 @@
-"""Step-time statistics: where warm-up ends, the median with its interval, and when a trial was measured well enough."""
+"""Step-time statistics: where warm-up ends, the median with its interval, and when a trial was measured well enough.
+
+The step time is the median of the timed steps: what an ordinary step takes. Throughput does not follow from it where
+steps differ; see `rates`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.scoring import rates
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import StepStats
 
@@ -35,12 +38,13 @@ def warmup_steps(times_s: Sequence[float]) -> int:
     # Long series are split at every few steps only: each split takes two medians of the whole series.
     splits = np.unique(np.linspace(0, len(logs) // 2, min(len(logs) // 2 + 1, MOST_SPLITS)).astype(int))
     costs = [_deviation(logs[:k]) + _deviation(logs[k:]) for k in splits]
-    k = int(splits[np.argmin(costs)])
+    best = int(np.argmin(costs))
+    k = int(splits[best])
     if k == 0:
         return SETUP_STEPS
     spread = 1.4826 * float(np.median(np.abs(logs[k:] - np.median(logs[k:]))))
     shift = abs(float(np.median(logs[:k]) - np.median(logs[k:])))
-    believed = costs[0] - costs[k] > 3 * spread and shift > max(0.05, 2 * spread)
+    believed = costs[0] - costs[best] > 3 * spread and shift > max(0.05, 2 * spread)
     return SETUP_STEPS + (k if believed else 0)
 
 
@@ -91,16 +95,23 @@ def _lag1(values: np.ndarray) -> float:
     return float((centred[1:] * centred[:-1]).sum()) / power if power > 0 and len(values) > 7 else 0.0
 
 
-def measured_enough(times_s: Sequence[float]) -> bool:
+def measured_enough(times_s: Sequence[float], taken_in: Mapping[str, Sequence[int]] | None = None) -> bool:
     """Whether at least five timed steps, read from the clock at least five times, give the median to 2 %.
 
+    Where the data make steps longer and shorter, the rate has to be known that well too.
     Pure and deterministic: every rank calls it on the same gathered times, so all ranks stop at the same step.
     """
     if len(times_s) < SETUP_STEPS + MIN_TIMED_STEPS:
         return False
     summary = summarise(times_s)
     n_readings = len(_readings(np.asarray(times_s[summary.n_warmup :], dtype=float)))
-    return n_readings >= MIN_TIMED_STEPS and summary.relative_ci <= TARGET_RELATIVE_CI
+    if n_readings < MIN_TIMED_STEPS or summary.relative_ci > TARGET_RELATIVE_CI:
+        return False
+    sizes = (taken_in or {}).get("elements", ())[summary.n_warmup :]
+    if len(set(sizes)) < 2:
+        return True
+    found = rates.total_rate(times_s[summary.n_warmup :], (taken_in or {})["samples"][summary.n_warmup :], sizes)
+    return found is not None and found.high <= found.low * (1 + 2 * TARGET_RELATIVE_CI)
 
 
 def ratio_ci95(
@@ -128,26 +139,6 @@ def t95(degrees: int) -> float:
     from scipy import special
 
     return float(special.stdtrit(max(1, degrees), 0.975))
-
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A measured value with its 95 % interval.
-
-    Attributes:
-        value: The value, in the metric's unit.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        censored: The trial ended before the value could be seen; it is extrapolated.
-    """
-
-    value: float
-    low: float
-    high: float
-    censored: bool = False
 
 
 def _half_width(steps: StepStats) -> float:

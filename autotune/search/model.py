@@ -195,6 +195,29 @@ class CostModel:
         pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
         return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
 
+    def goal(self, rows: Rows, shares: Floats) -> tuple[Floats, Floats]:
+        """Weighted mean of the objectives' costs, and its standard deviation if they err together."""
+        mean, sd = self.costs(rows)
+        return mean @ shares, sd @ shares
+
+    def draw_goal(self, rows: Rows, shares: Floats, rng: np.random.Generator, n: int) -> Floats:
+        """Joint draws of that mean: `n` rows, a column for each candidate."""
+        design, batches = time_design(self.catalogue, self.memory, self.limit, rows), self.catalogue.samples.take(rows)
+        log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
+        total, of_time = np.zeros((n, len(rows))), 0.0
+        for metric, share in zip(self.metrics, shares, strict=True):
+            if metric == "peak_memory_bytes":
+                total += share * self.memory.draw(self.catalogue.memory.take(rows), rng, n)
+            elif metric in self.extra:
+                total += share * _sign(metric) * self.extra[metric].draw(design, rng, n)
+            else:
+                of_time += share
+                total -= share * log_batch * (metric != "step_time_s")
+                if metric in ("time_to_loss_s", GOODPUT):
+                    model = self.useful if metric == GOODPUT else self.samples
+                    total += share * model.draw(batches, rng, n)
+        return total + of_time * self.time.draw(design, rng, n) if of_time else total
+
     def carried(self, rows: Rows) -> TransferredCorrections:
         """What the trials taught about candidates, apart from the machine's memory limit and the workload's own size."""
         time = self.catalogue.time.take(rows)

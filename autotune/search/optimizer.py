@@ -26,6 +26,7 @@ __all__ = ["Beliefs", "Bound", "CandidateOptimizer", "Observation", "Outlook", "
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
+MEMORY = "peak_memory_bytes"
 FIRST_FITS, TINY = 0.9, 1e-12
 # Lowest chance to fit that is worth a trial when all remaining candidates may run out of memory.
 LAST_RESORT = 0.3
@@ -37,6 +38,16 @@ LEADING = 5000
 # Before the model may end a study: at least 8 completed trials, 75 % of them inside the 90 % interval foretold from the
 # others.
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
+# The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
+DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
+# Each level of a knob whose best candidate is expected within this factor of the best by the goal is tried once, if it
+# is likely to fit and complete: a
+# confident prior that is wrong about a level is never corrected otherwise.
+COVERED_WITHIN, LIKELY = 2.5, 0.5
+# What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
+HOPELESS = 3.0
+# A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
+WORTH_A_TRIAL = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +91,27 @@ class Outlook:
     """The gain that remains to be expected, and how well the model has foretold trials so far.
 
     Attributes:
-        gains: For each objective the largest expected improvement that is left, as a share of the best.
-        hypervolume: The largest expected growth of the dominated hypervolume, as a share of it.
+        loss: Expected loss of stopping now, as a share of the goal: how much better the best of all candidates is than
+            the best of those measured, the best few of which are measured again.
+        next_gain: The same for the one candidate that promises most: what one more trial may gain.
         n_left: Candidates that were looked at and may be run.
+        covered_levels: Whether no level of a knob that may be good is untried.
         n_ran: Trials that told a step time: that completed, or were stopped early.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
     """
 
-    gains: Mapping[str, float]
-    hypervolume: float
+    loss: float
+    next_gain: float
     n_left: int
+    covered_levels: bool
     n_ran: int
     covered: float
 
     def settled(self, below: float) -> bool:
-        """Whether nothing better than `below` is expected of any candidate, by a model that has foretold well so far."""
+        """Whether stopping loses less than `below`, or no trial is worth its time, by a model that has foretold well so far."""
         trusted = self.n_ran >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
-        return trusted and self.n_left > 0 and max([self.hypervolume, *self.gains.values()]) < below
+        little = self.loss < below or self.next_gain < WORTH_A_TRIAL * below
+        return trusted and self.covered_levels and self.n_left > 0 and little
 
 
 class CandidateOptimizer:
@@ -105,7 +120,8 @@ class CandidateOptimizer:
     Args:
         candidates: What may be proposed, all of it legal; `add` takes more.
         prior: Predicts step time and memory; `forecast.features.flat` for none.
-        metrics: The objectives, as in `objective.METRICS`, in order.
+        metrics: The objectives, as in `objective.METRICS`, in order; a mapping holds their weights in the goal, which is
+            the weighted mean of their logarithms (without one all weigh alike).
         world_size: Ranks.
         memory_limit_bytes: What a rank may use; None if that is not known.
         bounds: Bounds on metrics that a solution must keep (metric, which end, amount).
@@ -114,15 +130,14 @@ class CandidateOptimizer:
 
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
-        weights: Where they are set, candidates are proposed for the weighted mean of the objectives' logarithms alone,
-            not for the front: few trials then find the best compromise.
+        goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         prior: Prior,
-        metrics: Sequence[str],
+        metrics: Sequence[str] | Mapping[str, float],
         *,
         world_size: int = 1,
         memory_limit_bytes: float | None = None,
@@ -131,8 +146,11 @@ class CandidateOptimizer:
         knobs: Mapping[str, Sequence[Scalar]] | None = None,
     ) -> None:
         self.metrics, self.world_size, self.bounds = list(metrics), world_size, list(bounds)
-        self.cautious = True
-        self.weights: Sequence[float] | None = None
+        self.cautious, self.goal_only = True, False
+        shares = np.array(
+            list(metrics.values()) if isinstance(metrics, Mapping) else np.ones(len(metrics)), dtype=float
+        )
+        self.shares: Floats = shares / shares.sum()
         self.limit = math.log(memory_limit_bytes) if memory_limit_bytes else None
         reference = reference or (candidates[0] if candidates else Candidate(micro_batch_size=1))
         self.catalogue = FeatureTable(knobs if knobs is not None else knobs_of(candidates), reference, prior)
@@ -161,12 +179,12 @@ class CandidateOptimizer:
         if not open_rows.any():
             return None
         rng = np.random.default_rng(len(told))
-        rows = self._pool(state, open_rows, rng)
+        rows = self._hopeful(state, self._pool(state, open_rows, rng))
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
-            rows = np.flatnonzero(open_rows)
-            fits = np.concatenate([state.fits(part) for part in _parts(rows)])
+            rows = self._hopeful(state, np.flatnonzero(open_rows))
+            fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
         if not (fits >= least).any():
             least = min(least, LAST_RESORT)
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
@@ -175,7 +193,7 @@ class CandidateOptimizer:
         allowed = fits * state.held(rows) * state.completes(rows)
         if not len(state.rows):  # the first must run, or nothing is learned
             allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
-        scores = self._worth(state, rows, len(told), rng) * allowed
+        scores = self._worth(state, rows, allowed, len(told)) * allowed
         # Where nothing promises an improvement, what is most likely to fit and fast is next.
         best = (
             int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
@@ -231,31 +249,42 @@ class CandidateOptimizer:
         }
 
     def outlook(self, told: Sequence[Observation], busy: Sequence[Candidate] = ()) -> Outlook:
-        """The largest improvement that is still expected of any candidate."""
+        """What stopping now is expected to lose.
+
+        Candidates are drawn jointly from the posterior: what all of them have in common, as the scale of the step time,
+        is no reason to go on.
+        """
         state = self._learn(told)
         open_rows, held = self._open(state, busy), self._held_rows(state)
         covered, n_ran = state.time.covered, state.n_ran
         if not len(held) or not open_rows.any():
-            gain = 0.0 if len(held) else math.inf
-            gains = dict.fromkeys(self.metrics, gain)
-            return Outlook(gains=gains, hypervolume=gain, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered)
+            loss = 0.0 if len(held) else math.inf
+            return Outlook(
+                loss=loss,
+                next_gain=loss,
+                n_left=int(open_rows.sum()),
+                covered_levels=True,
+                n_ran=n_ran,
+                covered=covered,
+            )
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
         fits = state.fits(rows)
-        allowed = fits * state.held(rows) * state.completes(rows)
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
-        (mean, sd), (seen, _) = state.costs(rows), state.costs(held)
-        best = [
-            float((acquisition.expected_improvement(mean[:, n], sd[:, n], seen[:, n].min()) * allowed).max())
-            for n in range(mean.shape[1])
-        ]
-        growth = 0.0
-        if len(self.metrics) > 1:
-            growth = float(
-                (acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng) * allowed).max()
-            )
-        gains = dict(zip(self.metrics, best, strict=True))
-        return Outlook(gains=gains, hypervolume=growth, n_left=n_left, n_ran=n_ran, covered=covered)
+        mean, sd = state.goal(rows, self.shares)
+        hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
+        measured = np.array(sorted(set(held)), dtype=np.intp)
+        measured = measured[np.argsort(state.goal(measured, self.shares)[0])][:MOST_DRAWN]
+        rows, allowed = rows[hopeful], (fits * state.held(rows) * state.completes(rows))[hopeful]
+        drawn = state.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
+        seen, unseen = drawn[:, : len(measured)], drawn[:, len(measured) :]
+        kept = seen[:, :FINALISTS].min(axis=1)
+        better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
+        loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
+        return Outlook(
+            loss=float(loss), next_gain=float(better.mean(axis=0).max()), n_left=n_left, n_ran=n_ran, covered=covered,
+            covered_levels=not self._untried(state, rows, allowed).any(),
+        )  # fmt: skip
 
     # Learning
 
@@ -293,7 +322,7 @@ class CandidateOptimizer:
             costs = costs + 10.0 * np.clip(over - 0.1, 0.0, 1.0)[:, None]
         spread = costs.std(axis=0) + 1e-9
         scaled = (costs - costs.min(axis=0)) / spread
-        weights = np.vstack([np.eye(costs.shape[1]), rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
+        weights = np.vstack([np.eye(costs.shape[1]), self.shares, rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
         chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
         chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
         lead = scaled.min(axis=1)
@@ -311,8 +340,8 @@ class CandidateOptimizer:
         mean, _ = state.costs(rows)
         return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
 
-    def _worth(self, state: CostModel, rows: Rows, n_told: int, rng: np.random.Generator) -> Floats:
-        """The acquisition whose turn it is: the hypervolume, then one objective, then the hypervolume again, and so on."""
+    def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
+        """The acquisition whose turn it is: the hypervolume (or a level that nothing had), the goal, one objective."""
         mean, sd = state.costs(rows)
         if not len(state.rows):
             return np.exp(-self._regret(state, rows))
@@ -321,17 +350,41 @@ class CandidateOptimizer:
             return state.held(rows)
         seen, _ = state.costs(held)
         n_metrics = len(self.metrics)
-        if self.weights is not None:
+        if self.goal_only:
             # With a handful of trials there is no time to look where little is known: what is expected to be best is
             # next.
-            expected = mean @ (np.asarray(self.weights, dtype=float) / sum(self.weights))
+            expected = mean @ self.shares
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        turn = n_told % (2 * n_metrics)
-        if n_metrics == 1 or turn % 2 == 1:
-            column = turn // 2 if n_metrics > 1 else 0
-            return acquisition.expected_improvement(mean[:, column], sd[:, column], seen[:, column].min())
-        gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
-        return gain if gain.max() > 0 else acquisition.expected_improvement(mean[:, 0], sd[:, 0], seen[:, 0].min())
+        untried = self._untried(state, rows, allowed)
+        if n_told % (2 if n_metrics == 1 else 3) == 0 and untried.any():
+            expected = mean @ self.shares
+            return np.asarray(untried * np.exp(expected.min() - expected), dtype=float)
+        if n_metrics > 1 and n_told % 3 == 0:
+            rng = np.random.default_rng(n_told)
+            gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
+            if gain.max() > 0:
+                return gain
+        share = np.eye(n_metrics)[n_told // 3 % n_metrics] if n_told % 3 == 2 else self.shares
+        return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
+
+    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> Floats:
+        """How many levels each row has that no trial had; 0 for rows that are far behind, or unlikely to run."""
+        tried = self.catalogue.present[sorted(state.known)].any(axis=0)
+        behind, _ = state.goal(rows, self.shares)
+        near = (behind - behind.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
+        return np.asarray(near * self.catalogue.present[rows][:, ~tried].sum(axis=1), dtype=float)
+
+    def _hopeful(self, state: CostModel, rows: Rows) -> Rows:
+        """The rows without those far behind the best measured on every objective of time, once one such has been tried."""
+        timed = [n for n, metric in enumerate(self.metrics) if metric != MEMORY]
+        if not timed or not len(state.rows) or not len(rows):
+            return rows
+        (seen, _), (mean, sd) = state.costs(state.rows), state.costs(rows)
+        best = seen.min(axis=0)[timed]
+        if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
+            return rows
+        near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
+        return np.asarray(rows[near], dtype=np.intp)
 
     def _held_rows(self, state: CostModel) -> Rows:
         """What completed and seems to keep the bounds."""

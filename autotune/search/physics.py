@@ -54,7 +54,7 @@ class PhysicsSampler(LegalSampler):
         setting: What legality depends on.
         seed: Seed of what is drawn.
         prior: Predicts step time and memory.
-        metrics: The objectives' metrics, in order.
+        metrics: The objectives' metrics, in order; a mapping holds their weights, as for `CandidateOptimizer`.
         memory_limit_bytes: What a rank may use; None if that is not known.
         bounds: Bounds on metrics that a solution must keep, as `objective.bounds` gives them.
 
@@ -62,7 +62,7 @@ class PhysicsSampler(LegalSampler):
         proposes: Whether it is to propose candidates: one that is only asked about them need not look at the whole
             space.
         cautious: Whether it passes by what surely does not fit the memory.
-        weights: Of the objectives, where their best compromise alone is sought; see `CandidateOptimizer`.
+        goal_only: Whether the goal alone is sought, not the front; see `CandidateOptimizer`.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class PhysicsSampler(LegalSampler):
         seed: int,
         *,
         prior: Prior,
-        metrics: Sequence[str],
+        metrics: Sequence[str] | Mapping[str, float],
         memory_limit_bytes: float | None = None,
         bounds: Iterable[Bound] = (),
     ) -> None:
         super().__init__("random", space, default, setting, seed)
-        self._metrics, self._prior, self._limit, self._bounds = list(metrics), prior, memory_limit_bytes, list(bounds)
+        self._metrics, self._prior, self._limit, self._bounds = metrics, prior, memory_limit_bytes, list(bounds)
         self._guide: CandidateOptimizer | None = None
-        self.weights: Sequence[float] | None = None
+        self.goal_only = False
         self._whole = self.proposes = self.cautious = True
 
     @property
@@ -96,7 +96,7 @@ class PhysicsSampler(LegalSampler):
                 legal, self._prior, self._metrics, world_size=setting.world_size, memory_limit_bytes=self._limit,
                 bounds=self._bounds, reference=default, knobs=values,
             )  # fmt: skip
-            self._guide.cautious, self._guide.weights = self.cautious, self.weights
+            self._guide.cautious, self._guide.goal_only = self.cautious, self.goal_only
         return self._guide
 
     def sample_relative(

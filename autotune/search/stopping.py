@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autotune.scoring.metrics import METRICS
 from autotune.search.model import Observation
-from autotune.search.optimizer import CandidateOptimizer, Outlook, RemainingCandidates, chance_needed
+from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
 from autotune.system.units import format_bytes
 
@@ -32,6 +31,8 @@ def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Can
 
 def nothing_left(left: RemainingCandidates, limit: float | None) -> str:
     """Why the search has nothing to propose any more."""
+    if left.n_fit:
+        return f"all that was not run ({left.n_open:,} candidates) is expected to be over {HOPELESS:.0f} times slower than the best"
     if left.n_open and limit is not None and left.least_memory_bytes is not None:
         return (
             f"no remaining candidate fits the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"
@@ -45,18 +46,16 @@ def settled(
 ) -> str | None:
     """Why the study may end before its budget does; None if something may still be gained.
 
-    Both with and without the last trial, no gain may be expected.
+    Both with and without the last trial, little may be lost by it.
     """
     if below <= 0:
         return None
     now = guide.outlook(told, busy)
     if not now.settled(below) or not guide.outlook(told[:-1], busy).settled(below):
         return None
-    return f"no candidate is expected to improve an objective by {below:.2g} or more ({_gains(now)})"
-
-
-def _gains(outlook: Outlook) -> str:
-    words = [f"{METRICS[metric].label} by {gain:.1%}" for metric, gain in outlook.gains.items()]
-    if len(outlook.gains) > 1:
-        words.append(f"the front's hypervolume by {outlook.hypervolume:.1%}")
-    return ", ".join(words)
+    if now.loss < below:
+        return f"going on is expected to improve the answer by {now.loss:.1%}, less than {below:.2g}"
+    return (
+        f"no further trial is expected to improve the answer by more than {now.next_gain:.2%} (all of them together by"
+        f" {now.loss:.1%})"
+    )

@@ -28,6 +28,7 @@ class Setting:
         plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
         base: Settings of the user's own configuration that candidates inherit and rules look at; see
             `inherited_settings`.
+        own_optimizer: The target makes the optimizer, not the configuration.
         unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
     """
 
@@ -43,6 +44,7 @@ class Setting:
     global_batch: tuple[int, int] | None = None
     plain_backward: bool = False
     base: tuple[tuple[str, Scalar], ...] = ()
+    own_optimizer: bool = False
     unsafe_precisions: tuple[str, ...] = ()
 
 
@@ -166,6 +168,9 @@ RULES: tuple[Rule, ...] = (
          "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
     Rule(lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
          "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
+    Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
+         "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
+         " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),
     Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and _older(s, 0, 17, 2),
          "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2", ("precision",)),
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),

@@ -15,12 +15,17 @@ from autotune.space import feasibility
 from autotune.space.legality import why_illegal
 from autotune.study.events import EventSink
 from autotune.study.measure import TrialMeasurer
+from autotune.study.spec.presets import DEFAULT_GOAL, SCARCE
+from autotune.study.spec.readers import objective_of
 from autotune.study.state import StudyState
 from autotune.study.storage import records
+from autotune.system.units import format_bytes
 from autotune.trial.result import Outcome, TrialResult
 
 # Micro-gradients of a step that the noise probe takes at least.
 MIN_NOISE_MICROS = 4
+# From this share of a device's memory on, which the baseline's peak takes, memory is scarce: an objective of its own.
+SCARCE_SHARE = 0.6
 
 
 class BaselineTrial:
@@ -45,8 +50,22 @@ class BaselineTrial:
         complete = result.outcome is Outcome.COMPLETE
         dropped = self._unmeasurable(result) if complete else self._without_baseline(result)
         objectives = [o for o in self._state.objectives if o not in dropped]
-        self._state.settle(self._state.reference, objectives)
+        self._state.settle(self._state.reference, [*objectives, *self._scarce(result)])
         return result
+
+    def _scarce(self, result: TrialResult) -> list[Objective]:
+        """The objective of memory, where a balanced goal has none and the baseline leaves little of it."""
+        state, limit = self._state, self._state.plan.memory_limit_bytes
+        if state.spec.goal != DEFAULT_GOAL or not limit:
+            return []
+        if result.outcome is Outcome.OOM:
+            how = "the baseline runs out of it"
+        elif result.peak_memory_bytes and result.peak_memory_bytes >= SCARCE_SHARE * limit:
+            how = f"the baseline takes {result.peak_memory_bytes / limit:.0%} of the {format_bytes(limit)} of a rank"
+        else:
+            return []
+        self._events.say(f"memory is scarce here ({how}), so less of it is an objective, too")
+        return [objective_of(*SCARCE)]
 
     def _unmeasurable(self, result: TrialResult) -> list[Objective]:
         """The objectives that a complete baseline does not measure; measures the noise scale on the way."""

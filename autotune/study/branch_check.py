@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.scoring.convergence.branch import Branch, Run, compare
+from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
-from autotune.study.budget import Budget
+from autotune.study.budget import CHECK_SHARE, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.numerics_check import MIN_STEPS, training_budget_s
 from autotune.study.state import StudyState, baseline_of
 from autotune.study.storage import records
+from autotune.system.units import format_duration
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -33,6 +35,7 @@ class BranchCheck:
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
+        self._left: set[int] = set()
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks the best of the candidates that still needs it.
@@ -40,17 +43,36 @@ class BranchCheck:
         Returns:
             Whether one was checked, so that the ranking may have changed.
         """
-        measured = self._state.measured()
+        measured = estimate(self._state.measured()).measured
         baseline, wanted = baseline_of(measured), {m.trial for m in found}
         done = sum(m.branch is not None for m in measured)
         unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}
         if baseline is None or not unchecked or done >= self._state.spec.finalists or self._budget.out_of_time():
             return False
+        best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
+        if not self._affordable(best, baseline, decides=best.trial == found[0].trial):
+            return False
         start = self._start()
         if start is None:
             return False
-        self._compare(next(unchecked[m.trial] for m in found if m.trial in unchecked), baseline, *start)
+        self._compare(best, baseline, *start)
         return True
+
+    def _affordable(self, m: Measured, baseline: Measured, *, decides: bool) -> bool:
+        """Whether a branch keeps to the checks' share of the study's time; says so once if it does not."""
+        n_samples = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
+        sides = [m] if (self._state.trial_path(baseline.trial) / f"branch-{n_samples}").exists() else [m, baseline]
+        needed_s = sum(n_samples / (each.metrics.get("samples_per_s") or 1.0) for each in sides)
+        if self._budget.affords_check(needed_s, decides=decides):
+            return True
+        if m.trial not in self._left:
+            self._left.add(m.trial)
+            self._events.say(
+                f"what the global batch of trial {m.trial} is worth is not checked: its branch would take"
+                f" {format_duration(needed_s)}, more than the checks' share of the study's time ({CHECK_SHARE:.0%}, twice as"
+                " much where the answer depends on it)"
+            )
+        return False
 
     def _compare(self, m: Measured, baseline: Measured, weights: Path, first_sample: int) -> None:
         self._events.say(
@@ -69,7 +91,7 @@ class BranchCheck:
                 write_record(path, Branch(confirmed=confirmed, reason=why))
                 return
             batch = each.candidate.global_batch_size(world)
-            runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.value("samples_per_s") or 1.0))
+            runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.metrics.get("samples_per_s") or 1.0))
         own, base = m.metrics.get(GOODPUT), baseline.metrics.get(GOODPUT)
         verdict = compare(runs[1], runs[0], base / own if own and base else None, first_sample or None)
         write_record(path, verdict)
@@ -80,17 +102,19 @@ class BranchCheck:
         result = result_in(path)
         if result is not None and result.outcome is not Outcome.LOST:
             return result
-        return self._measurer.execute(
+        trained = self._measurer.execute(
             m.candidate,
             path,
             role="branch",
             max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
             min_samples=ENDLESS_SAMPLES,
-            budget_s=training_budget_s(spec, n_samples / (m.value("samples_per_s") or 1.0)),
+            budget_s=training_budget_s(spec, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
             weights=str(weights),
             first_sample=first_sample,
             deadline_s=spec.trial_deadline_s,
         )
+        self._budget.checked(trained.wall_s)
+        return trained
 
     def _start(self) -> tuple[Path, int] | None:
         """The weights that branches start from (the user's or warmed-up ones), and the samples that these have seen."""

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -15,19 +16,25 @@ from autotune.errors import UserError
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.files import shown
-from autotune.trial.folder import TrialDir
+from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import Outcome
 
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
 MAX_RESERVED_SHARE = 0.4
-# Reserved for those checks: the time of this number of usual trials, at most this share of the budget.
-CHECK_TRIALS, MAX_CHECK_SHARE = 6, 0.25
+# Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
+CHECK_SHARE = 0.15
+# Reserved for them: the time of this number of usual trials at most.
+CHECK_TRIALS = 6
+# What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
+CHECK_BUDGETS = 5
+# Beyond this share of a time budget nothing is measured again only since the machine was busy.
+HURRY_SHARE = 0.25
 FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
 class Budget:
-    """Counts what a study has spent; time runs from the construction on.
+    """Counts what a study has spent; time runs from the moment at which its command began, imports included.
 
     Args:
         state: The study.
@@ -35,16 +42,26 @@ class Budget:
 
     def __init__(self, state: StudyState) -> None:
         self._state = state
-        self._started = time.monotonic()
-        self._earlier_s = 0.0
+        self._earlier_s, self._search_ended_s = 0.0, 0.0
+        self._checks_s: float | None = None
 
     def resume(self) -> None:
-        """Adds the time that the trials of earlier runs took."""
-        self._earlier_s = measuring_s(self._state.told())
+        """Adds the time that earlier runs took."""
+        known_s = records.wall_s(self._state.study) if self._state.exists else 0.0
+        self._earlier_s = max(known_s, measuring_s(self._state.told()))
+
+    def keep(self) -> None:
+        """Stores the time spent so far with the study."""
+        if self._state.exists:
+            records.note_wall(self._state.study, self.spent_s())
 
     def spent_s(self) -> float:
         """Seconds that the study has taken so far."""
-        return self._earlier_s + time.monotonic() - self._started
+        return self._earlier_s + time.monotonic() - self._state.plan.began
+
+    def search_ended(self) -> None:
+        """Notes that what is left is the end of the study."""
+        self._search_ended_s = self.spent_s()
 
     def n_spent(self) -> int:
         """Trials that count. Those predicted not to fit are free, until there are as many as the whole budget."""
@@ -53,26 +70,72 @@ class Budget:
         return len(outcomes) - min(n_unfit, self._state.spec.trials)
 
     def out_of_time(self) -> bool:
-        """Whether the time budget is spent, apart from the reserve for the end of the study."""
-        spec = self._state.spec
-        if spec.time_budget_s is None:
+        """Whether the time budget has no room for another trial, apart from the reserve for the end of the study."""
+        budget_s = self._state.spec.time_budget_s
+        if budget_s is None:
             return False
-        usual_s = self._usual_s()
-        reserve_s = (spec.finalists + 1) * spec.repeats * usual_s / 2
-        if spec.finalists:
-            reserve_s += min(CHECK_TRIALS * usual_s, MAX_CHECK_SHARE * spec.time_budget_s)
         # A short budget serves the search first: without it there is nothing to confirm.
-        reserve_s = min(reserve_s, MAX_RESERVED_SHARE * spec.time_budget_s)
-        return self.spent_s() + reserve_s >= spec.time_budget_s
+        reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * budget_s)
+        return self.spent_s() + self.usual_s() + reserve_s >= budget_s
+
+    def affords(self, needed_s: float) -> bool:
+        """Whether the time budget has room for something that takes so long."""
+        budget_s = self._state.spec.time_budget_s
+        return budget_s is None or self.spent_s() + needed_s <= budget_s
+
+    def hurries(self) -> bool:
+        """Whether the time budget has no room for measuring something again only since the machine was busy."""
+        budget_s = self._state.spec.time_budget_s
+        return budget_s is not None and self.spent_s() > HURRY_SHARE * budget_s
+
+    def affords_check(self, needed_s: float, *, decides: bool) -> bool:
+        """Whether a check keeps to the checks' share of the study's time.
+
+        Args:
+            needed_s: Seconds that it is expected to take.
+            decides: The answer depends on it, so the share is twice as large, and in a short study some trials' budget.
+        """
+        spec = self._state.spec
+        room_s = CHECK_SHARE * max(self.spent_s(), spec.time_budget_s or 0.0)
+        if decides:
+            room_s = max(2 * room_s, CHECK_BUDGETS * spec.trial_budget_s)
+        return self._checked_s() + needed_s <= room_s and self.affords(needed_s)
+
+    def check_room_s(self) -> float:
+        """Seconds that are left of the checks' share."""
+        return max(0.0, CHECK_SHARE * self.spent_s() - self._checked_s())
+
+    def checked(self, took_s: float) -> None:
+        """Counts the time of a check's run."""
+        self._checks_s = self._checked_s() + took_s
+
+    def _checked_s(self) -> float:
+        if self._checks_s is None:  # those of earlier runs
+            paths = [path for path in self._state.folder.glob("trials/*/*") if _is_check(path)]
+            results = map(result_in, paths)
+            self._checks_s = sum(result.wall_s for result in results if result is not None)
+        return self._checks_s
 
     def left_s(self) -> float:
-        """Estimated seconds until the end of the study."""
+        """Estimated seconds until the end of the study, with repeats and checks."""
         spec = self._state.spec
-        n_left = max(0, spec.trials - self.n_spent()) + (spec.finalists + 1) * spec.repeats / 2
-        left_s = n_left * self._usual_s()
+        if self._search_ended_s:
+            left_s = max(0.0, self._end_s() - (self.spent_s() - self._search_ended_s))
+        else:
+            left_s = max(0, spec.trials - self.n_spent()) * self.usual_s() + self._end_s()
         return left_s if spec.time_budget_s is None else min(left_s, max(0.0, spec.time_budget_s - self.spent_s()))
 
-    def _usual_s(self) -> float:
+    def _end_s(self) -> float:
+        """Estimated seconds of the end of the study: the finalists' repeats, and checks where candidates need any."""
+        spec, usual_s = self._state.spec, self.usual_s()
+        if not spec.finalists:
+            return 0.0
+        checks_s = min(CHECK_TRIALS * usual_s, CHECK_SHARE * max(self.spent_s(), spec.time_budget_s or 0.0))
+        doubtful = any(m.doubt and not m.barred for m in self._state.measured())
+        return (spec.finalists + 1) * spec.repeats * usual_s + (checks_s if doubtful else 0.0)
+
+    def usual_s(self) -> float:
+        """Seconds of a usual trial so far."""
         walls = [data["wall_s"] for data in self._ran()]
         return statistics.median(walls) if walls else 0.0
 
@@ -95,6 +158,11 @@ class Budget:
             log = shown(TrialDir(self._state.trial_path(0)).log(0))
             said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
             raise UserError(f"the first {len(ends)} trials, the baseline among them, {said} (see {log})")
+
+
+def _is_check(path: Path) -> bool:
+    """Whether a folder holds a run of the quality gate or of a branch."""
+    return path.name == "gate" or path.name.startswith("branch-") or path.parent.name.startswith("reference-")
 
 
 def measuring_s(told: Sequence[FrozenTrial]) -> float:

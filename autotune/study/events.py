@@ -62,7 +62,7 @@ class Progress:
         n_told: Trials told so far.
         n_trials: The budget of trials.
         best: The best compromise so far.
-        best_speedup: Its throughput over the baseline's.
+        best_gain: Its gain over the baseline by the goal: the weighted geometric mean over the objectives.
         left_s: Estimated seconds until the end of the study.
     """
 
@@ -76,7 +76,7 @@ class Progress:
     n_told: int
     n_trials: int
     best: Leader | None
-    best_speedup: float | None
+    best_gain: float | None
     left_s: float
 
 

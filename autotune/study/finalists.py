@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from autotune.scoring import recommend
+from autotune.scoring import racing, recommend
+from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import measure
 from autotune.study.branch_check import BranchCheck
@@ -12,13 +14,13 @@ from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import TrialMeasurer
 from autotune.study.numerics_check import NumericsCheck
-from autotune.study.state import StudyState, baseline_of
+from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
 
-# More rounds follow while the rounds differ by more than this (standard deviation of the log ratios).
-MAX_SPREAD = 0.03
+# At most this many times the rounds that the user states, while it is not settled who is best.
+MOST_ROUNDS = 4
 
 
 class Finalists:
@@ -58,18 +60,21 @@ class Finalists:
         """Checks candidates; whether the ranking may have changed."""
         return self._numerics.run(found) or self._branch.run(found)
 
+    def _estimates(self) -> Estimates:
+        return estimate(self._state.measured())
+
     def _finalists(self) -> list[Measured]:
-        measured, plan = self._state.measured(), self._state.plan
-        baseline, n = baseline_of(measured), plan.spec.finalists
-        return recommend.finalists(measured, baseline, self._state.objectives, n, plan.data_parallel)
+        plan = self._state.plan
+        first = estimate([replace(m, repeats={}) for m in self._state.measured()])
+        return recommend.finalists(first, self._state.objectives, plan.spec.finalists, plan.data_parallel)
 
     def _leaders(self) -> list[Measured]:
         """The repeated trials that beat the baseline, best first, down to the first without a doubt."""
-        measured, found = self._state.measured(), list[Measured]()
-        for m in recommend.rank(measured, baseline_of(measured), self._state.objectives):
+        found = list[Measured]()
+        for m in recommend.rank(self._estimates(), self._state.objectives):
             if m.trial == 0:
                 break
-            if m.repeats and not m.barred:
+            if m.confirmed and not m.barred:
                 found.append(m)
                 if not m.doubt:
                     break
@@ -77,41 +82,43 @@ class Finalists:
 
     def _shown(self) -> list[Measured]:
         """The trials that the answer shows, or would if they passed their checks: the picks, then the front."""
-        measured = self._state.measured()
-        found = recommend.recommend(
-            measured, baseline_of(measured), self._state.objectives, self._state.plan.data_parallel
-        )
+        found = recommend.recommend(self._estimates(), self._state.objectives, self._state.plan.data_parallel)
         picked = [pick.measured for pick in found.picks.values()]
         return list({m.trial: m for m in [*picked, *found.unchecked, *found.front]}.values())
 
     def _measure_again(self, found: list[Measured]) -> None:
-        """Measures the finalists and the baseline in turns, so that drift affects all of them alike."""
-        folder, spec = self._state.folder, self._state.spec
+        """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
+        spec, plan = self._state.spec, self._state.plan
+        numbers = [m.trial for m in found]
         while True:
-            measured = self._state.measured()
-            baseline = baseline_of(measured)
-            left = recommend.in_race(found, measured, baseline, self._state.objectives, self._state.plan.world_size)
-            if beaten := [f"trial {m.trial}" for m in found if m not in left]:
-                self._events.say(f"{', '.join(beaten)}: clearly beaten, so not measured again")
-            found = left
-            turn = [*found, *([baseline] if baseline else [])]
-            # Only whole rounds count: parts of interrupted ones were measured at another time.
-            rounds = [{n for n, path in records.repeat_paths(folder, m.trial).items() if result_in(path)} for m in turn]
-            n_done, last = len(set.intersection(*rounds)), max(set.union(*rounds), default=0)
-            if n_done >= spec.repeats and not (n_done < 2 * spec.repeats and self._unsettled()):
-                return
-            if n_done and spec.time_budget_s is not None and self._budget.spent_s() >= spec.time_budget_s:
+            estimates, tried = self._estimates(), self._tried()
+            n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
+            turn = racing.next_round(
+                estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
+                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats and not self._budget.out_of_time(),
+            )  # fmt: skip
+            if not turn or not self._budget.affords((len(turn) + 1) * self._budget.usual_s()):
                 return
             if n_done == 0:
-                beside = "and the baseline " if baseline else ""
-                self._events.say(f"measuring the best {len(found)} {beside}again, in turns")
-            for m in turn:
-                path = records.repeat_path(folder, m.trial, last + 1)
-                result = self._measurer.execute(m.candidate, path, role="repeat")
-                metrics = {name: estimate.value for name, estimate in measure(result, None).items()}
-                self._teller.progress(m.trial, "repeat", m.candidate, result, metrics)
+                beside = "and the baseline " if estimates.baseline else ""
+                self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
+            elif n_done == spec.repeats:
+                self._events.say("measuring on: it is not settled yet which one is best")
+            self._round([*turn, *([estimates.baseline] if estimates.baseline else [])])
 
-    def _unsettled(self) -> bool:
-        """Whether the rounds differ enough, and time is left, for more of them."""
-        measured = self._state.measured()
-        return not self._budget.out_of_time() and recommend.spread(measured, baseline_of(measured)) > MAX_SPREAD
+    def _round(self, turn: Sequence[Measured]) -> None:
+        """Measures each of these trials once."""
+        folder = self._state.folder
+        number = 1 + max((n for m in self._state.measured() for n in records.repeat_paths(folder, m.trial)), default=0)
+        for m in turn:
+            result = self._measurer.execute(m.candidate, records.repeat_path(folder, m.trial, number), role="repeat")
+            metrics = {name: each.value for name, each in measure(result, None).items()}
+            self._teller.progress(m.trial, "repeat", m.candidate, result, metrics)
+
+    def _tried(self) -> dict[int, int]:
+        """The re-measurements that have ended, by trial."""
+        folder = self._state.folder
+        return {
+            m.trial: sum(result_in(path) is not None for path in records.repeat_paths(folder, m.trial).values())
+            for m in self._state.measured()
+        }

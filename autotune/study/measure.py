@@ -14,6 +14,7 @@ from autotune.space.deepspeed import DsConfig, Scalar, at_path
 from autotune.study import placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
+from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
@@ -123,7 +124,7 @@ class TrialMeasurer:
             return
         self._built.update(needed)
         names = ", ".join(needed)
-        self._events.say(f"building DeepSpeed's {names} (once on this machine; may take a minute or two)")
+        self._events.doing(compiling(names))
         if failure := self.executor.build_ops(needed):
             self._events.say(
                 f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"
@@ -169,7 +170,7 @@ class TrialMeasurer:
             busy = result.other_cores > BUSY_CORES
             if not n_left and busy and compared:
                 self._n_tries = 1  # waiting does not help on this machine
-            if not n_left or not busy or self._budget.out_of_time():
+            if not n_left or not busy or self._budget.hurries():
                 return result
             again(f"other processes used {result.other_cores:.1f} cores meanwhile")
 

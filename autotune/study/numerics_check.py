@@ -11,7 +11,7 @@ from autotune.scoring.convergence import quality_gate
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
-from autotune.study.budget import Budget
+from autotune.study.budget import CHECK_SHARE, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.spec.spec import StudySpec
@@ -20,8 +20,6 @@ from autotune.study.storage import records
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
-# Share of the study's time so far that the check may cost.
-MAX_TIME_SHARE = 0.15
 # Steps of a reference's curve: fewer say little, more cost time.
 MIN_STEPS, MAX_STEPS = 12, 60
 REPLICATES = 2
@@ -43,15 +41,14 @@ class NumericsCheck:
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
-        self._spent_s = sum(_wall_s(path) for path in state.folder.glob("trials/*/*"))
         self._baseline = state.plan.baseline
         self._world = state.plan.data_parallel
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks candidates, the best first.
 
-        The first one and those with the baseline's batch, for which its own trial is the reference, are checked at any
-        cost, the others while the checks keep to their share of the study's time.
+        Those with the baseline's batch, for which its own trial is the reference, are checked at any cost, the others
+        while the checks keep to their share of the study's time.
 
         Returns:
             Whether one failed the check.
@@ -67,8 +64,8 @@ class NumericsCheck:
         failed, left = False, list[str]()
         for n, (batch, group) in enumerate(by_batch.items()):
             names = ", ".join(str(m.trial) for m in group)
-            required = batch == own_batch or (n == 0 and group[0].trial == found[0].trial)
-            if not required and not self._affordable(batch, baseline):
+            decides = n == 0 and group[0].trial == found[0].trial
+            if batch != own_batch and not self._affordable(batch, baseline, decides=decides):
                 left.append(names)
                 continue
             self._events.say(
@@ -83,8 +80,8 @@ class NumericsCheck:
                     self._events.say(f"trial {m.trial} {verdict.reason}")
         if left:
             self._events.say(
-                f"how trial {', '.join(left)} trained is not checked: that would take over {MAX_TIME_SHARE:.0%} of the"
-                " study's time"
+                f"how trial {', '.join(left)} trained is not checked: that would take more than the checks' share of the"
+                f" study's time ({CHECK_SHARE:.0%}, twice as much where the answer depends on it)"
             )
         return failed
 
@@ -102,7 +99,7 @@ class NumericsCheck:
         if len(own.losses) < min(MIN_STEPS, len(reference.losses)):
             if (passed := self._passed_alike(m, batch)) is not None:
                 return passed
-            step_s = m.value("step_time_s") or self._step_s(batch, baseline)
+            step_s = m.metrics.get("step_time_s") or self._step_s(batch, baseline)
             own = self._curve(m.candidate, path / "gate", len(reference.losses), step_s)
         if own.outcome is Outcome.DIVERGED:
             return GateVerdict(passed=False, reason=own.reason, batch=batch)
@@ -121,12 +118,12 @@ class NumericsCheck:
                 return replace(seen, same_as=other.trial)
         return None
 
-    def _affordable(self, batch: int, baseline: Measured) -> bool:
+    def _affordable(self, batch: int, baseline: Measured, *, decides: bool) -> bool:
         """Whether references at a batch keep to the check's share of the time."""
         if result_in(records.reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
             return True
         needed_s = (REPLICATES + 1) * (MIN_STEPS * self._step_s(batch, baseline) + 1)
-        return self._spent_s + needed_s <= MAX_TIME_SHARE * self._budget.spent_s()
+        return self._budget.affords_check(needed_s, decides=decides)
 
     def _step_s(self, batch: int, baseline: Measured) -> float:
         """Estimated step time with the baseline's numerics."""
@@ -139,7 +136,7 @@ class NumericsCheck:
         own = first if candidate == self._baseline and first is not None and len(first.losses) >= MIN_STEPS else None
         folder = records.reference_path(self._state.folder, batch)
         # Half of the time that is left, so that another batch can follow.
-        left_s = max(0.0, MAX_TIME_SHARE * self._budget.spent_s() - self._spent_s) / 2
+        left_s = self._budget.check_room_s() / 2
         step_s = self._step_s(batch, baseline)
         n_steps = round(min(MAX_STEPS, max(MIN_STEPS, left_s / (REPLICATES + (0 if own else 1)) / step_s)))
         reference = own or self._curve(candidate, folder / "0", n_steps, step_s)
@@ -171,7 +168,7 @@ class NumericsCheck:
             )
         except UserError as error:  # an engine that only replays what was measured
             return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
-        self._spent_s += result.wall_s
+        self._budget.checked(result.wall_s)
         return result
 
 
@@ -188,10 +185,3 @@ def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Can
     if per_rank == baseline.micro_batch_size * baseline.gradient_accumulation_steps:
         return baseline
     return replace(baseline, micro_batch_size=micro, gradient_accumulation_steps=per_rank // micro)
-
-
-def _wall_s(path: Path) -> float:
-    """Seconds that a run of this check in a folder took; 0 for other folders."""
-    own = path.name == "gate" or path.parent.name.startswith("reference-")
-    result = result_in(path) if own else None
-    return result.wall_s if result is not None else 0.0

@@ -84,12 +84,11 @@ class Proposer:
                 plan.setting,
                 spec.seed,
                 prior=warm.prior(prior) if warm is not None else prior,
-                metrics=[o.metric for o in state.objectives],
+                metrics={o.metric: o.weight for o in state.objectives},
                 memory_limit_bytes=plan.memory_limit_bytes,
                 bounds=objective.bounds(state.objectives, spec.constraints).values(),
             )
-            if warm is not None and warm.compromise:
-                self._physics.weights = [o.weight for o in state.objectives]
+            self._physics.goal_only = spec.quick or (warm is not None and warm.compromise)
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics
 

@@ -143,9 +143,13 @@ class Runner:
                 self._begin()
             records.note_end(self.state.study, "")
             records.note_settings(self.state.study, self.plan.spec)
-            if why := self._search():
-                records.note_end(self.state.study, why)
-            Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+            try:
+                if why := self._search():
+                    records.note_end(self.state.study, why)
+                self._budget.search_ended()
+                Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+            finally:
+                self._budget.keep()
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads, until there is none left to start.

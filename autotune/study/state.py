@@ -147,6 +147,7 @@ class StudyState:
             reference=self.reference,
             workload=plan.workload,
             learning_rate=self.learning_rate,
+            goal=plan.spec.goal,
             invocation=plan.spec.how() if plan.workload.script else None,
             branches=plan.spec.branch and plan.replicated,
             search=SearchRecord(

@@ -14,7 +14,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
-from autotune.scoring.measured import log_ratio
+from autotune.scoring.estimates import estimate
+from autotune.scoring.measured import log_gain
 from autotune.scoring.objective import Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
@@ -22,7 +23,7 @@ from autotune.study.budget import Budget
 from autotune.study.events import EventSink, Leader, Progress
 from autotune.study.parallel import ClaimedTrial
 from autotune.study.setup.script import remedy
-from autotune.study.state import StudyState, baseline_of
+from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.leases import Lease
 from autotune.system.signals import undisturbed
@@ -60,7 +61,7 @@ class Teller:
         with records.snapshot(state.study, news=False):
             measured = _measured_data(result, score) | {"forecast": self._forecast(candidate)}
             attrs[records.MEASURED_ATTR] = json.dumps(measured)
-            attrs |= records.readable_attrs(state.study, candidate, measured)
+            attrs |= records.readable_attrs(candidate, measured)
         constraints = {COMPLETED: 0.0 if done else 1.0}
         constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}
         ended = TrialState.COMPLETE if done else TrialState.PRUNED
@@ -121,9 +122,9 @@ class Teller:
         self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
     ) -> None:
         """Emits that a trial ended, and the state of the study."""
-        measured = self._state.measured()
-        baseline = baseline_of(measured)
-        best = next(iter(recommend.rank(measured, baseline, self._state.objectives)), None)
+        estimates = estimate(self._state.measured())
+        best = next((m for m in recommend.rank(estimates, self._state.objectives) if not m.barred), None)
+        baseline = estimates.baseline
         event = Progress(
             number=number,
             role=role,
@@ -135,7 +136,7 @@ class Teller:
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
             best=Leader(best.trial, best.candidate) if best else None,
-            best_speedup=math.exp(log_ratio(best, baseline, "samples_per_s")) if best and baseline else None,
+            best_gain=math.exp(log_gain(best, baseline, self._state.objectives)) if best and baseline else None,
             left_s=self._budget.left_s(),
         )
         self._events.ended(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -92,10 +93,17 @@ def check_templates(texts: Iterable[str], where: str) -> None:
 
 
 def fill(text: str, values: Mapping[str, Scalar]) -> str:
-    """Replaces templates by values; templates without a value stay."""
+    """Replaces templates, as `{micro_batch_size}` or `{micro_batch_size}*4`, by values; others stay."""
     for name, value in values.items():
-        text = text.replace(f"{{{name}}}", str(value))
+        text = re.sub(rf"\{{{name}\}}(?:\*(\d+))?", functools.partial(_product, value), text)
     return text
+
+
+def _product(value: Scalar, template: re.Match[str]) -> str:
+    factor = template[1]
+    if factor is None or not isinstance(value, int) or isinstance(value, bool):
+        return f"{value}*{factor}" if factor else str(value)
+    return str(value * int(factor))
 
 
 def template_values(values: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -131,14 +131,20 @@ def reports(trial_dir: TrialDir, world_size: int) -> dict[int, RankReport]:
 def phases(trial_dir: TrialDir) -> dict[int, str]:
     """Returns the last phase that each rank entered, from the event streams; a killed rank leaves no report."""
     last: dict[int, str] = {}
-    lines: list[str] = []
+    for event in events(trial_dir):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):  # written by somebody else
+            if "phase" in event:
+                last[int(event["rank"])] = str(event["phase"])
+    return last
+
+
+def events(trial_dir: TrialDir) -> list[dict[str, Any]]:
+    """Returns the last events of all ranks, those of each machine in order."""
+    found, lines = [], list[str]()
     for path in sorted(trial_dir.path.glob("events*.jsonl")):
         lines += (files.tail(path, EVENTS_TAIL_BYTES) or b"").decode(errors="replace").splitlines()
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # cut short by a kill
             event = json.loads(line)
-            if "phase" in event:
-                last[int(event["rank"])] = str(event["phase"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue  # cut short by a kill, or written by somebody else
-    return last
+            found += [event] if isinstance(event, dict) else []
+    return found

@@ -78,8 +78,10 @@ class Profile:
         n_tied: Parameters with more than one name, counted once in `n_parameters`.
         sizes: Distinct sizes of the parameters in elements, each with the number of parameters.
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
+        quantized: Frozen parameters that are held at 4 bits.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
+        cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
         caveats: Quantities that could not be measured, and the assumptions instead.
     """
 
@@ -99,8 +101,10 @@ class Profile:
     n_tied: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
     largest_module: int = 0
+    quantized: int = 0
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
+    cut_short: bool = False
     caveats: tuple[str, ...] = ()
 
     @property
@@ -134,12 +138,23 @@ class Profile:
                 live, complete = exact.highest(micro, gradient_bytes / scale)
                 return scale * live, scale * complete
             plain, again = self.passes.get(f"{name}/0"), self.passes.get(f"{name}/1")
-            if plain is not None and again is not None:
-                found = [each.highest(micro, gradient_bytes / scale) for each in (plain, again)]
-                live, complete = ((1 - share) * a + share * b for a, b in zip(*found, strict=True))
+            if plain is not None:
+                whole = plain.highest(micro, gradient_bytes / scale)
+                found = again.highest(micro, gradient_bytes / scale) if again else self._recomputed(*whole, micro)
+                live, complete = ((1 - share) * a + share * b for a, b in zip(whole, found, strict=True))
                 return scale * live, scale * complete
-        live, complete = self.passes["fp32/0"].highest(micro, gradient_bytes)
-        return ACTIVATION_SCALE[arithmetic] * live, complete
+        raise AssertionError("the plain fp32 pass is followed first")
+
+    def _recomputed(self, live: Floats, complete: Floats, micro: Floats) -> tuple[Floats, Floats]:
+        """Peak with every block recomputed, from the peak without, where that pass was not traced.
+
+        Kept are the blocks' inputs, 4 s b h L bytes in fp32 (Korthikanti et al., 2205.05198: 2 s b h L at 16 bits), one
+        block's activations, and what lies outside of the blocks.
+        """
+        layers = max(1, self.n_blocks)
+        width = (self.block_share * self.n_parameters / 12 / layers) ** 0.5
+        inputs = 4.0 * self.sequence * width * layers * micro
+        return np.minimum(live, inputs + live * (1 - self.block_share + self.block_share / layers)), complete
 
     def largest_tensor_bytes(self, precision: str, micro_batch_size: int) -> float:
         """Returns the bytes of forward's largest tensor, often the logits; 0 if no pass was traced."""

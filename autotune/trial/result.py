@@ -87,9 +87,12 @@ class Observed:
     Attributes:
         micro_batch_size: Leading dimension of the batch at the engine's forward; None if it varied.
         loader_batch_size: Samples drawn from the data set per micro-batch; None without a data set.
+        draw_size: Samples of the largest batch that the loader drew on this rank; 0 without a loader.
+        parts: Micro-batches that the script makes of one such batch; 0 unless it cuts it up.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         samples_per_step: Samples per optimizer step, summed over ranks.
-        tokens_per_step: Tokens per optimizer step, summed over ranks; None where samples are not token sequences.
+        tokens_per_step: Mean tokens of an optimizer step, summed over ranks, padding included; None where samples are
+            not token sequences.
         zero_stage: Stage that the engine runs.
         dtype: Type of the model's weights.
         autocast: Type that `torch.autocast` computes in, if it is on.
@@ -106,6 +109,8 @@ class Observed:
     dtype: str
     autocast: str | None = None
     checkpointed_blocks: int = 0
+    draw_size: int = 0
+    parts: int = 0
     unwitnessed: tuple[str, ...] = ()
 
     def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
@@ -128,8 +133,12 @@ class Observed:
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             ran = self.micro_batch_size or "a varying number"
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {ran} ran"
-        if self.samples_per_step != candidate.global_batch_size(world_size):
-            return f"global batch: {candidate.global_batch_size(world_size)} was asked for, {self.samples_per_step} ran"
+        asked = candidate.global_batch_size(world_size)
+        # The last part of a batch that is cut up may be smaller.
+        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * world_size if self.parts else 0
+        left_over = n_cut * (candidate.micro_batch_size - 1)
+        if not asked - left_over <= self.samples_per_step <= asked:
+            return f"global batch: {asked} was asked for, {self.samples_per_step} ran"
         return None
 
 
@@ -198,6 +207,9 @@ class Measurements:
         startup_s: Seconds before the first step, by phase; of a trial the slowest rank's.
         step_times_s: Wall time of each optimizer step of the slowest rank, warm-up included.
         losses: Mean loss over ranks of each step; None where it was not finite.
+        taken_in: What each step took in, summed over ranks, by name: `samples`, `tokens`, `real_tokens` (without
+            padding), and `elements` of all tensors that went forward. A trial's result keeps one number where all
+            steps are alike, and nothing where it is not known.
         phase_times_s: Parts of one step: data, forward, backward, step; within backward what our own checkpointing
             recomputes (`recompute`); with several ranks also collectives in forward and backward (`reduce`) and in the
             optimizer's step (`gather`), and waiting for other ranks before them (`wait`).
@@ -220,6 +232,7 @@ class Measurements:
     startup_s: dict[str, float] = field(default_factory=dict)
     step_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    taken_in: dict[str, list[int]] = field(default_factory=dict)
     phase_times_s: dict[str, float] = field(default_factory=dict)
     micro_step_s: dict[str, float] = field(default_factory=dict)
     alloc_retries: int | None = None

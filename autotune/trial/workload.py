@@ -95,6 +95,7 @@ class Script:
         assignments: Module constants to replace, and their new values.
         micro_batch_size: Value in the unchanged script, by which its flags and variables are recognised; 0 in a probe.
         gradient_accumulation_steps: Value in the unchanged script.
+        draw_sizes: If it cuts the loader's batches up: their samples in the unchanged script and in this trial.
         precision: Value in the unchanged script.
         checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
         learning_rates: Values in the unchanged script, by parameter group.
@@ -109,6 +110,7 @@ class Script:
     assignments: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    draw_sizes: tuple[int, int] | None = None
     precision: str = ""
     checkpoint_every: int = 0
     learning_rates: tuple[float | None, ...] = ()
@@ -131,11 +133,16 @@ class Probed:
         moved_by: How that run changed them.
         flags: Flags that set a candidate field (or `ds_config`), by all their names.
         config_source: Path of the configuration's file; empty for a dict in the code.
+        config_at: File and line of that dict; empty where it is not written out.
+        initialized_at: File and line where the script calls `deepspeed.initialize`; empty where a framework does.
         configured_accumulation: Micro-batches per step in the engine's configuration; None if it was not read.
         model_parallel_size: Ranks that train one copy of the model together.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
         expert_parallel: Experts are spread over ranks, as in DeepSpeed's mixtures of experts.
         learning_rates: Initial rate of each parameter group; None if the optimizer chooses it.
+        draw_size: Samples of the loader's batches, if the script cuts them up; else 0.
+        parts: Micro-batches that it makes of one of them.
+        parts_follow: It makes as many parts as it accumulates.
     """
 
     ds_config: DsConfig
@@ -153,6 +160,22 @@ class Probed:
     learning_rates: tuple[float | None, ...] = ()
     flags: dict[str, list[str]] = field(default_factory=dict)
     config_source: str = ""
+    config_at: str = ""
+    initialized_at: str = ""
+    draw_size: int = 0
+    parts: int = 0
+    parts_follow: bool = False
+
+    def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:
+        """Returns the samples that the loader draws at once, without and with a candidate; None if that is no matter.
+
+        A script that cuts its loader's batches up needs larger ones for a larger micro-batch.
+        """
+        follows = self.parts_follow and candidate.gradient_accumulation_steps != self.gradient_accumulation_steps
+        parts = candidate.gradient_accumulation_steps if follows else self.parts
+        if not self.parts or (candidate.micro_batch_size == self.micro_batch_size and not follows):
+            return None
+        return self.draw_size, candidate.micro_batch_size * parts
 
     def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
         """Returns a candidate's DeepSpeed configuration, adapted to this script."""

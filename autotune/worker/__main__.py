@@ -11,7 +11,8 @@ def main(arguments: list[str]) -> int:
         case ["serve", *modules]:
             from autotune.worker.agent import server
 
-            return server.serve(modules)
+            left_out = [item.partition("=")[2] for item in modules if item.startswith("--without=")]
+            return server.serve(modules[len(left_out) :], "".join(left_out))
         case ["rank", trial_dir, rank, listener]:
             from autotune.worker import run
             from autotune.worker.agent import preload

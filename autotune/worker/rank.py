@@ -23,6 +23,7 @@ from autotune.trial import workload
 from autotune.trial.failures import headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
+from autotune.worker.agent import temporary
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
@@ -32,6 +33,7 @@ from autotune.worker.measure.witness import recomputations
 def complete(recorder: Recorder) -> NoReturn:
     """Reports success, and ends the process when all ranks have done so."""
     recorder.check_memory()
+    temporary.note_imports(recorder.imported)
     if recorder.report.outcome is not Outcome.STOPPED_EARLY:
         recorder.report.outcome = Outcome.COMPLETE
     recorder.enter("done")

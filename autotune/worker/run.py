@@ -9,10 +9,12 @@ from typing import NoReturn
 from autotune.errors import UserError
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
+from autotune.worker import project, random_fills
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model.inspect import inspect_model
 from autotune.worker.model.loop import train_and_measure
 from autotune.worker.rank import abort, complete, watch_memory
+from autotune.worker.script.patching import patch
 
 
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
@@ -21,7 +23,9 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
     try:
         request = read_record(recorder.folder.request, TrialRequest)
         recorder.enter("import")
+        project.settle(Path(request.target), request.script.working_dir if request.script is not None else None)
         watch_memory(recorder, request)
+        random_fills.install(recorder, patch)
         if request.mode == "inspect":
             write_record(recorder.folder.workload, inspect_model(request))
         elif request.mode == "build":

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from autotune.cli.predict import read_settings
+from autotune.cli.options import read_settings
 from autotune.cli.scale import rank_counts
 from autotune.errors import SpecError, UserError
 from autotune.executors.ssh import read_hostfile

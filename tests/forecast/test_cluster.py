@@ -35,6 +35,7 @@ CLUSTER = Cluster(devices=64, per_node=8, intra_bytes_per_s=300 * GB, inter_byte
 FORESEEN = ForecastInputs(
     profile=PROFILE, machine=HERE, world_size=2, base_config={}, baseline=Candidate(micro_batch_size=8),
     setting=Setting(accelerator="cuda", world_size=2, ranks_per_node=2, fp16=True, n_blocks=12), share_bytes=80e9, notes=[],
+    device="A card (cuda)",
 )  # fmt: skip
 BASE = Candidate(micro_batch_size=8, precision="bf16", zero_stage=1)
 

@@ -294,3 +294,14 @@ def test_a_guessed_workload_is_less_sure_of_its_activations():
     guessed = Profile.guess(P, P, 4)
     assert memory.spreads(guessed)["activations"] > memory.spreads(PROFILE)["activations"]
     assert guessed.flops_per_sample == 6 * P * guessed.sequence
+
+
+def test_where_no_recomputing_pass_was_followed_its_memory_is_not_that_of_the_plain_one():
+    plain = {"fp32/0": a_pass((0, 100e6, 0))}
+    short = replace(PROFILE, passes=plain, cut_short=True)
+    live = [
+        float(short.highest("fp32", every, float(every > 0), np.array([4.0]), np.array([4.0]))[0][0])
+        for every in (0, 1)
+    ]
+    assert live[1] < 0.5 * live[0]
+    assert memory.spreads(short)["activations"] > memory.spreads(PROFILE)["activations"]

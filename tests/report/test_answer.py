@@ -50,12 +50,17 @@ def test_a_study_in_which_nothing_completed_says_why():
 
 def test_without_a_baseline_no_speedup_is_stated():
     report = study_report()
-    bare = {name: pick | {"speedup": None, "speedup_ci95": None, "reasons": []} for name, pick in report.picks.items()}
+    bare = {
+        name: pick | {"speedup": None, "speedup_ci95": None, "gains": {}, "reasons": []}
+        for name, pick in report.picks.items()
+    }
     trials = [
-        report.trials[0] | {"outcome": "oom", "reason": "over the memory limit", "metrics": {}},
-        *report.trials[1:],
+        report.trials[0]
+        | {"outcome": "oom", "reason": "over the memory limit", "metrics": {}, "gains": {}, "speedup": None},
+        *(trial | {"gains": {}, "speedup": None} for trial in report.trials[1:]),
     ]
-    report = replace(report, recommended={"picks": bare, "baseline": None}, trials=trials)
+    front = [point | {"gains": {}, "speedup": None} for point in report.front]
+    report = replace(report, recommended={"picks": bare, "baseline": None}, trials=trials, front=front)
     for text in (report_page.render(report).partition("<script")[0], render(report), printed(report, 80)):
         assert "the baseline did not complete (oom: over the memory limit)" in " ".join(text.split())
         assert not re.search(r"\d[×x] better|\d\.\d\d[×x]", text)

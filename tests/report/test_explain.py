@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
         "sampler": "physics",
         "space": SPACE,
         "trials": 24,
-        "finalists": 0,
+        "finalists": 1,
         "objectives": OBJECTIVES,
         "stop_below": 0.0,
     }

@@ -257,9 +257,31 @@ def test_what_no_flag_carries_is_a_comment_and_what_one_carries_is_not():
 
 
 def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
-    for source, said in (("conf/ds.json", "takes the place of conf/ds.json"), ("", "the configuration in the script")):
-        text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(STARTED, flags={}, config_source=source))
+    at = {"initialized_at": "train.py:40", "config_at": "train.py:12"}
+    call = 'pass `config="ds_config.json"` to `deepspeed.initialize` at train.py:40, instead of the dict at train.py:12'
+    for changes, said in (
+        ({"config_source": "conf/ds.json"}, "takes the place of conf/ds.json"),
+        (at, call),
+        ({}, "instead of the dict that it passes now"),
+        ({**at, "family": "Lightning"}, "`DeepSpeedStrategy("),
+        ({"family": "Accelerate"}, "`DeepSpeedPlugin("),
+    ):
+        text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(STARTED, flags={}, **changes))
         assert said in text and "--deepspeed_config" not in text
+
+
+@pytest.mark.parametrize(
+    ("form", "families"),
+    [("hf-args", {"transformers' Trainer"}), ("accelerate", {"transformers' Trainer", "Accelerate"})],
+)
+def test_a_format_that_the_tuned_script_cannot_read_is_refused_with_the_right_one(form, families):
+    for family in ("raw DeepSpeed", "DeepSpeed PipelineModule", "Lightning", "Accelerate", "transformers' Trainer"):
+        started = replace(STARTED, family=family)
+        if family in families:
+            assert export(pick(CANDIDATES[1]), BASE, form, 2, started)
+        else:
+            with pytest.raises(ExportError, match=f"trains with {family}; --format command"):
+                export(pick(CANDIDATES[1]), BASE, form, 2, started)
 
 
 HF = {

@@ -46,6 +46,11 @@ class TestWarmup:
         times[:5] *= 0.5  # the machine slowed down: what comes after is what lasts
         assert step_times.warmup_steps([*SETUP, *times]) == 7
 
+    def test_of_a_long_series_the_warm_up_is_cut_within_a_few_steps(self) -> None:
+        times = noise(0, 3000, 0.02)
+        times[:1000] *= 1.5
+        assert step_times.warmup_steps([*SETUP, *times]) == pytest.approx(1002, abs=6)
+
     def test_without_a_change_nothing_but_the_set_up_is_cut(self) -> None:
         assert step_times.warmup_steps([*SETUP, *[1.0] * 20]) == 2
         assert step_times.warmup_steps([*SETUP, *np.linspace(1.0, 1.01, 20)]) == 2

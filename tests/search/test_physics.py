@@ -414,9 +414,47 @@ def test_without_a_known_limit_what_ran_out_of_memory_still_teaches():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)
     told = [told_of(DEFAULT)]
-    for _ in range(16):
+    for _ in range(18):
         told.append(told_of(guide.suggest(told), 4e9))
     assert sum(t.outcome is Outcome.OOM for t in told) <= 3
     assert max(t.metrics.get("samples_per_s", 0.0) for t in told) >= 0.85 * max(
         metrics_of(c)["samples_per_s"] for c in every if truth(c)[1] <= 4e9
     )
+
+
+def test_what_is_far_behind_in_time_is_tried_once_and_no_more():
+    """Whatever memory it saves: bf16 is emulated here, 20 times slower than fp32, and needs half of the memory."""
+    candidates = [Candidate(micro_batch_size=m, precision=p) for m in (1, 2, 4, 8, 16) for p in ("fp32", "bf16")]
+    slow = [0.01 * c.micro_batch_size * (20 if c.precision == "bf16" else 1) for c in candidates]
+    size = [1e9 * c.micro_batch_size * (0.5 if c.precision == "bf16" else 1) for c in candidates]
+    told = []
+
+    def prior(some):
+        rows = [candidates.index(c) for c in some]
+        return from_logs(np.log(np.array(slow)[rows]), np.log(np.array(size)[rows]))
+
+    weights = {"step_time_s": 1.0, "samples_per_s": 1.0, "peak_memory_bytes": 0.5}
+    guide = CandidateOptimizer(candidates, prior, weights, reference=candidates[6])
+    while (c := guide.suggest(told)) is not None:
+        seconds, bytes_ = (values[candidates.index(c)] for values in (slow, size))
+        metrics = {"step_time_s": seconds, "samples_per_s": c.micro_batch_size / seconds, "peak_memory_bytes": bytes_}
+        told.append(Observation(candidate=c, metrics=metrics))
+    ran = [t.candidate.precision for t in told]
+    assert ran.count("fp32") == 5 and ran.count("bf16") <= 1
+
+
+def test_a_level_that_may_be_good_is_tried_however_sure_the_prior_is():
+    """Stage 3 is forecast twice as slow and is the fastest."""
+    candidates = [Candidate(micro_batch_size=m, zero_stage=s) for m in (1, 2, 4, 8, 16) for s in (1, 2, 3)]
+    prior = lambda some: from_logs(  # noqa: E731
+        np.log([0.01 + 0.01 * c.micro_batch_size * (2 if c.zero_stage == 3 else 1) for c in some]), np.zeros(len(some))
+    )
+    guide, told = CandidateOptimizer(candidates, prior, ["samples_per_s"], reference=candidates[0]), []
+    for _ in range(7):
+        c = guide.suggest(told)
+        seconds = 0.01 + 0.01 * c.micro_batch_size * (0.7 if c.zero_stage == 3 else 1)
+        told.append(
+            Observation(candidate=c, metrics={"step_time_s": seconds, "samples_per_s": c.micro_batch_size / seconds})
+        )
+    best = max(told, key=lambda t: t.metrics["samples_per_s"])
+    assert (best.candidate.zero_stage, best.candidate.micro_batch_size) == (3, 16)

@@ -22,6 +22,7 @@ SPACE = [
 ]
 SEEN = random.Random(0).sample(SPACE, 16)
 METRICS = ["step_time_s", "samples_per_s"]
+THROUGHPUT = {"step_time_s": 0.0, "samples_per_s": 1.0}  # weights in the goal
 PROFILE = replace(Profile.guess(10_000_000, 10_000_000, 8, 128), guessed=False)
 MACHINE = Machine.guess("cpu", 2, 2)
 
@@ -42,8 +43,8 @@ def told(candidate, longer=1.0):
     return Observation(candidate=candidate, metrics=metrics)
 
 
-def guide(prior):
-    return CandidateOptimizer(SPACE, prior, METRICS, world_size=2)
+def guide(prior, metrics=METRICS):
+    return CandidateOptimizer(SPACE, prior, metrics, world_size=2)
 
 
 def best(longer):
@@ -77,14 +78,14 @@ def test_the_formulas_are_those_of_the_new_circumstances():
 def test_a_warm_search_proposes_the_best_at_once():
     prior = AnalyticPrior(PROFILE, MACHINE)
     earlier, trials = guide(prior), [told(c) for c in SEEN]
-    warm = guide(Transferred(prior, earlier, trials))
-    warm.weights = [0.0, 1.0]
+    warm = guide(Transferred(prior, earlier, trials), THROUGHPUT)
+    warm.goal_only = True
     assert warm.suggest([told(SPACE[0])]) in sorted(SPACE, key=lambda c: seconds(c) / c.micro_batch_size)[:3]
 
 
-def test_with_weights_the_compromise_is_sought_and_not_the_ends_of_the_front():
-    found = guide(AnalyticPrior(PROFILE, MACHINE))
+def test_for_the_goal_alone_its_best_is_sought_and_not_the_ends_of_the_front():
+    found = guide(AnalyticPrior(PROFILE, MACHINE), THROUGHPUT)
     trials = [told(c) for c in SEEN]
-    found.weights = [0.0, 1.0]
+    found.goal_only = True
     proposed = found.suggest(trials)
     assert proposed.micro_batch_size == 16 and proposed.zero_stage == 2

@@ -40,6 +40,7 @@ ILLEGAL = [
     ({"precision": "torch_autocast", "checkpoint_every": 1}, Setting(pipeline_stages=2, n_blocks=4), "recomputes"),
     ({"checkpoint_every": 1}, Setting(n_blocks=0), "blocks"),
     ({"checkpoint_every": 5}, CPU, "only 4 blocks"),
+    ({"optimizer.params.lr": 1e-4}, Setting(own_optimizer=True), "makes its own"),
     ({"micro_batch_size": 64}, Setting(world_size=2, n_samples=100), "only 100 samples"),
     ({"micro_batch_size": 64}, Setting(global_batch=(1, 32)), "outside 1..32"),
     ({"offload_optimizer": "cpu"}, GPUS, "stage 1"),

@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture
 def unhurried(monkeypatch):
     """No trial takes time here, so that checks may cost any share of it."""
-    monkeypatch.setattr("autotune.study.numerics_check.MAX_TIME_SHARE", 1e9)
+    monkeypatch.setattr("autotune.study.budget.CHECK_SHARE", 1e9)

@@ -9,6 +9,7 @@ from support.studies import run
 
 from autotune.errors import UserError
 from autotune.scoring import recommend
+from autotune.scoring.estimates import estimate
 from autotune.scoring.objective import Constraint
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Probed
@@ -103,7 +104,7 @@ def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
     infeasible = [m for m in runner.measured() if not m.feasible]
     assert infeasible
     assert all(m.candidate.micro_batch_size > 4 for m in infeasible)
-    found = recommend.recommend(runner.measured(), None, runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert all(pick.measured.candidate.micro_batch_size <= 4 for pick in found.picks.values())
 
 

@@ -8,6 +8,7 @@ from support.instant import Instant, report
 from support.studies import run
 
 from autotune.scoring import recommend
+from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.trial import request as trial_request
 from autotune.trial.folder import read_record
@@ -60,7 +61,7 @@ def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_eq
 
 def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_nothing_twice(tmp_path):
     runner, _, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
     refuted = [m for m in runner.measured() if m.branch is not None and m.branch.confirmed is False]
     assert refuted and refuted[0].doubt.startswith("a branch over")
@@ -71,7 +72,7 @@ def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_n
 def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurried):
     space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
     runner, _, _ = branching(tmp_path, space=space, trials=4)
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     best = found.picks["recommended"].measured
     assert (best.candidate.precision, best.candidate.global_batch_size(1)) == ("bf16", 16)
     assert best.verdict.passed and best.branch.confirmed and best.repeats
@@ -89,7 +90,7 @@ def test_who_leads_only_after_the_re_measurements_stands_the_same_checks(tmp_pat
     executor.behaviour = behaviour
     space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
     runner, _, _ = run(tmp_path, executor, trials=4, finalists=3, sampler="grid", space=space, objectives=["latency"])
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     best = found.picks["recommended"].measured
     assert best.candidate == Candidate(micro_batch_size=16, precision="bf16") and best.verdict.passed
 

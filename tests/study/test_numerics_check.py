@@ -7,6 +7,7 @@ from support.studies import run
 
 from autotune.scoring import recommend
 from autotune.scoring.convergence.quality_gate import LEAST_STEPS
+from autotune.scoring.estimates import estimate
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome
@@ -28,7 +29,7 @@ def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended
     assert refused and {m.candidate.precision for m in refused} == {"bf16"}
     assert all("trains worse: over steps" in m.verdict.reason and "steps behind" in m.verdict.reason for m in refused)
     assert any(f"trial {refused[0].trial} trains worse" in text for text in watcher.said)
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert all(pick.measured.candidate.precision == "fp32" for pick in found.picks.values())
     assert not {m.trial for m in found.front} & {m.trial for m in refused}
     references = {request.candidate["precision"] for request in executor.gated}
@@ -38,7 +39,7 @@ def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended
 def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp_path, unhurried):
     space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
     runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=space)
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     best = found.picks["recommended"].measured
     assert best.candidate.precision == "bf16" and best.verdict.passed and best.verdict.losses
     assert any("trains as the baseline's numerics do" in reason for reason in found.picks["recommended"].reasons)
@@ -73,7 +74,7 @@ def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
     assert doubted and all(
         "could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted
     )
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert not found.picks["recommended"].measured.doubt
 
 
@@ -113,5 +114,5 @@ def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equ
     assert len(judged) == 2 and all(m.verdict.passed and m.verdict.n_steps >= LEAST_STEPS for m in judged), judged
     assert sorted(m.verdict.same_as is None for m in judged) == [False, True]
     assert [r.candidate["precision"] for r in executor.gated].count("bf16") == 1
-    found = recommend.recommend(runner.measured(), runner.measured()[0], runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert found.picks["recommended"].measured.candidate.precision == "bf16"

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 import pytest
 from optuna.trial import TrialState
-from support.instant import SPACE, Instant, plan_of, report, runner_of, spec_of
+from support.instant import SPACE, Clock, Instant, plan_of, report, runner_of, spec_of
 from support.studies import candidates, run, states
 
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -49,7 +49,7 @@ def test_more_rounds_follow_where_the_first_ones_disagree(tmp_path):
 
     executor.behaviour = unsteady
     run(tmp_path, executor, trials=4, finalists=2, repeats=2)
-    assert len(executor.ran) == 4 + 2 * 2 * 3
+    assert len(executor.ran) == 4 + 4 * 2 * 3
 
 
 def test_a_space_that_is_smaller_than_the_budget_ends_the_study(tmp_path):
@@ -70,17 +70,17 @@ def test_the_gaussian_process_runs_a_study(tmp_path):
     assert len(set(run(tmp_path, trials=10, sampler="gp", finalists=0, objectives=["latency"])[1].ran)) == 10
 
 
-def test_the_time_budget_ends_a_study_and_says_so(tmp_path):
-    executor = Instant(lambda candidate: time.sleep(0.2) or report(candidate))
+def test_the_time_budget_ends_a_study_and_says_so(tmp_path, monkeypatch):
+    executor = Instant(Clock(monkeypatch).takes(0.2))
     _, _, watcher = run(tmp_path, executor, trials=50, time_budget_s=3.0, finalists=0, objectives=["latency"])
     assert 2 <= len(executor.ran) <= 15
     assert any("the time budget of 3 s is spent after" in text for text in watcher.said)
 
 
-def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tmp_path):
+def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tmp_path, monkeypatch):
     """Three rounds of all finalists would take longer than there is."""
-    executor = Instant(lambda candidate: time.sleep(0.3) or report(candidate))
-    runner, _, _ = run(tmp_path, executor, trials=50, time_budget_s=4.0, objectives=["latency"])
+    executor = Instant(Clock(monkeypatch).takes(0.3))
+    runner, _, _ = run(tmp_path, executor, trials=50, time_budget_s=7.0, objectives=["latency"])
     told = [m for m in runner.measured() if m.usable]
     assert len(told) >= 3
     assert max(len(m.repeats) for m in told) <= 2

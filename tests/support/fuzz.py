@@ -29,7 +29,7 @@ DICTIONARY = (
 
 def readers() -> dict[str, Callable[[str], object]]:
     """Each reader by name, on a text."""
-    from autotune.cli.predict import read_settings
+    from autotune.cli.options import read_settings
     from autotune.retune.schedule import moment, next_after, rule_of
     from autotune.space.candidate import Candidate, from_deepspeed
     from autotune.space.deepspeed import read_config

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from autotune import session
 from autotune.executors.base import Status
@@ -16,7 +19,7 @@ from autotune.report.files import write_answer
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.legality import Setting
-from autotune.study import warm_start
+from autotune.study import budget, warm_start
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.study.measure import ENDLESS_SAMPLES
 from autotune.study.runner import Runner
@@ -136,6 +139,27 @@ class Instant:
 
     def build_ops(self, _: Sequence[str]) -> None:
         return None
+
+
+class Clock:
+    """The clock of a study's budget, which only its trials move: a busy machine spends none of it.
+
+    Attributes:
+        now_s: The time.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def takes(self, seconds: float) -> Behaviour:
+        """Trials that take some time each."""
+
+        def behaviour(candidate: Candidate) -> RankReport:
+            self.now_s += seconds
+            return report(candidate)
+
+        return behaviour
 
 
 class Watcher(EventSink):

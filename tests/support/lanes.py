@@ -49,13 +49,9 @@ def lane_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its lane, and keeps the tests that share a module's fixture in one worker."""
+    """Marks each test with its lane."""
     for item in items:
         item.add_marker(lane_of(item))
-        definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-        shared = any(each.scope == "module" for found in definitions for each in found)
-        if shared and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

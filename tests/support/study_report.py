@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from autotune.report.data import StudyReport
 from autotune.report.script_changes import script_side_changes
 from autotune.scoring import recommend
+from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import Candidate
@@ -59,16 +60,17 @@ def study_report(n_trials: int = 30, **changes) -> StudyReport:
         }  # fmt: skip
         trials.append(one_trial(number, baseline if number == 0 else drawn, rng))
     found = [as_measured(trial, trials[0]) for trial in trials]
-    answer = recommend.recommend(
-        found, found[0], [Objective(name=name, metric=name) for name in OBJECTIVES], world_size=2
-    )
+    estimates = estimate(found)
+    answer = recommend.recommend(estimates, [Objective(name=name, metric=name) for name in OBJECTIVES], world_size=2)
+    for trial, seen in zip(trials, estimates.measured, strict=True):
+        trial.update(recommend.figures(seen, estimates))
     recommended = {
         "picks": {name: pick.to_data() for name, pick in answer.picks.items()},
         "baseline": answer.baseline and answer.baseline.to_data(),
     }
     given = {
         "study": STUDY | {"n_trials": n_trials}, "recommended": recommended, "trials": trials,
-        "front": [recommend.point(m) for m in answer.front], "environment": ENVIRONMENT, "workload": WORKLOAD,
+        "front": [recommend.point(m, estimates) for m in answer.front], "environment": ENVIRONMENT, "workload": WORKLOAD,
     }  # fmt: skip
     return StudyReport(**(given | changes))
 

@@ -18,7 +18,7 @@ from typing import Any
 import optuna
 
 from autotune.report import fronts, readme
-from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, speedup, words
+from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, words
 from autotune.report.export import deepspeed_config
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
@@ -258,6 +258,6 @@ def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
             BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
         )
         found[f"{metric.label} ({unit})"] = round(value / divisor, max(2, metric_scale(name, [value]).decimals))
-    if measured(point) and (factor := speedup(report, point)):
+    if measured(point) and (factor := point.get("speedup")):
         found["speed-up"] = round(factor, 3)
     return found

@@ -10,7 +10,22 @@ from pathlib import PurePath
 from typing import Any
 
 from autotune.report import series, tables
-from autotune.report.data import PICK_NOTES, Data, StudyReport, differences, end_words, times, title, words
+from autotune.report.data import (
+    PICK_NOTES,
+    THROUGHPUT,
+    Change,
+    Data,
+    StudyReport,
+    differences,
+    doubt_words,
+    end_words,
+    leading_metric,
+    pick_words,
+    times,
+    title,
+    titles,
+    words,
+)
 from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.readme import machine, reproduce, subject
 from autotune.report.series import level_text
@@ -75,10 +90,15 @@ def _answer(report: StudyReport) -> Context:
     names = next(names for names, found in report.picks_by_trial() if "recommended" in names)
     also = ", ".join(title(name) for name in names if name != "recommended")
     metrics = report.metric_names()
-    return {"pick": _pick(report, pick, metrics), "also": also, "verdict": _verdict(report, pick), "caveats": caveats}
+    return {
+        "pick": _pick(report, pick, metrics),
+        "also": also,
+        "verdict": _verdict(report, names, pick),
+        "caveats": caveats,
+    }
 
 
-def _verdict(report: StudyReport, pick: Data) -> Context:
+def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
     """The answer's headline: the speed-up as `factor`, or a `text` in its place; `span` is the interval."""
     factor, span, text = times(pick.get("speedup"), "×"), _span(pick), ""
     if report.is_baseline(pick):
@@ -86,22 +106,15 @@ def _verdict(report: StudyReport, pick: Data) -> Context:
     if not factor:
         why = "did not run" if report.baseline is None else "cannot be compared with it"
         text = f"The baseline {why}, so there is no speed-up to state."
-    elif pick["speedup"] < 1 and (gained := _best_gain(report, pick)):
-        factor, text = "", f"{gained}, at {factor} the baseline’s throughput"
-    return {"factor": factor, "span": span, "text": text}
+    elif pick["speedup"] < 1 or leading_metric(report, names) != THROUGHPUT:
+        said = pick_words(report, names, pick)
+        factor, text = "", said[0].upper() + said[1:]
+    return {"factor": factor, "span": span, "text": text, "doubt": doubt_words(pick) if factor else ""}
 
 
 def _span(pick: Data) -> str:
     ends = pick.get("speedup_ci95")
     return f"{times(ends[0], '×')} to {times(ends[1], '×')}" if ends else ""
-
-
-def _best_gain(report: StudyReport, pick: Data) -> str:
-    """The objective that a pick improves most, in words; empty where it improves none."""
-    changes = [(each.change, each.label) for each in tables.compared(report, pick, report.objectives)]
-    better = [(change[0], label) for change, label in changes if change and change[1]]
-    factor, label = max(better, default=(0.0, ""))
-    return f"{label.capitalize()} {times(factor, '×')} better" if better else ""
 
 
 def _pick(report: StudyReport, pick: Data, metrics: Sequence[str]) -> Context:
@@ -137,11 +150,11 @@ def _cell(text: str, small: str = "", kind: str = "") -> Context:
     return {"text": text, "small": small, "kind": kind}
 
 
-def _change(change: tuple[float, bool] | None) -> Context:
-    factor, better = change or (None, False)
-    if (text := times(factor, "×")) in ("", "1.00×"):
-        return _cell("equal" if text else "", kind="muted" if text else "")
-    return _cell(text, "better" if better else "worse", "better" if better else "muted")
+def _change(change: Change | None) -> Context:
+    if change is None:
+        return _cell("")
+    text, _, how = change.words("×").partition(" ")
+    return _cell(text, how, "better" if change.better and change.told else "muted")
 
 
 def _picks(report: StudyReport) -> list[Context]:
@@ -157,11 +170,13 @@ def _picks(report: StudyReport) -> list[Context]:
         factor = None if same else pick.get("speedup")
         marks = (*(pick.get("speedup_ci95") or (factor, factor)), 1.0, factor) if factor else ()
         card = {
-            "title": ", ".join(title(name) for name in names),
+            "title": titles(names),
+            "said": "" if same or leading_metric(report, names) == THROUGHPUT else pick_words(report, names, pick),
             "why": "; ".join(PICK_NOTES[name] for name in names if name in PICK_NOTES),
             "is_baseline": same,
             "factor": times(factor, "×"),
             "span": _span(pick) if factor else "",
+            "doubt": "" if same or leading_metric(report, names) != THROUGHPUT else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         cards.append(_pick(report, pick, report.objectives) | card)

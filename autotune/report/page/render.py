@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from autotune._version import __version__
 from autotune.report import figures, fronts, series
-from autotune.report.data import StudyReport
+from autotune.report.data import StudyReport, measured
 from autotune.report.page import content
 from autotune.system import files
 
@@ -78,7 +78,9 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
 
 def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
     """The figures of the page by plot, each plot with one figure for every choice of its reader."""
-    objectives = report.objectives
+    objectives = [
+        name for name in report.objectives if any(name in measured(point) for point in report.points.values())
+    ]
     measures = [*(["gain"] if report.baseline is not None else []), *objectives]
     curves = series.losses(report)
     across = [name for name in ("samples", "seconds", "steps") if any(curve.across[name] for curve in curves)]

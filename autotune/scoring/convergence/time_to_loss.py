@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.scoring.convergence.noise_scale import NoiseScale
-from autotune.scoring.step_times import Estimate, Floats, _half_width
+from autotune.scoring.rates import Estimate, Floats, rate_of
+from autotune.scoring.step_times import _half_width
 from autotune.trial.result import TrialResult
 
 # A candidate that did not reach the target is extrapolated to at most this many times the samples it saw.
@@ -76,7 +77,7 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
     * l_i is the loss of the weights after (i - 1) B samples, so the mean weights behind L(s) have seen
       x(s) = s - (W + B) / 2 samples; without that term large batches would look late. For s < W the window is s.
     * x* is where L crosses the target, linear between steps; where noise makes it cross more than once, the mean of the
-      first and the last crossing, as the first alone comes early. time = x* / B x median step time.
+      first and the last crossing, as the first alone comes early. time = x* / throughput.
     * If the trial ends above the target, the loss is extrapolated, linear in log(samples) as fitted over all but the
       first quarter of the trial (the second half alone has four times the error in simulation), to at most 10 times the
       samples seen; the estimate is then `censored` and its interval goes up to that cap.
@@ -99,12 +100,14 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
     replicas = _replicas(losses, batch, window, rng)
     targets = reference.loss_target + reference.loss_target_sd * rng.standard_normal(len(replicas))
     drawn, _ = _reached(*_smoothed(replicas, batch, window), targets, replicas, seen, batch)
-    spread = _half_width(steps) / 1.96 / steps.median_s
-    drawn_s = drawn / batch * steps.median_s * np.maximum(0.0, 1 + spread * rng.standard_normal(len(replicas)))
-    value = float(samples[0]) / batch * steps.median_s
+    rate = rate_of(result, "samples")
+    step_s = batch / rate.value if rate is not None else steps.median_s
+    spread = (math.log(rate.high / rate.low) / 2 if rate is not None else _half_width(steps) / steps.median_s) / 1.96
+    drawn_s = drawn / batch * step_s * np.maximum(0.0, 1 + spread * rng.standard_normal(len(replicas)))
+    value = float(samples[0]) / batch * step_s
     low, high = (float(bound) for bound in np.quantile(drawn_s, (0.025, 0.975)))
     if censored[0]:
-        high = max(high, EXTRAPOLATION_CAP * seen / batch * steps.median_s)
+        high = max(high, EXTRAPOLATION_CAP * seen / batch * step_s)
     return Estimate(value=value, low=min(low, value), high=max(high, value), censored=bool(censored[0]))
 
 

@@ -69,6 +69,7 @@ class Answer:
         measured: Metrics of this configuration in the study, if it was measured.
         study: Study whose trials corrected the forecast.
         notes: Remarks for the user.
+        device: What a rank computes on, in words.
     """
 
     candidate: Candidate
@@ -83,6 +84,7 @@ class Answer:
     measured: Mapping[str, float]
     study: str
     notes: Sequence[str]
+    device: str
 
     @property
     def samples_per_s(self) -> tuple[float, float, float]:
@@ -108,6 +110,7 @@ class Answer:
         return {
             "candidate": self.candidate.values(),
             "ranks": self.world_size,
+            "device": self.device,
             "peak_memory_bytes": _data(self.memory),
             "step_time_s": _data(self.step_time),
             "samples_per_s": rate,
@@ -127,7 +130,7 @@ class Answer:
     def lines(self) -> Iterator[str]:
         """Yields the forecast for people, line by line."""
         total, time, limit = self.memory.total, self.step_time.total, self.limit_bytes
-        yield f"{self.candidate.describe()}, {self.world_size} rank(s)"
+        yield f"{self.candidate.describe()}, {self.world_size} rank(s), on {self.device}"
         yield ""
         verdict = "fits" if self.fits >= SURE else "may not fit" if self.fits > 1 - SURE else "does not fit"
         needed = f"{format_bytes(total.value)} ({format_bytes(total.low)} to {format_bytes(total.high)})"
@@ -193,6 +196,7 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
         tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None,
         measured=measured.get(candidate, {}), study=spec.name, notes=found.notes,
+        device=found.device + (f", as if it had {format_bytes(limit)}" if spec.device_memory_bytes else ""),
     )  # fmt: skip
 
 
@@ -219,6 +223,7 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
         profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
         share_bytes=environment.share_bytes(local), notes=notes,
+        device=f"{environment.device_name} ({environment.accelerator})",
     )  # fmt: skip
 
 

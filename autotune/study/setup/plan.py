@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from autotune.study.setup.script import (
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
-from autotune.system.machine import check_ranks
+from autotune.system.machine import check_ranks, emulates_bf16
 from autotune.trial.target import Target, is_yaml
 from autotune.trial.workload import Script, Workload
 
@@ -50,6 +51,7 @@ class Plan:
         full_space: The search space with them.
         setting: Everything that legality depends on.
         notes: Remarks for the user.
+        began: When the run began, in seconds of the monotonic clock; budgets count from there.
     """
 
     spec: StudySpec
@@ -62,6 +64,7 @@ class Plan:
     full_space: SearchSpace
     setting: Setting
     notes: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def memory_limit_bytes(self) -> float | None:
@@ -116,6 +119,7 @@ class Plan:
                 **({"nodes": spec.n_nodes} if spec.n_nodes > 1 else {}),
                 **({"executor": spec.executor} if spec.executor != "local" else {}),
                 "base_config": spec.base_config,
+                **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
                 "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
                 "device_memory_bytes": spec.device_memory_bytes,
                 "seed": spec.seed,
@@ -147,8 +151,14 @@ def studies_folder(spec_path: Path) -> Path:
     return around if around.name == "studies" and is_yaml(spec_path) else Path("studies").absolute()
 
 
-def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
+def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None] = lambda _: None) -> Plan:
     """Loads the target in a rank and works out baseline, space and setting.
+
+    Args:
+        spec: The study.
+        executor: Runs the target.
+        folder: The study's folder.
+        doing: Called with what the run does, if that takes minutes.
 
     Raises:
         UserError: The target, the baseline or the space cannot be used.
@@ -158,12 +168,12 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
         check_ranks(spec.stated_ranks or 1, "--ranks")
     trials = folder / "trials"
     first_ranks = 1 if target.kind == "model" else spec.stated_ranks or 1
-    workload = inspect_workload(spec, executor, trials / "inspect", first_ranks)
+    workload = inspect_workload(spec, executor, trials / "inspect", first_ranks, doing)
     environment = workload.environment
     nodes = spec.n_nodes
     world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
     if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
-        workload = inspect_workload(spec, executor, trials / "inspect", world_size)
+        workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
@@ -185,8 +195,17 @@ def plan(spec: StudySpec, executor: Executor, folder: Path) -> Plan:
     on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
+    sixteen = {"bf16", "torch_autocast"} & {
+        *(pruned["precision"].all_values() if "precision" in pruned else ()),
+        baseline.precision,
+    }
+    if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and emulates_bf16():
+        notes.append(
+            f"this processor has no fast bf16, so {' and '.join(sorted(sixteen))} is emulated and slow: what is forecast over"
+            " 3x behind is tried at most once"
+        )
     if executor.cold_reason:
-        notes.append(f"every trial starts a new Python, which costs seconds: {executor.cold_reason}")
+        notes.append(executor.cold_reason)
     return Plan(
         spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
         space=pruned, full_space=space, setting=setting, notes=notes,
@@ -216,6 +235,8 @@ def grounds(
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
         plain_backward=workload.script is not None and workload.script.plain_backward,
+        # The optimizer of a configuration takes the place of a model.py's, and gives way to a script's.
+        own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
         base=inherited_settings(base_config),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
@@ -268,5 +289,5 @@ def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size:
         most += [workload.n_samples] if workload.n_samples is not None else []
         micro = max(1, min([DEFAULT_MICRO_BATCH, *(n // world_size for n in most)]))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
-    own = workload.script.checkpoint_every if workload.script else 0
+    own = workload.script.checkpoint_every if workload.script else spec.checkpoint_every
     return replace(from_deepspeed(config, world_size), checkpoint_every=own)

@@ -128,7 +128,8 @@ def measure_missing(
         result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:
             profile = read_record(TrialDir(folder / "profile").profile, Profile)
-            save(profile, workload_key(target, ds_config.get("optimizer"), place.where))
+            if not profile.cut_short:
+                save(profile, workload_key(target, ds_config.get("optimizer"), place.where))
             workload = replace(workload, profile=profile)
         else:
             notes.append(f"the model was not profiled ({result.reason}), so forecasts start from its size alone")

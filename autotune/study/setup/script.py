@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import UserError
 from autotune.executors import base
@@ -16,12 +19,15 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.files import shown
 from autotune.trial.command import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
-from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.folder import TrialDir, events, read_record
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.result import Observed, Outcome, TrialResult
+from autotune.trial.target import module_constants
 from autotune.trial.workload import Probed, Script, Workload
 
 DEFAULT_MICRO_BATCH = 8
+# An op that takes longer than this to load is being compiled.
+COMPILED_S = 3.0
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
@@ -49,8 +55,40 @@ def remedy(reason: str) -> str:
     return "" if not found or found in reason else f". {found}"
 
 
-def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size: int) -> Workload:
+def compiling(names: str) -> str:
+    """Returns what a run does while DeepSpeed's ops are compiled."""
+    return f"DeepSpeed's {names} is being compiled, once on this machine; it takes some minutes"
+
+
+class _Builds:
+    """Tells of the ops that a script has DeepSpeed compile, which takes minutes in which nothing else happens."""
+
+    def __init__(self, folder: TrialDir, doing: Callable[[str], None]) -> None:
+        self._folder, self._doing, self._told = folder, doing, ""
+
+    def look(self) -> None:
+        """Tells of an op that has been compiled for some seconds, once; one that is built already is loaded at once."""
+        if (name := self.under_way()) and name != self._told:
+            self._told = name
+            self._doing(compiling(name))
+
+    def under_way(self) -> str:
+        """Returns the op that is being compiled; empty without one."""
+        last: dict[str, Any] = next((event for event in reversed(events(self._folder)) if "compiling" in event), {})
+        return str(last.get("compiling", "")) if time.time() - last.get("time", 0.0) > COMPILED_S else ""
+
+
+def inspect_workload(
+    spec: StudySpec, executor: Executor, path: Path, world_size: int, doing: Callable[[str], None] = lambda _: None
+) -> Workload:
     """Loads a `model.py`, or runs a script unchanged for a few steps, and returns the findings.
+
+    Args:
+        spec: The study.
+        executor: Runs it.
+        path: Folder for its files.
+        world_size: Ranks.
+        doing: Called with what it does, if that takes minutes.
 
     Raises:
         UserError: It cannot be loaded or run; the message gives the reason and the log.
@@ -64,11 +102,14 @@ def inspect_workload(spec: StudySpec, executor: Executor, path: Path, world_size
         script=script_request(spec, None, None, None) if is_script else None,
         ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
-    result = base.run(executor, path, request)
+    builds = _Builds(TrialDir(path), doing)
+    result = base.run(executor, path, request, builds.look)
     if result.outcome is not Outcome.COMPLETE:
         how = "run as it is" if is_script else "loaded"
         log = TrialDir(path).log(result.failed_rank or 0)
         hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
+        if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()):
+            hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor`"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)
     if workload.script is not None:
@@ -126,6 +167,7 @@ def script_request(
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
+        draw_sizes=probed.draw_sizes(candidate) if probed and candidate else None,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         learning_rates=probed.learning_rates if probed else (),
@@ -169,7 +211,7 @@ def _moved(
         "gradient_accumulation_steps": halves if keeps else steps + 1,
     }
 
-    def run(names: Iterable[str], folder: str) -> TrialResult:
+    def run(names: Iterable[str], folder: str, probed: Probed) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
         config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
         request = TrialRequest(
@@ -180,8 +222,20 @@ def _moved(
         )  # fmt: skip
         return base.run(executor, path.with_name(folder), request)
 
-    both = run(SCRIPT_BATCH, path.name)
-    results = {name: both if both.observed is not None else run([name], f"{path.name}-{name}") for name in SCRIPT_BATCH}
+    def ran(name: str, seen: Observed | None) -> bool:
+        own_draw = seen.loader_batch_size if seen is not None and name == "micro_batch_size" else None
+        return seen is not None and wanted[name] in (getattr(seen, name), own_draw)
+
+    both = run(SCRIPT_BATCH, path.name, probed)
+    if probed.parts == steps and both.observed is not None and not ran("micro_batch_size", both.observed):
+        # It may cut a batch into as many parts as it accumulates, or always into so many.
+        follows = replace(probed, parts_follow=True)
+        again = run(SCRIPT_BATCH, f"{path.name}-parts", follows)
+        if ran("micro_batch_size", again.observed):
+            probed, both = follows, again
+    results = {
+        name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in SCRIPT_BATCH
+    }
     movable, changes, caveats = [], list[str](), list(workload.caveats)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
@@ -189,14 +243,37 @@ def _moved(
         if seen is None:
             end = f"{result.outcome}: {result.reason}"
             caveats.append(f"with a {word} of {wanted[name]} the script ended with {end}; so it stays {was}")
-        elif wanted[name] in (getattr(seen, name), seen.loader_batch_size if name == "micro_batch_size" else None):
+        elif ran(name, seen):
             movable.append(name)
         else:
-            caveats.append(f"the {word} stays {was}: no flag, constant or DataLoader moves it. {REMEDY[name]}")
+            caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
     return replace(workload, script=probed, caveats=caveats)
+
+
+def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
+    """Returns why a knob did not move, and the remedy."""
+    times = _micro_batches_per_constant(spec, probed) or probed.parts if name == "micro_batch_size" else 0
+    if times > 1:
+        multiplied = f"`{{{name}}}*{times}`"
+        return (
+            f"the script makes {times} micro-batches of each batch. To tune it, pass {times} times its value:"
+            f" {multiplied} in a flag on the command line, or for a constant `--set NAME={{{name}}}*{times}`"
+        )
+    return f"no flag, constant or DataLoader moves it. {REMEDY[name]}"
+
+
+def _micro_batches_per_constant(spec: StudySpec, probed: Probed) -> int:
+    """Returns how often the micro-batch goes into a constant of the script that was to carry it; 0 if it does not."""
+    micro = probed.micro_batch_size or 0
+    carriers = [name for name, text in spec.script_set.items() if templates_in([text]) == ("micro_batch_size",)]
+    for name, node in module_constants(ast.parse(Path(spec.target).read_bytes()).body):
+        value = node.value.value if isinstance(node.value, ast.Constant) else None
+        if name in carriers and isinstance(value, int) and micro and value % micro == 0:
+            return value // micro
+    return 0
 
 
 def _frozen(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:

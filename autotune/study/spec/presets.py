@@ -1,12 +1,13 @@
-"""The search spaces and objectives that ship with the package."""
+"""The search spaces, objectives and goals that ship with the package."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autotune.errors import SpecError, unknown
 from autotune.study.spec.yaml_file import read_yaml
@@ -15,7 +16,35 @@ from autotune.trial.target import is_yaml
 
 Kind = Literal["search_spaces", "objectives"]
 DEFAULT_SPACES = ("batch", "zero", "precision", "checkpointing")
-DEFAULT_OBJECTIVES = ("latency", "throughput", "convergence", "memory")
+DEFAULT_GOAL = "balanced"
+
+
+class Goal(NamedTuple):
+    """What a person wants of a study.
+
+    Attributes:
+        means: What is then recommended, in words.
+        weights: Its objectives: names of presets, each with its weight in the recommendation.
+    """
+
+    means: str
+    weights: Mapping[str, float]
+
+
+# The weights say how much a doubling is worth: for `memory` half the memory pays for a throughput of 0.71.
+GOALS: dict[str, Goal] = {
+    "balanced": Goal(
+        "the best compromise of step time, throughput and convergence; of memory too, where it is scarce",
+        {"latency": 1.0, "throughput": 1.0, "convergence": 1.0},
+    ),
+    "throughput": Goal("the most samples per second", {"throughput": 1.0}),
+    "latency": Goal("the shortest optimizer step", {"latency": 1.0}),
+    "time-to-loss": Goal("the soonest at any target loss", {"convergence": 1.0}),
+    "memory": Goal("the least memory, unless that costs too much throughput", {"memory": 1.0, "throughput": 0.5}),
+    "cost": Goal("the fewest device-seconds to a target loss, and a smaller device", {"convergence": 1.0, "memory": 0.25}),
+}  # fmt: skip
+# The objective that joins a balanced goal where memory is scarce, and its weight.
+SCARCE = ("memory", 0.5)
 
 
 def preset_folder(kind: Kind) -> Path:

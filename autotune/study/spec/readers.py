@@ -15,7 +15,7 @@ from autotune.scoring.objective import Constraint, Objective
 from autotune.space.deepspeed import LARGEST_BATCH, DsConfig, check_config, read_config
 from autotune.space.parameter import parse_parameters
 from autotune.space.space import SearchSpace
-from autotune.study.spec.presets import Kind, load_preset
+from autotune.study.spec.presets import GOALS, Kind, load_preset
 from autotune.system import redaction
 from autotune.system.files import absolute, read_text
 from autotune.system.units import parse_bytes, parse_seconds
@@ -151,6 +151,23 @@ def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, .
     return tuple(found)
 
 
+def _read_goal(value: Any, where: str, folder: Path) -> str | None:
+    if value is not None and value not in GOALS:
+        raise SpecError(f"{where}: {unknown(str(value), GOALS, 'goal ')}. See `autotune ls goals`.")
+    return None if value is None else str(value)
+
+
+def objective_of(name: str, weight: float) -> Objective:
+    """Returns the objective of a preset with another weight."""
+    (found,) = _read_objectives(name, name, Path())
+    return found.model_copy(update={"weight": weight})
+
+
+def objectives_of(goal: str) -> tuple[Objective, ...]:
+    """Returns the objectives of a goal."""
+    return tuple(objective_of(name, weight) for name, weight in GOALS[goal].weights.items())
+
+
 def _read_constraints(value: Any, where: str, folder: Path) -> tuple[Constraint, ...] | None:
     if value is None:
         return None
@@ -245,6 +262,7 @@ def _read_checkpoint(value: Any, where: str, folder: Path) -> Path | None:
 # Readers of the keys that pydantic alone cannot read: from the value, its place in words, and the folder of its paths.
 READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "space": _read_space,
+    "goal": _read_goal,
     "objectives": _read_objectives,
     "constraints": _read_constraints,
     "base_config": _read_base,

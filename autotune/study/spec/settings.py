@@ -68,12 +68,22 @@ SETTINGS: dict[str, Setting] = {
         "Search spaces: presets or YAML files.",
         more="Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.", metavar="A,B",
         repeatable=True, comment="What is tuned: each knob with its values; null leaves DeepSpeed's default."),
+    "goal": Setting(
+        "What is wanted; see `autotune ls goals`.",
+        more="It sets the objectives, their weights, and so what is recommended. Without it `balanced`.",
+        metavar="balanced|throughput|latency|time-to-loss|memory|cost", optional=True,
+        comment="What is wanted, which sets the objectives (`autotune ls goals`)."),
     "objectives": Setting(
-        "Objectives: presets or YAML files.", more="Or mappings with a `metric`. See `autotune ls objectives`.",
+        "Objectives in place of a goal: presets or YAML files.",
+        more="Or mappings with a `metric`. See `autotune ls objectives`.",
         metavar="A,B", flag="--objective", repeatable=True, comment="What is optimised."),
     "constraints": Setting(
         "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.", option=False,
         comment="Bounds that a solution must keep."),
+    "quick": Setting(
+        "The fewest trials that decide: seek the goal alone.",
+        more="Not the front; 8 trials, 1 finalist, `stop_below` 3%, where nothing else is stated.", optional=True,
+        comment="Seek the goal alone."),
     "trials": Setting(
         "Trials in all, resumed ones and the baseline included.", metavar="N",
         comment="The budget: trials in all, and wall time (null: no limit)."),
@@ -104,6 +114,9 @@ SETTINGS: dict[str, Setting] = {
         "Your DeepSpeed configuration: the baseline.",
         more="The path of its JSON, or a mapping. Candidates are laid over it.", metavar="DS.JSON",
         comment="The baseline's DeepSpeed configuration, which candidates are laid over."),
+    "checkpoint_every": Setting(
+        "Recomputation in the baseline of a model.py: every k-th block; 0: none.", option=False, optional=True,
+        comment="The baseline recomputes the activations of every k-th block."),
     "global_batch": Setting(
         "Samples per optimizer step.",
         more="The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if"
@@ -117,8 +130,8 @@ SETTINGS: dict[str, Setting] = {
     "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
     "memory_filter": Setting("Skip candidates that surely do not fit memory.", flag="--filter", off="--no-filter"),
     "stop_below": Setting(
-        "End when no larger improvement is expected; 0: never.",
-        more="A share of any objective, as 0.01 or `1%`; only `physics` expects.", metavar="1%"),
+        "End when going on is expected to gain less; 0: never.",
+        more="A share of the goal, as 0.01 or `1%`; only `physics` expects.", metavar="1%"),
     "stop_trials": Setting(
         "End trials that are clearly worse.", more="That is, worse than a measured one on every objective.",
         off="--no-stop-trials"),
@@ -145,7 +158,10 @@ SETTINGS: dict[str, Setting] = {
     "finalists": Setting(
         "Candidates that are checked and measured again at the end, beside the baseline; 0: none.", option=False,
         comment="The best are checked and measured again at the end, this many, this often."),
-    "repeats": Setting("How often each of them is measured again.", option=False),
+    "repeats": Setting(
+        "Rounds in which the best are measured again at least; up to four times as many until it is settled which is best.",
+        option=False,
+    ),
     "branch": Setting(
         "Check other global batches by a branch.",
         more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",

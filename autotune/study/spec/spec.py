@@ -20,7 +20,7 @@ from autotune.executors.ssh import read_hostfile
 from autotune.scoring.objective import Constraint, Objective, bounds
 from autotune.space.deepspeed import DsConfig, without_auto
 from autotune.space.space import SearchSpace
-from autotune.study.spec.presets import DEFAULT_OBJECTIVES, DEFAULT_SPACES
+from autotune.study.spec.presets import DEFAULT_GOAL, DEFAULT_SPACES
 from autotune.study.spec.readers import (
     READERS,
     Bytes,
@@ -33,6 +33,7 @@ from autotune.study.spec.readers import (
     Share,
     check_keys,
     first_error,
+    objectives_of,
 )
 from autotune.study.spec.settings import SETTINGS, flag
 from autotune.study.spec.yaml_file import commented, read_yaml
@@ -47,6 +48,8 @@ NO_SECRET = (
     f"{redaction.HIDDEN} stands for a secret, which autotune never writes down; let the script read it from a"
     " variable of the environment (in a launch command: $NAME), or give the whole command again"
 )
+# What `quick` stands for where a study does not state it.
+QUICK = {"trials": 8, "finalists": 1, "stop_below": 0.03}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # Characters of a study's name, which is a folder's; a file system takes 255 bytes, and re-tunings append their number.
 LONGEST_NAME = 200
@@ -80,8 +83,10 @@ class StudySpec(BaseModel):
     working_dir: Path | None = None
     invocation: InstanceOf[Invocation] | None = Field(default=None, exclude=True)
     space: InstanceOf[SearchSpace]
+    goal: str | None = None
     objectives: tuple[Objective, ...]
     constraints: tuple[Constraint, ...] = ()
+    quick: bool = False
     trials: Count = 30
     time_budget_s: Seconds | None = None
     ranks: Ranks | None = None
@@ -91,6 +96,7 @@ class StudySpec(BaseModel):
     patience_s: Seconds = 1800.0
     hostfile: Path | None = None
     base_config: DsConfig | None = None
+    checkpoint_every: Natural = 0
     global_batch: GlobalBatch = "free"
     device_memory_bytes: Bytes | None = None
     sampler: str = "physics"
@@ -258,9 +264,19 @@ class StudySpec(BaseModel):
         check_keys(given, (name for name in cls.model_fields if name != "invocation"), where)
         if invocation is None and "command" in given and given["command"].value is not None:
             raise SpecError(f"{where}: command: it has to be run first")  # a caller's mistake
-        defaults = {"name": name, "space": list(DEFAULT_SPACES), "objectives": list(DEFAULT_OBJECTIVES)}
+        wanted = _goal_or_objectives(overrides or {}, data)
+        for key in {"goal", "objectives"} - set(wanted):
+            given.pop(key, None)
+        defaults = {"name": name, "space": list(DEFAULT_SPACES)} | ({} if wanted else {"goal": DEFAULT_GOAL})
         given = {key: _Stated(value, f"{where}: {key}", folder) for key, value in defaults.items()} | given
         values = {key: READERS[key](*value) if key in READERS else value.value for key, value in given.items()}
+        if (goal := values.get("goal")) is not None:
+            own = values.setdefault("objectives", objectives_of(goal))
+            if own != objectives_of(goal):
+                other = f"{given['objectives'].where} says otherwise; leave one of the two out"
+                raise SpecError(f"{given['goal'].where}: {goal} sets the objectives, and {other}")
+        if values.get("quick"):
+            values = QUICK | values
         for key in ("constraints", "global_batch"):
             if values.get(key, "") is None:
                 del values[key]
@@ -294,6 +310,12 @@ class StudySpec(BaseModel):
         return self
 
 
+def _goal_or_objectives(*layers: Mapping[str, Any]) -> list[str]:
+    """Returns which of `goal` and `objectives` the first layer states that states any: a flag replaces what a file says."""
+    stated = ([key for key in ("goal", "objectives") if each.get(key) is not None] for each in layers)
+    return next(filter(None, stated), [])
+
+
 def _check_script(spec: StudySpec) -> None:
     """Refuses templates, constants and settings that a training script cannot take.
 
@@ -307,6 +329,8 @@ def _check_script(spec: StudySpec) -> None:
     if not Path(folder := spec.how().working_dir).is_dir():
         raise SpecError(f"working_dir: there is no folder {folder}, which {target.path.name} is to run in")
     check_templates([*spec.how().arguments, *spec.script_set.values(), spec.command or ""], str(target.path))
+    if spec.checkpoint_every:
+        raise SpecError("checkpoint_every: a script recomputes what it says itself; leave this key out")
     if spec.base_config is not None and DS_CONFIG not in spec.templated():
         raise SpecError(
             f"{flag('base_config')}: a script brings its own DeepSpeed configuration, which is the baseline; it is"

@@ -47,7 +47,7 @@ RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 # Where releases before 0.2 kept them, as user attributes.
 OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
 RECORD_FILE = "record.json"
-ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "settings"
+ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR, WALL_ATTR = "role", "ended", "settings", "autotune:wall_s"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -184,6 +184,7 @@ class StudyRecord:
         invocation: How the script is started; None for a `model.py`.
         branches: Whether another global batch must be confirmed by a branch.
         search: Inputs of the search; None in studies of earlier versions.
+        goal: The goal that set the objectives; None where they were stated.
     """
 
     fingerprint: dict[str, Any]
@@ -198,6 +199,7 @@ class StudyRecord:
     invocation: Invocation | None = None
     branches: bool = False
     search: SearchRecord | None = None
+    goal: str | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration of a candidate's trial."""
@@ -246,6 +248,16 @@ def note_end(study: Study, why: str) -> None:
         study.set_user_attr(ENDED_ATTR, why)
 
 
+def note_wall(study: Study, seconds: float) -> None:
+    """Store how long a study has taken so far, all of its runs together."""
+    storage_of(study).set_study_system_attr(study_id(study), WALL_ATTR, seconds)
+
+
+def wall_s(study: Study) -> float:
+    """Seconds that a study has taken, as far as its runs have stored; 0 where none has."""
+    return float(storage_of(study).get_study_system_attrs(study_id(study)).get(WALL_ATTR, 0.0))
+
+
 def told_trials(study: Study) -> list[FrozenTrial]:
     """Trials that ended with a result, in order; lost trials and unreadable ones are left out."""
     return [told for told in _with_result(study) if _is_readable(told)]
@@ -281,11 +293,12 @@ def _measured_text(told: FrozenTrial) -> str | None:
     return told.system_attrs.get(MEASURED_ATTR) or told.user_attrs.get(OLD_MEASURED_ATTR)
 
 
-def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
+def readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
     """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
 
+    A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
+
     Args:
-        study: The study; None before its baseline, trial 0, was told.
         candidate: The trial's configuration.
         data: Its result, as in `told_data`.
     """
@@ -294,12 +307,6 @@ def readable_attrs(study: Study | None, candidate: Candidate, data: Mapping[str,
     for name, key, scale, digits in READABLE:
         if name in measured:
             found[key] = round(measured[name] / scale, digits)
-    first = told_trials(study)[:1] if study is not None else []
-    own, base = (
-        values.get("samples_per_s") for values in (measured, told_data(first[0])["metrics"] if first else measured)
-    )
-    if own and base:
-        found["speed-up"] = round(own / base, 3)
     return found
 
 
@@ -359,6 +366,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
         repeats=repeats,
+        forecast=data.get("forecast", {}).get("step_time_s"),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),

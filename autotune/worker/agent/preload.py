@@ -5,10 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.abc
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
 
 # DeepSpeed imports these inside `initialize`, at 2.4 CPU-seconds a rank. Releases differ in which they have.
 LAZY_MODULES = (
@@ -46,33 +54,81 @@ def import_rank_modules() -> None:
         importlib.import_module(name)
 
 
-def preload(modules: Sequence[str]) -> str | None:
+@dataclass(frozen=True)
+class Preloaded:
+    """State of the server after its imports.
+
+    Attributes:
+        cold: Why ranks cannot be forked from this process; empty if they can.
+        culprits: What a module did when it was imported that does not survive a fork, by the item that imported it.
+    """
+
+    cold: str = ""
+    culprits: dict[str, str] = field(default_factory=dict)
+
+
+def preload(modules: Sequence[str]) -> Preloaded:
     """Imports everything that ranks need.
 
     Args:
         modules: What the user's target imports, as `module` or `module:name,name`.
-
-    Returns:
-        Why ranks cannot be forked from this process; None if they can.
     """
     sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)
+    before = _traces()
     try:
-        import deepspeed
+        with _Watch() as watch:
+            import deepspeed
 
-        import_rank_modules()
-        # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
-        deepspeed.ops.__compatible_ops__  # noqa: B018
+            import_rank_modules()
+            # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
+            deepspeed.ops.__compatible_ops__  # noqa: B018
     except Exception as error:
-        return f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}"
-    for item in modules:
-        _import_for_target(item)
-    reason = _unsafe_to_fork()
-    if reason is None:
-        gc.collect()
-        gc.freeze()
-    return reason
+        return Preloaded(f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}")
+    culprits = _import_all(modules)
+    cold = _unsafe_to_fork()
+    if cold and before:
+        cold = f"Python itself, as it is set up here, {_listed(before.values())}"
+    elif cold and (watch.found or culprits):
+        cold = ", ".join([*watch.found, *dict.fromkeys(culprits.values())])
+    if not cold:
+        _freeze()
+    return Preloaded(cold, culprits)
+
+
+def preload_more(modules: Sequence[str]) -> bool:
+    """Imports further modules between two trials, except those after which ranks could not be forked.
+
+    They are imported in a forked process first, which finds these.
+
+    Returns:
+        Whether ranks can still be forked from this process.
+    """
+    missing = [name for name in modules if name not in sys.modules]
+    code, culprits = _in_a_fork(lambda: list(_import_all(missing))) if missing else (1, [])
+    if code == 0:
+        _import_all([name for name in missing if name not in culprits])
+        _freeze()
+    return not _traces()
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def _import_all(items: Sequence[str]) -> dict[str, str]:
+    """Imports items; returns what does not survive a fork, by the item that did it, and names the module at fault."""
+    culprits = {}
+    with _Watch() as watch:
+        for item in items:
+            n_found = len(watch.found)
+            _import_for_target(item)
+            watch.note(item.partition(":")[0])
+            if watch.found[n_found:]:
+                culprits[item] = ", ".join(watch.found[n_found:])
+    return culprits
 
 
 def _import_for_target(item: str) -> None:
@@ -85,19 +141,87 @@ def _import_for_target(item: str) -> None:
         print(f"autotune: not preloaded: {name}: {error}", file=sys.stderr)
 
 
-def _unsafe_to_fork() -> str | None:
+class _Watch(importlib.abc.MetaPathFinder):
+    """Finds the modules whose import starts a thread or initialises CUDA.
+
+    It looks after each module that is executed, so that the innermost one is named.
+
+    Attributes:
+        found: What each of them did, in words.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._seen = _traces()
+
+    def __enter__(self) -> Self:
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Lets the other finders find a module, and looks after its execution."""
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
+        loader = spec.loader if spec is not None else None
+        if loader is None or isinstance(loader, type) or not hasattr(loader, "exec_module"):
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with contextlib.suppress(AttributeError):
+                del loader.exec_module  # the module keeps its loader
+            try:
+                execute(module)
+            finally:
+                self.note(name)
+
+        with contextlib.suppress(AttributeError):
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def note(self, name: str) -> None:
+        """Notes what happened since the last look, as the doing of a module."""
+        now = _traces()
+        what = [words for trace, words in now.items() if trace not in self._seen]
+        if what:
+            self.found.append(f"importing `{name}` {_listed(what)}")
+        self._seen |= now
+
+
+def _traces() -> dict[int, str]:
+    """Returns what this process has that does not survive a fork: threads by their numbers, CUDA by 0, and words."""
+    threads = {thread.native_id: f"started the thread `{thread.name}`" for thread in threading.enumerate()}
+    tasks = [int(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+    found = {task: threads.get(task) or f"started the native thread `{_task_name(task)}`" for task in tasks}
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        found[0] = "initialised CUDA"
+    return found
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Returns words in a list, each once, with the number of times that it occurs."""
+    return ", ".join(word if n == 1 else f"{word} ({n} times)" for word, n in Counter(words).items())
+
+
+def _task_name(task: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    return str(task)
+
+
+def _unsafe_to_fork() -> str:
+    """Returns why a process forked from this one could not run a rank; empty if it can."""
+    if found := _traces():
+        return f"something {_listed(found.values())}"
     import torch
 
-    if torch.cuda.is_initialized():
-        return "an imported module initialised CUDA, which does not survive a fork"
     if torch.cuda.is_available() and (failure := tried_in_a_fork(torch.cuda.init)) is not None:
         return f"CUDA does not start in a forked process: {failure}"
-    if threading.active_count() > 1:
-        return f"an imported module started threads: {', '.join(thread.name for thread in threading.enumerate()[1:])}"
-    n_threads = len(os.listdir("/proc/self/task"))
-    if n_threads > 1:
-        return f"an imported module started {n_threads - 1} native threads"
-    return None
+    return ""
 
 
 def tried_in_a_fork(run: Callable[[], object]) -> str | None:
@@ -106,20 +230,30 @@ def tried_in_a_fork(run: Callable[[], object]) -> str | None:
     Torch does not tell whether CUDA was used in a way that does not survive a fork: counting devices without NVML is
     enough, and leaves `torch.cuda.is_initialized()` false.
     """
+    code, said = _in_a_fork(lambda: (run(), ())[1])
+    return None if code == 0 else next(iter(said), "") or f"exit status {code}"
+
+
+def _in_a_fork(run: Callable[[], Sequence[str]]) -> tuple[int, list[str]]:
+    """Runs a function in a forked process; returns the exit status, and the texts it returned or its error."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            run()
+            os.close(read)
+            said = json.dumps(list(run()))
             status = 0
         except BaseException as error:
             lines = str(error).strip().splitlines() or [""]
-            os.write(write, f"{type(error).__name__}: {lines[0]}"[:500].encode())
+            said = json.dumps([f"{type(error).__name__}: {lines[0]}"[:500]])
+        try:
+            with open(write, "w") as pipe:
+                pipe.write(said)
         finally:
             os._exit(status)
     os.close(write)
-    with open(read, "rb") as pipe:
+    with open(read) as pipe:
         message = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return None if code == 0 else message.decode(errors="replace") or f"exit status {code}"
+    return code, json.loads(message) if message else []

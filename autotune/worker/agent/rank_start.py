@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from autotune.trial.request import TrialRequest
 from autotune.worker.agent.logs import Log
+from autotune.worker.agent.memory_watch import MemoryWatch
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -54,7 +55,9 @@ def become_rank(
         os._exit(1)
 
 
-def detach(supervisor: int, group: int, answers: int, logs: Sequence[Log]) -> None:
+def detach(
+    supervisor: int, group: int, answers: int, logs: Sequence[Log], watch: MemoryWatch, others: Sequence[MemoryWatch]
+) -> None:
     """Gives the process a group, signal handlers and output of a rank, and closes the supervisor's descriptors.
 
     Args:
@@ -62,6 +65,8 @@ def detach(supervisor: int, group: int, answers: int, logs: Sequence[Log]) -> No
         group: Process group of the ranks; 0 if this process opens it.
         answers: Descriptor on which the supervisor answers the driver.
         logs: The logs of all ranks started so far; the last one is this rank's.
+        watch: The watch over this rank's memory.
+        others: Those over other ranks.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, group)
@@ -76,6 +81,9 @@ def detach(supervisor: int, group: int, answers: int, logs: Sequence[Log]) -> No
     logs[-1].become_output()
     for log in logs:
         log.drop()
+    watch.become_rank()
+    for other in others:
+        other.drop()
 
 
 def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:

@@ -20,8 +20,9 @@ from autotune.system import processes, shared_memory
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
-from autotune.worker.agent import network, ops, rank_start, temporary
+from autotune.worker.agent import memory_watch, network, ops, rank_start, temporary
 from autotune.worker.agent.logs import Log
+from autotune.worker.agent.memory_watch import MemoryWatch
 
 # After one rank failed, the others get this long to end by themselves.
 PEER_GRACE_S = 1.5
@@ -52,6 +53,7 @@ class _Running:
     note: str = ""
     pids: set[int] = field(default_factory=set)
     logs: list[Log] = field(default_factory=list)
+    watches: dict[int, MemoryWatch] = field(default_factory=dict)
     temporary: Path | None = None
     # Processes and shared memory of imported modules, which are not the trial's.
     others: frozenset[int] = frozenset()
@@ -68,6 +70,17 @@ class _Running:
     def ended(self) -> bool:
         """Returns whether all ranks have ended."""
         return len(self.codes) == len(self.ranks)
+
+    def look_at_memory(self) -> None:
+        """Looks at the memory of the ranks whose turn it is."""
+        for rank, watch in self.watches.items():
+            if rank not in self.codes:
+                watch.look(self.ranks[rank])
+
+    def wait_s(self) -> float:
+        """Returns the longest sleep until a rank's memory is to be looked at."""
+        next_look = min((watch.due for watch in self.watches.values()), default=0.0) - time.monotonic()
+        return min(WAIT_S, max(memory_watch.MIN_INTERVAL_S, next_look))
 
     def failed_elsewhere(self) -> bool:
         """Returns whether the trial failed on another machine."""
@@ -86,6 +99,9 @@ class _Running:
 class RankSupervisor:
     """Runs one trial at a time.
 
+    Attributes:
+        imported: Library modules that the last trial imported besides those of this process.
+
     Args:
         warm: Fork the ranks from this process instead of starting a new Python for each.
         commands: Descriptor that commands come from; its end means that the driver has died.
@@ -96,6 +112,7 @@ class RankSupervisor:
         self.warm = warm
         self.commands, self.answers = commands, answers
         self.orphaned = False
+        self.imported: list[str] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -118,9 +135,10 @@ class RankSupervisor:
         try:
             busy = False
             while not running.ended:
-                self._wait(running, BUSY_WAIT_S if busy else WAIT_S)
+                self._wait(running, BUSY_WAIT_S if busy else running.wait_s())
                 self._reap(running)
                 self._judge(running)
+                running.look_at_memory()
                 if running.killed == "processes":  # by the time the ranks are dead there would be many more
                     self._kill_descendants(running)
                 busy = sum(log.take() for log in running.logs) > 0
@@ -128,6 +146,8 @@ class RankSupervisor:
             swept = self._sweep(running)
             for log in running.logs:
                 log.close()
+            for watch in running.watches.values():
+                watch.drop()
         end = Exit(
             codes=running.codes,
             first_failed=running.first_failed,
@@ -167,13 +187,18 @@ class RankSupervisor:
 
     def _fork(self, running: _Running, rank: int, variables: dict[str, str], listener: socket.socket | None) -> None:
         running.logs.append(Log(running.folder.log(rank)))
-        detach = functools.partial(rank_start.detach, os.getpid(), running.group, self.answers, running.logs)
-        variables = rank_start.rank_environment(rank, running.request) | variables
+        others = list(running.watches.values())
+        running.watches[rank] = watch = MemoryWatch()
+        detach = functools.partial(
+            rank_start.detach, os.getpid(), running.group, self.answers, running.logs, watch, others
+        )
+        variables = rank_start.rank_environment(rank, running.request) | variables | watch.variables()
         descriptor = listener.fileno() if listener is not None else -1
         pid = os.fork()
         if pid == 0:
             rank_start.become_rank(running.folder.path, rank, descriptor, variables, detach, warm=self.warm)
         running.logs[-1].release()
+        watch.release()
         running.ranks[rank] = pid
         running.pids.add(pid)
         # The rank does this too: whichever is first, the group exists before it is needed.
@@ -268,6 +293,7 @@ class RankSupervisor:
             with contextlib.suppress(OSError):
                 path.unlink()
                 swept.append(str(path))
+        self.imported = temporary.noted_imports(running.temporary)
         if running.temporary is not None:
             shutil.rmtree(running.temporary, ignore_errors=True)
         return sorted({*swept, *ops.remove_stale_locks()})[:MAX_SWEPT]

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+
+from autotune.worker import project
 
 # The path of a Unix socket has at most 107 bytes; multiprocessing and torch put theirs up to 34 bytes below TMPDIR.
 MAX_PATH_BYTES = 107 - 34
 # Caches that libraries keep in the temporary folder, by the variable that moves them: all trials share them.
 SHARED_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor_{user}", "TIKTOKEN_CACHE_DIR": "data-gym-cache"}
+
+# File with the names of imported modules, and the modules that no server needs: ours, the target, and generated ones.
+IMPORTS = "autotune-imports"
+OWN_MODULES = ("autotune", "__main__", "__mp_main__", "transformers_modules")
 
 
 def make_folder() -> Path | None:
@@ -34,3 +42,24 @@ def environment(folder: Path | None) -> dict[str, str]:
         user = str(os.getuid())
     caches = {name: str(folder.parent / place.format(user=user)) for name, place in SHARED_CACHES.items()}
     return {name: place for name, place in caches.items() if name not in os.environ} | {"TMPDIR": str(folder)}
+
+
+def note_imports(before: Collection[str]) -> None:
+    """In a rank: leaves the names of the library modules that were imported since, which the server then preloads."""
+    if os.environ.get("LOCAL_RANK") != "0" or "TMPDIR" not in os.environ:
+        return
+    names = [
+        name
+        for name, module in list(sys.modules.items())
+        if name not in before and getattr(getattr(module, "__spec__", None), "name", "") == name
+        and not name.startswith(OWN_MODULES) and not project.holds(getattr(module, "__file__", None) or "")
+    ]  # fmt: skip
+    with contextlib.suppress(OSError):
+        (Path(os.environ["TMPDIR"]) / IMPORTS).write_text("\n".join(names))
+
+
+def noted_imports(folder: Path | None) -> list[str]:
+    """In the supervisor: the names that a rank left there."""
+    with contextlib.suppress(OSError):
+        return (folder / IMPORTS).read_text().split() if folder is not None else []
+    return []

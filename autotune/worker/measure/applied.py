@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +13,22 @@ from autotune.trial.result import Observed
 from autotune.worker.measure.batches import BatchObserver
 
 
-def observe(engine: Any, batches: BatchObserver, checkpointer: Any, *, n_copies: int) -> Observed:
+def observe(
+    engine: Any, batches: BatchObserver, checkpointer: Any, tokens: Sequence[int], *, n_copies: int
+) -> Observed:
     """Returns the configuration that ran; all ranks take part.
 
     Args:
         engine: The DeepSpeed engine.
         batches: Its batches.
         checkpointer: Knows the recomputed blocks; None if none can be recomputed.
+        tokens: Tokens of each step so far, over all ranks.
         n_copies: Data-parallel ranks, or copies of a pipeline.
     """
     pipelined = hasattr(engine, "stage_id")
-    # Later stages of a pipeline pass on what the first one took in.
-    first_stage = not pipelined or engine.stage_id == 0
-    local = max(batches.samples_per_step, default=0), max(batches.tokens_per_step, default=0)
-    sums = torch.tensor(local if first_stage else (0, 0), dtype=torch.float64, device=engine.device)
-    dist.all_reduce(sums)
-    if not pipelined:
-        sums //= dist.get_world_size() // n_copies  # tensor-parallel ranks are fed the same
+    samples = max(batches.samples_per_step, default=0) * share_of(engine, n_copies)
+    total = torch.tensor(samples, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(total)
     # DeepSpeed before 0.17 has no torch_autocast.
     autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
     # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.
@@ -37,14 +37,23 @@ def observe(engine: Any, batches: BatchObserver, checkpointer: Any, *, n_copies:
         micro_batch_size=_only(batches.micro_batch_sizes),
         loader_batch_size=_only(batches.loader_batch_sizes),
         gradient_accumulation_steps=_only(batches.backward_counts),
-        samples_per_step=int(sums[0]),
-        tokens_per_step=int(sums[1]) or None,
+        samples_per_step=round(float(total)),
+        tokens_per_step=round(sum(tokens) / len(tokens)) or None if tokens else None,
         zero_stage=int(engine.zero_optimization_stage()),
         dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
         autocast=str(autocast).removeprefix("torch.") if autocast else None,
         checkpointed_blocks=len(checkpointer.recomputed) if checkpointer else 0,
+        draw_size=batches.draw_size,
+        parts=batches.parts,
     )
     return _of_all_stages(observed, n_copies) if pipelined else observed
+
+
+def share_of(engine: Any, n_copies: int) -> float:
+    """Returns the share of this rank's batches that counts: ranks that train one copy of the model share theirs."""
+    if hasattr(engine, "stage_id"):  # later stages of a pipeline pass on what the first one took in
+        return float(engine.stage_id == 0)
+    return n_copies / dist.get_world_size()
 
 
 def _of_all_stages(own: Observed, n_copies: int) -> Observed:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import collections
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from autotune.worker.containers import tensors_in
 from autotune.worker.model.samples import of_batch
 
 # Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
+# Names of tensors that tell padding from tokens: of the tokens' shape, or one number for each sample.
+MASKS, LENGTHS = ("attention_mask", "padding_mask", "mask"), ("lengths", "input_lengths", "seq_lens", "length")
 # Batches of each rank whose checksums are compared between ranks.
 N_CHECKSUMS = 2
 # Batches whose shapes are noted.
@@ -22,30 +26,85 @@ N_SHAPES = 32
 MOST_AHEAD = 1024
 
 
+# Fields of `StepCount` that are summed over ranks.
+TAKEN_IN = ("samples", "tokens", "real_tokens", "elements")
+
+
+class MicroBatch(NamedTuple):
+    """Samples of a micro-batch on this rank, counted three ways.
+
+    Attributes:
+        first: By the tensor of its first forward call.
+        every: By those of all its forward calls.
+        drawn: By the loader's draw; None where there was none, or of an unknown number.
+        same_kind: The first call's tensor has the shape of the loader's, but for the samples.
+    """
+
+    first: int
+    every: int
+    drawn: int | None
+    same_kind: bool = False
+
+    @property
+    def by_draw(self) -> int:
+        """Returns the samples of the draw that went forward: a script may leave some of them out."""
+        return min(self.drawn or 0, self.every) if self.same_kind else self.drawn or 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCount:
+    """What an optimizer step took in on this rank.
+
+    Attributes:
+        samples: Samples.
+        tokens: Tokens, padding included; 0 where samples are not token sequences.
+        real_tokens: Tokens without padding, on the device: reading them would wait for it.
+        elements: Elements of all tensors that went forward.
+        ragged: 0 for an ordinary step; 1 if it had fewer samples, where an epoch ended or may have; 2 if no epoch
+            ended at the last such step, so that steps vary.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    real_tokens: Tensor | int = 0
+    elements: int = 0
+    ragged: int = 0
+
+
 class BatchObserver:
     """Counts samples at the engine's forward and backward calls per optimizer step.
+
+    A loader's figure is believed only where each micro-batch had a draw of its own. Else the tensors that went forward
+    count: by their leading dimension, or by the one that counts the samples of the loader's batches.
 
     Args:
         engine: The DeepSpeed engine.
         forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
+
+    Attributes:
+        last: The latest optimizer step.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False) -> None:
-        self.micro_batch_sizes: set[int] = set()
-        self.loader_batch_sizes: set[int] = set()
         self.backward_counts: set[int] = set()
-        self.samples_per_step: set[int] = set()
-        self.tokens_per_step: set[int] = set()
-        self.ragged = False
         self.checksums: list[int] = []
         self.shapes: list[Any] = []
+        self.last = StepCount()
         self._engine, self._forgiving = engine, forgiving
-        self._micro = self._tokens = 0
-        self._sizes: list[int] = []
-        self._draws: list[int | None] = []
-        self._drawn: collections.deque[int | None] = collections.deque(maxlen=MOST_AHEAD)
-        self._fresh = True
         self._steps = engine.global_steps
+        # Draws that no micro-batch has used yet: their samples, and the shape of the tensor that counts them.
+        self._ahead: collections.deque[tuple[int | None, tuple[int, ...]]] = collections.deque(maxlen=MOST_AHEAD)
+        self._n_drawn = self._latest_draw = self._last_used = self._largest_used = 0
+        self._missing = self._loader_ended = self._epoch_ended = self._pending = False
+        self._sample_dim = 0
+        # Of the step under way, then of all steps; steps that are alike are kept once.
+        self._micro: list[MicroBatch] = []
+        self._fresh = True
+        self._tokens = [0, 0]
+        self._real_tokens: list[Tensor | int] = [0, 0]
+        self._elements = self._n_backward = 0
+        self._seen: dict[tuple[MicroBatch, ...], None] = {}
+        self._n_first = self._n_every = 0
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     @property
@@ -53,42 +112,57 @@ class BatchObserver:
         """Returns whether a micro-batch went forward but not yet backward."""
         return not self._fresh
 
+    # What the hooks tell
+
     def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or not self._engine.training:
-            if self._drawn:
-                self._drawn.pop()  # the last draw was for evaluation
-            return
-        if not self._fresh:
-            return  # a loss may call the model more than once for one micro-batch
-        self.micro_batch(args, kwargs)
+        if torch.is_grad_enabled() and self._engine.training:
+            self._forward(args, kwargs)  # a loss may call the model more than once for one micro-batch
+        elif self._ahead:
+            self._n_drawn -= self._ahead.pop()[0] or 0  # the last draw was for evaluation
 
     def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes a forward call."""
-        self._fresh = False
-        # A framework may draw the micro-batches of a whole step, or one of the next step, ahead.
-        self._draws.append(self._drawn.popleft() if self._drawn else None)
-        tensor = counted_tensor(args, kwargs)
-        if tensor is None or tensor.dim() == 0:
-            return
-        self._sizes.append(tensor.shape[0])
-        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
-            self._tokens += tensor.numel()
-        if self._forgiving and len(self.shapes) < N_SHAPES:
-            self.shapes += of_batch(args, kwargs, tensor.shape[0])[:1]
-        if self._forgiving and len(self.checksums) < N_CHECKSUMS:
-            self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+        """Notes the only forward call of a micro-batch, which others may follow before it goes backward."""
+        self._fresh = True
+        self._forward(args, kwargs)
 
-    def drew(self, n_samples: int | None) -> None:
-        """Notes the samples that the loader drew for a coming micro-batch."""
-        self._drawn.append(n_samples)
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensor = counted_tensor(args, kwargs)
+        shape = tuple(tensor.shape) if tensor is not None else ()
+        drawn, partial = self._use(shape) if self._fresh else (None, False)
+        rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
+        self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
+        is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
+        tokens = (tensor.numel(), real_tokens(tensor, args, kwargs)) if tensor is not None and is_text else (0, 0)
+        for i in range(0 if self._fresh else 1, 2):
+            self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
+        if self._fresh:
+            self._micro.append(MicroBatch(rows, rows, drawn, partial))
+            self._n_first += rows
+            if shape and self._forgiving:
+                self._note(tensor, args, kwargs)
+        else:
+            self._micro[-1] = self._micro[-1]._replace(every=self._micro[-1].every + rows)
+        self._n_every += rows
+        self._fresh = False
+
+    def drew(self, n_samples: int | None, batch: Any = None) -> None:
+        """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known."""
+        tensor = counted_tensor((batch,), {})
+        self._ahead.append((n_samples, tuple(tensor.shape) if tensor is not None else ()))
+        self._loader_ended, self._latest_draw = False, n_samples or 0
+        self._n_drawn += self._latest_draw
+
+    def ended(self) -> None:
+        """Notes that a loader has come to the end of its data."""
+        self._loader_ended = self._epoch_ended = True
 
     def forget_draws(self) -> None:
         """Drops the draws so far, which belong to no coming micro-batch."""
-        self._drawn.clear()
+        self._ahead.clear()
 
     def backward(self) -> None:
         """Notes a backward call."""
-        self._micro += 1
+        self._n_backward += 1
         self._fresh = True
 
     def step(self) -> bool:
@@ -96,23 +170,120 @@ class BatchObserver:
         if self._engine.global_steps == self._steps:
             return False
         self._steps = self._engine.global_steps
-        # A loader's count holds only if each micro-batch was one draw; else the script splits or joins batches.
-        draws = [n for n in self._draws if n is not None]
-        drawn = draws if len(draws) == len(self._draws) else []
-        if len(set(drawn)) > 1 and len(set(self._sizes)) == 1:
-            drawn = []  # something else drew in between
-        samples = sum(drawn or self._sizes)
-        self.ragged = self._forgiving and samples < max(self.samples_per_step, default=0)
-        if not self.ragged:
-            self.micro_batch_sizes.update(self._sizes)
-            self.loader_batch_sizes.update(drawn)
-            self.backward_counts.add(self._micro)
-            self.samples_per_step.add(samples)
-            self.tokens_per_step.add(self._tokens)
-        self._micro = self._tokens = 0
-        self._sizes, self._draws = [], []
-        self._drawn.clear()
+        micro = tuple(self._micro)
+        samples, way = self._count(micro), self._way(micro)
+        ragged = self._ragged(samples)
+        i = int(way == "every")
+        self.last = StepCount(
+            samples=samples, tokens=self._tokens[i], real_tokens=self._real_tokens[i], elements=self._elements,
+            ragged=ragged,
+        )  # fmt: skip
+        if not ragged:
+            self._seen[micro] = None
+            self.backward_counts.add(self._n_backward)
+        self._micro, self._epoch_ended = [], False
+        self._tokens, self._real_tokens, self._elements, self._n_backward = [0, 0], [0, 0], 0, 0
         return True
+
+    # What it adds up to
+
+    @property
+    def parts(self) -> int:
+        """Returns the micro-batches that the script makes of one draw; 0 unless it cuts the loader's batches up."""
+        rows = max(self._column("first"), default=0)
+        return -(-self._largest_used // rows) if self._missing and 0 < rows < self._largest_used else 0
+
+    @property
+    def draw_size(self) -> int:
+        """Returns the samples of the largest draw; 0 without a loader."""
+        return self._largest_used
+
+    @property
+    def micro_batch_sizes(self) -> set[int]:
+        """Returns the sizes of micro-batches; where draws are cut up, without the part that is left over."""
+        sizes = self._column("first")
+        return {max(sizes)} if self.parts else sizes
+
+    @property
+    def loader_batch_sizes(self) -> set[int]:
+        """Returns the samples drawn for a micro-batch; empty where draws and micro-batches do not match."""
+        return self._column("by_draw") if self._way() == "by_draw" else set()
+
+    @property
+    def samples_per_step(self) -> set[int]:
+        """Returns the samples of an optimizer step; where draws are cut up, without the parts that are left over."""
+        found = {self._count(micro) for micro in self._seen}
+        return {max(found)} if self.parts and found else found
+
+    def _column(self, name: str) -> set[int]:
+        return {getattr(one, name) for micro in self._seen for one in micro} - {0, None}
+
+    def _count(self, micro: tuple[MicroBatch, ...]) -> int:
+        """Returns the samples of a step, each counted once."""
+        way = self._way(micro)
+        return sum(getattr(one, way) for one in micro)
+
+    def _way(self, micro: tuple[MicroBatch, ...] = ()) -> str:
+        """Returns which of the counts of a micro-batch holds, by what all steps so far and `micro` show."""
+        every = [one for step in (*self._seen, micro) for one in step]
+        drawn, first = {one.drawn for one in every}, {one.first for one in every}
+        behind = self._n_drawn - self._latest_draw
+        if self._missing or None in drawn:
+            # The calls of all but a first one are micro-batches' too if only so the draws add up.
+            return "every" if self._n_first <= behind < self._n_every <= self._n_drawn else "first"
+        if self._ahead and self._n_first < self._n_every:
+            return "every" if self._n_every in (behind, self._n_drawn) else "by_draw"
+        if self._ahead and self._n_first in (behind, self._n_drawn):
+            return "first"  # several draws make a micro-batch
+        # If draws differ and tensors do not, something else drew in between.
+        return "first" if len(drawn) > 1 and len(first) == 1 else "by_draw"
+
+    def _ragged(self, samples: int) -> int:
+        """Returns how a step's samples compare with those of others, as in `StepCount.ragged`."""
+        has_loader, was_pending = self._largest_used > 0, self._pending
+        smaller = self._forgiving and not self.parts and samples < max(self.samples_per_step, default=0)
+        at_end = self._epoch_ended or 0 < self._last_used < self._largest_used
+        self._pending = smaller and not at_end
+        # A loader says at the latest with its next draw that it had ended; in a loop without one, an end stands alone.
+        varies = was_pending and (not self._epoch_ended if has_loader else smaller)
+        return 2 if varies else int(smaller)
+
+    # Single calls
+
+    def _use(self, shape: tuple[int, ...]) -> tuple[int | None, bool]:
+        """Takes the draw of a micro-batch whose tensor has a shape; returns its samples, and `same_kind`."""
+        if not self._ahead:
+            # After its end, a script that has kept the loader's batches goes through them again.
+            self._missing = self._missing or not self._loader_ended
+            return self._largest_used if self._loader_ended and self._largest_used else None, False
+        n, drawn_shape = self._ahead.popleft()
+        self._last_used = n or 0
+        self._largest_used = max(self._largest_used, self._last_used)
+        if n not in drawn_shape:
+            return n, False
+        self._sample_dim = dim = drawn_shape.index(n)
+        return n, drawn_shape[:dim] + drawn_shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
+
+    def _note(self, tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes shapes and checksums of the first batches."""
+        if len(self.shapes) < N_SHAPES:
+            self.shapes += of_batch(args, kwargs, tensor.shape[0])[:1]
+        if len(self.checksums) < N_CHECKSUMS:
+            self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+
+
+def real_tokens(tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | int:
+    """Returns the tokens of a batch that are no padding, as its attention mask or its lengths say; else all."""
+    inputs = {**next((value for value in args if isinstance(value, Mapping)), {}), **kwargs}
+    mask = next((inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)), None)
+    if mask is not None and mask.shape == tokens.shape:
+        unmasked: Tensor = (mask != 0).sum()
+        return unmasked
+    lengths = next((inputs[name] for name in LENGTHS if isinstance(inputs.get(name), Tensor)), None)
+    if lengths is not None and lengths.dim() == 1 and not lengths.is_floating_point():
+        total: Tensor = lengths.sum()
+        return total
+    return tokens.numel()
 
 
 def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

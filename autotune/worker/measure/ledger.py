@@ -15,19 +15,22 @@ from autotune.scoring.convergence.noise_scale import falling, noise_scale_of
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
+from autotune.worker.measure.batches import TAKEN_IN, StepCount
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 
-# Ranks compare clocks once a window, not after each short step: waiting for the device and for each other would hide
-# what overlaps between steps, and charge every step with its slowest rank although ranks make up for one another.
-WINDOW_S = 0.05
+# Ranks compare clocks once a window, not after each step: waiting for the device and for each other would hide what
+# overlaps between steps (the next batch is drawn while the device computes), and charge every step with its slowest rank
+# although ranks make up for one another. Long steps too come in twos, unless two would take seconds.
+WINDOW_S = 0.2
+LONG_STEP_S = 2.0
 MAX_WINDOW_STEPS = 100
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
 MAX_SKIPPED_UPDATES = 30
 # Fewer steps give no step time.
 MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
-# An epoch ends with at most one smaller step; more in a row mean that the script's steps vary.
+# Smaller steps in a row, at ends of epochs, after which the script's steps are said to vary.
 MAX_RAGGED_STEPS = 3
 
 
@@ -61,7 +64,9 @@ class StepLedger:
         self._micro_batch_size = candidate.micro_batch_size
         self._global_batch_size = candidate.global_batch_size(n_replicas)
         self.elapsed_s = self.peak_bytes = 0.0
-        self.skipped = self.ragged = 0
+        self.skipped = self.ragged = self._n_ragged = 0
+        # Of what the ranks take in, this share counts: ranks that train one copy of the model take in the same.
+        self.share = 1.0
         self._next_look = step_times.SETUP_STEPS + step_times.MIN_TIMED_STEPS
 
     def window_steps(self) -> int:
@@ -70,7 +75,8 @@ class StepLedger:
         if len(times) < step_times.SETUP_STEPS:
             return 1
         limit = MAX_WINDOW_STEPS if self.elapsed_s < self.request.budget_s else MIN_STEPS - len(times)
-        return max(1, min(limit, int(WINDOW_S / max(times[-1], 1e-6)), self.request.max_steps - len(times)))
+        wanted = max(int(WINDOW_S / max(times[-1], 1e-6)), 2 if times[-1] < LONG_STEP_S else 1)
+        return max(1, min(limit, wanted, self.request.max_steps - len(times)))
 
     def gather(
         self,
@@ -79,7 +85,7 @@ class StepLedger:
         losses: Sequence[torch.Tensor],
         *,
         skipped: Sequence[bool],
-        ragged: Sequence[bool],
+        counts: Sequence[StepCount],
     ) -> None:
         """Adds a window of steps; all ranks take part.
 
@@ -88,34 +94,39 @@ class StepLedger:
             cpu_s: This rank's process time over all of them.
             losses: Loss of each step.
             skipped: Whether loss scaling skipped its update.
-            ragged: Whether it had fewer samples than other steps.
+            counts: What each step took in on this rank.
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
-            NotApplied: Too many steps in a row had fewer samples.
+            NotApplied: The samples of a step vary, and not by the ends of epochs.
         """
         n = len(laps_s)
-        columns = [*laps_s, *map(float, skipped), *map(float, ragged), *map(float, losses)]
+        columns = [*laps_s, *map(float, skipped), *(float(count.ragged) for count in counts), *map(float, losses)]
+        for name in TAKEN_IN:
+            columns += [float(getattr(count, name)) * self.share for count in counts]
         own = torch.tensor(columns, dtype=torch.float64, device=self.device)
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
-        table = torch.stack(rows).cpu().reshape(self.request.world_size, 4, n)
+        table = torch.stack(rows).cpu().reshape(self.request.world_size, 4 + len(TAKEN_IN), n)
         # The window lasts as long as its slowest rank takes; the mean over ranks divides it among the steps.
         own_s = table[:, 0].sum(dim=1)
         shares = table[:, 0].mean(dim=0) / own_s.mean().clamp(min=1e-12)
         self.elapsed_s += float(own_s.max())
         times, means = (shares * own_s.max()).tolist(), table[:, 3].mean(dim=0).tolist()
-        skips, smaller = (table[:, row].any(dim=0).tolist() for row in (1, 2))
+        skips, smaller = (table[:, row].max(dim=0).values.tolist() for row in (1, 2))
+        taken_in = table[:, 4:].sum(dim=0).round().long().T.tolist()
         if self.noise is not None:
-            self.noise.leave_out([a or b for a, b in zip(skips, smaller, strict=True)])
+            self.noise.leave_out([bool(a or b) for a, b in zip(skips, smaller, strict=True)])
         before = len(self.report.step_times_s)
         for i in range(n):
-            self._add(times[i], cpu_s / n, means[i], skipped=skips[i], ragged=smaller[i])
+            self._add(times[i], cpu_s / n, means[i], taken_in[i], skipped=bool(skips[i]), ragged=int(smaller[i]))
         if self.report.rank == 0 and len(self.report.step_times_s) > before:
             last = {"step_time_s": self.report.step_times_s[-1], "loss": self.report.losses[-1]}
             self.recorder.event(step=len(self.report.step_times_s), **last)
 
-    def _add(self, time_s: float, cpu_s: float, loss: float, *, skipped: bool, ragged: bool) -> None:
+    def _add(
+        self, time_s: float, cpu_s: float, loss: float, taken_in: Sequence[int], *, skipped: bool, ragged: int
+    ) -> None:
         """Adds a step unless loss scaling skipped it or it is the shorter end of an epoch."""
         finite = bool(np.isfinite(loss))
         if skipped:
@@ -127,11 +138,13 @@ class StepLedger:
             return
         self.skipped = 0
         if ragged:
-            self.ragged += 1
-            if self.ragged > MAX_RAGGED_STEPS:
-                raise NotApplied("the samples of an optimizer step vary")
+            self.ragged, self._n_ragged = self.ragged + 1, self._n_ragged + 1
+            if ragged > 1 or self.ragged > MAX_RAGGED_STEPS or self._n_ragged > len(self.report.step_times_s) + 1:
+                raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
             return
         self.ragged = 0
+        for name, amount in zip(TAKEN_IN, taken_in, strict=True):
+            self.report.taken_in.setdefault(name, []).append(amount)
         self.report.step_times_s.append(time_s)
         self.report.cpu_times_s.append(cpu_s)
         self.report.losses.append(loss if finite else None)
@@ -176,7 +189,7 @@ class StepLedger:
             return self.elapsed_s >= self.request.budget_s / 2 or not falling(losses)
         times = self.report.step_times_s
         trained = len(times) * self._global_batch_size
-        return trained >= self.request.min_samples and step_times.measured_enough(times)
+        return trained >= self.request.min_samples and step_times.measured_enough(times, self.report.taken_in)
 
 
 class Window:
@@ -186,24 +199,26 @@ class Window:
         self._engine, self._ledger = engine, ledger
         self._losses: list[torch.Tensor] = []
         self._skipped: list[bool] = []
-        self._ragged: list[bool] = []
+        self._counts: list[StepCount] = []
         self._skipped_before = engine.skipped_steps
+        # Between windows ranks do unequal work (one writes events); who is late would be waited for in the others' time.
+        dist.barrier()
         self._laps, self._cpu_start = Laps(ledger.device), time.process_time()
         self._laps.start()
 
     def __len__(self) -> int:
         return len(self._losses)
 
-    def add(self, loss: torch.Tensor, *, ragged: bool = False) -> None:
-        """Ends an optimizer step; a ragged one had fewer samples than others."""
+    def add(self, loss: torch.Tensor, count: StepCount) -> None:
+        """Ends an optimizer step, which took in what `count` says."""
         self._laps.lap()
         self._losses.append(loss)
         self._skipped.append(self._engine.skipped_steps > self._skipped_before)
         self._skipped_before = self._engine.skipped_steps
-        self._ragged.append(ragged)
+        self._counts.append(count)
 
     def gather(self, n: int) -> None:
         """Adds the first n steps to the ledger; all ranks take part."""
         synchronize(self._ledger.device)
         cpu_s, laps_s = time.process_time() - self._cpu_start, self._laps.seconds()[:n]
-        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=self._skipped[:n], ragged=self._ragged[:n])
+        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=self._skipped[:n], counts=self._counts[:n])

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from autotune.worker.measure import watched
+
 # DeepSpeed reserves buckets of 5e8 elements that small models hardly touch: two in fp32 take 4 GB of address space.
 RLIMIT_SLACK_BYTES = 8 << 30
-# Looks at resident memory wake a thread that takes Python's lock (every 10 ms they made steps 2 % longer), so they come
-# as late as the memory left permits: a rank gets new pages at a few GB/s, a whole machine at some tens.
-MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S, TRIM_INTERVAL_S = 0.01, 1.0, 0.2
-FASTEST_GROWTH_BYTES_PER_S = 16e9
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -111,16 +107,10 @@ def _status_bytes(name: str) -> int:
     return 0
 
 
-def watch_interval_s(left_bytes: int) -> float:
-    """Returns the wait before the next look: too short for a rank to use up the memory it has left."""
-    return min(MAX_WATCH_INTERVAL_S, max(MIN_WATCH_INTERVAL_S, left_bytes / FASTEST_GROWTH_BYTES_PER_S))
-
-
-def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[int], None]) -> Callable[[], float]:
+def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[int], None]) -> Callable[[], None]:
     """Limits the growth of this process, as a device with limited memory does.
 
-    A thread looks at resident memory without what the C library keeps for reuse. RLIMIT_DATA refuses a huge allocation
-    that the thread could not see in time.
+    The supervisor watches resident memory; RLIMIT_DATA refuses a huge allocation that it could not see in time.
 
     Args:
         start_bytes: Resident bytes that do not count.
@@ -129,26 +119,20 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
 
     Returns:
         A function that looks once more, for the end: a short trial, or one starved of cores, may exceed the limit
-        between two looks of the thread.
+        between two looks.
     """
     ceiling = _status_bytes("VmData") + limit_bytes + RLIMIT_SLACK_BYTES
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (ceiling, ceiling))
 
-    def look() -> float:
-        """Returns the seconds until the next look."""
-        left = limit_bytes - (resident_bytes() - start_bytes)
-        if left >= 0:
-            return watch_interval_s(left)
+    def look() -> None:
+        """Compares the growth with the limit, without what the C library keeps for reuse."""
+        if resident_bytes() - start_bytes <= limit_bytes:
+            return
         hand_back_freed_memory()
         growth = resident_bytes() - start_bytes
         if growth > limit_bytes:
             on_excess(growth)
-        return TRIM_INTERVAL_S  # returned more often, freed memory would make steps slower by page faults
 
-    def watch() -> None:
-        while True:
-            time.sleep(look())
-
-    threading.Thread(target=watch, name="autotune-memory", daemon=True).start()
+    watched.answer(start_bytes + limit_bytes, look)
     return look

@@ -49,6 +49,7 @@ class Meter:
         self.device = torch.device(engine.device)
         self.data_parallel = int(getattr(engine, "dp_world_size", None) or request.world_size)
         self.ledger = StepLedger(recorder, request, self.device, self.data_parallel, noise)
+        self.ledger.share = applied.share_of(engine, self.data_parallel)
         breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)
         self.take_apart, self.enter = breakdown.begin, breakdown.enter
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
@@ -119,7 +120,8 @@ class Meter:
 
     def observe(self) -> Observed:
         """Returns the configuration that ran, and notes it in the report; all ranks take part."""
-        found = applied.observe(self.engine, self.batches, self.checkpointer, n_copies=self.data_parallel)
+        tokens = self.report.taken_in.get("tokens", [])
+        found = applied.observe(self.engine, self.batches, self.checkpointer, tokens, n_copies=self.data_parallel)
         self.report.observed = found
         return found
 

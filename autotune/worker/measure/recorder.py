@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,14 @@ class Recorder:
     Attributes:
         report: The report; a crash unless a better outcome is set.
         check_memory: Fails the rank if its memory is over the limit.
+        imported: Modules that were imported before the target ran.
     """
 
     def __init__(self, folder: TrialDir, rank: int) -> None:
         self.folder = folder
         self.report = RankReport(rank=rank, outcome=Outcome.CRASHED, phase="start")
         self.check_memory: Callable[[], object] = lambda: None
+        self.imported = frozenset(sys.modules)
         self._entered = time.monotonic()
         self._lock = threading.Lock()
 

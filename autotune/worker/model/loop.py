@@ -10,6 +10,7 @@ import torch
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS
 from autotune.trial.request import TrialRequest
+from autotune.worker import random_fills
 from autotune.worker.containers import to_device
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
@@ -57,6 +58,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     engine = _initialize(request, target, model)
     # Dropout differs between ranks, and is the same in every trial.
     set_seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)
+    random_fills.flush()
     recorder.enter("warmup")
     observer = batches.BatchObserver(engine)
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
@@ -72,7 +74,8 @@ def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torc
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
         optimizer = target.optimizer(parameters)
-        model_file.check_optimizer(model, optimizer, f"{target.path.name}: optimizer()")
+        if partly := model_file.check_optimizer(model, optimizer, f"{target.path.name}: optimizer()"):
+            raise model_file.WorkloadError(partly)
         for group in optimizer.param_groups:
             for key in {"lr", "initial_lr"} & group.keys():
                 group[key] *= request.learning_rate_factor
@@ -122,7 +125,7 @@ class _Trainer:
             loss = self._step()
             if apart:
                 self.meter.enter("")
-            window.add(loss)
+            window.add(loss, self.meter.batches.last)
         window.gather(n_steps)
 
     def _step(self) -> torch.Tensor:
@@ -147,5 +150,5 @@ class _Trainer:
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
-        self.meter.batches.drew(n_drawn)
+        self.meter.batches.drew(n_drawn, batch)
         return to_device(batch, self.meter.device, self.dtype)

@@ -247,13 +247,16 @@ def _loss_of(output: Any, target: Any) -> Tensor:
     return nn.functional.cross_entropy(prediction, target)
 
 
-def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> None:
+def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> str:
     """Refuses an optimizer that would leave the whole model as it is.
 
     Args:
         model: The model.
         optimizer: Its optimizer; one without `param_groups` is accepted.
         source: Where the optimizer comes from, for the message.
+
+    Returns:
+        What it leaves out of the trainable parameters, in a sentence; empty if it holds all of them.
 
     Raises:
         WorkloadError: It holds none of the model's parameters.
@@ -264,6 +267,14 @@ def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> None:
             f"{source} holds none of the model's parameters, so nothing would be trained; make it from"
             " the parameters of the model that is trained"
         )
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    n_left = sum(id(parameter) not in held for parameter in trainable) if held else 0
+    return (
+        f"{source} leaves out {n_left} of the model's {len(trainable)} trainable parameters, which stay as they are;"
+        " give it all of them, or freeze the others by `requires_grad_(False)`"
+        if n_left
+        else ""
+    )
 
 
 def turn_off_cache(model: nn.Module) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotune.errors import UserError
-from autotune.trial.profile import Pass, Profile
+from autotune.space.deepspeed import precision_of
+from autotune.trial.profile import ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.measure import memory
@@ -27,7 +28,7 @@ EVERY = (1, 2, 4)
 # Two micro-batches, on fake and on real tensors; many operations treat a batch of one as a special case.
 FAKE_SIZES, REAL_SIZES = (2, 4), (1, 2)
 DRAWS = 4
-# Seconds for all passes; those that are not counted in time are scaled from the others.
+# Seconds of this process's computing time for all passes; those that are not counted in time follow from the others.
 BUDGET_S = 60.0
 # State bytes per parameter (fp32) of DeepSpeed's fused optimizers, which need no scratch; torch's are run.
 FUSED_STATES = {
@@ -56,7 +57,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     data_bytes = max(0, memory.resident_bytes() - start_bytes)
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)
-    passes = subject.passes()
+    passes = subject.passes(ARITHMETIC.get(precision_of(request.ds_config), "fp32"))
     state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
@@ -80,6 +81,7 @@ class _Subject:
         self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
         self.blocks = model_file.find_blocks(model, target.blocks)
         self.caveats: list[str] = []
+        self.cut_short = False
         self._dtype: torch.dtype | None = None
         with self._mode():
             convert(model, device, None, anew=fake is not None)
@@ -87,18 +89,26 @@ class _Subject:
         model_file.turn_off_cache(model)
         self.first = self._follow("fp32", 0)  # a model that cannot be followed fails here
 
-    def passes(self) -> dict[str, Pass]:
-        """Counts passes in every arithmetic, with and without recomputation, within the time budget."""
-        until = time.monotonic() + BUDGET_S
+    def passes(self, asked: str) -> dict[str, Pass]:
+        """Counts passes in every arithmetic, with and without recomputation, within the time budget.
+
+        Args:
+            asked: The arithmetic of the baseline, whose passes come first.
+        """
+        until = time.process_time() + BUDGET_S  # not wall time: a busy machine must not change the forecasts
         found = {"fp32/0": self.first}
         several = [0, *(k for k in EVERY if k <= len(self.blocks))]
         # Last come those with some blocks recomputed, which can be interpolated.
-        order = [(a, k) for k in several[:2] for a in ("fp32", "autocast", "bf16")][1:]
+        order = [(a, k) for a in dict.fromkeys((asked, "fp32", "autocast", "bf16")) for k in several[:2]]
+        order.remove(("fp32", 0))
         order += [(a, k) for k in several[2:] for a in ("bf16", "fp32", "autocast")]
         for arithmetic, every in order:
-            if time.monotonic() > until:
+            if time.process_time() > until:
+                self.cut_short = True
                 n = f"{len(found)} of {len(order) + 1} passes were followed"
-                self.caveats.append(f"profiling stopped after {BUDGET_S:.0f} s: {n}")
+                self.caveats.append(
+                    f"profiling stopped after {BUDGET_S:.0f} s of computing: {n}, the others are estimated"
+                )
                 break
             try:
                 found[f"{arithmetic}/{every}"] = self._follow(arithmetic, every)
@@ -252,6 +262,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         n_tied=named - n_parameters,
         sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
+        cut_short=subject.cut_short,
         **found,
     )
 

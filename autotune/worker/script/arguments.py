@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,10 @@ TRAINING_ARGUMENTS = (
     "deepspeed bf16 fp16 gradient_checkpointing activation_checkpointing activation_checkpointing_kwargs".split()
 )
 
+# Names of flags that may end a run, and values that may do so after few steps.
+LIMIT = re.compile(r"^(?!save|eval|log|warmup|grad|accum)(.*_)?(step|iter|iteration|epoch|sample|batch)(e?s)?$")
+FEW = 8
+
 
 class Arguments:
     """Moves the parsed arguments of a script to a candidate.
@@ -32,6 +37,8 @@ class Arguments:
         ds_config: The trial's JSON; None in a probe.
         changed: Notes a change, given as a sentence.
         flags: Filled with the flags that hold a candidate's field.
+        limits: Filled with the flags that may end the script after few steps.
+        draw_sizes: If the script cuts up its loader's batches, their samples in the untouched script and in the trial.
     """
 
     def __init__(
@@ -40,8 +47,12 @@ class Arguments:
         ds_config: Path | None,
         changed: Callable[..., None],
         flags: dict[str, list[str]],
+        limits: list[str],
+        draw_sizes: tuple[int, int] | None = None,
     ) -> None:
+        self._draw_sizes = draw_sizes
         self._value, self._ds_config, self._changed, self._flags = value, ds_config, changed, flags
+        self._limits = limits
 
     def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         """Parses as `parse_known_args` does, and sets the candidate's values."""
@@ -53,6 +64,8 @@ class Arguments:
         typed = own is None or list(own) == sys.argv[1:]
         for field, names in DESTINATIONS.items():
             change = self._value(field)
+            if field == "micro_batch_size" and self._draw_sizes is not None:
+                change = self._draw_sizes
             name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
                 setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number
@@ -66,13 +79,21 @@ class Arguments:
                 setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
         if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(parser, name))})
+        self._limits[:] = [
+            f"`{options[0]} {value}`"
+            for name, value in values.items()
+            if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name)
+            if (options := _options(parser, name))
+        ]
         return parsed, rest
 
     def _moved(
         self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool
     ) -> None:
         options = _options(parser, name)
-        if options and typed:
+        if options and typed and field == "micro_batch_size" and self._draw_sizes is not None:
+            self._changed(f"Arguments: `{options[0]} {wanted}` instead of {was}, which the script cuts up.")
+        elif options and typed:
             self._flags[field] = options
             self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
         elif options:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from autotune.errors import UserError
+from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import OWNED_PATHS, DsConfig
 from autotune.trial.request import TrialRequest
@@ -22,6 +23,8 @@ from autotune.worker.script import ds_config, execute
 if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
 
+# A run of fewer optimizer steps is too short to be measured.
+LEAST_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
 INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -45,6 +48,7 @@ class ScriptContext:
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         in_backward: An engine's backward pass is running.
         at_end: Functions to call before the process ends.
+        limits: Arguments that may end the script after few steps, as code.
     """
 
     def __init__(self, recorder: Recorder, request: TrialRequest, memory: Memory) -> None:
@@ -62,6 +66,7 @@ class ScriptContext:
         self.batch_factor = 1
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []
+        self.limits: list[str] = []
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""
@@ -69,6 +74,16 @@ class ScriptContext:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
         return (was, wanted) if was and was != wanted else None
+
+    def drawn(self) -> tuple[int, int] | None:
+        """Returns the samples that a loader draws at once, in the untouched script and in the candidate; None if equal.
+
+        That is a micro-batch, unless a framework splits batches between ranks, or the script cuts them up.
+        """
+        change, sizes = self.value("micro_batch_size"), self.script.draw_sizes
+        if sizes is not None and "micro_batch_size" not in self.script.carried:
+            return sizes if sizes[0] != sizes[1] else None
+        return (self.batch_factor * change[0], self.batch_factor * change[1]) if change else None
 
     def config(self, own: DsConfig, *, first: bool) -> DsConfig:
         """Returns the DeepSpeed configuration to run with.
@@ -133,6 +148,10 @@ class ScriptContext:
         """Adds a caveat to the report unless it is there."""
         if caveat not in self.report.caveats:
             self.report.caveats.append(caveat)
+
+    def lift(self, name: str, value: object) -> None:
+        """Notes that a limit of the script is lifted, since it would end before it can be measured."""
+        self.once(f"`{name}={value}` ends a run before it can be measured, so trials train without it")
 
     def saver(self, name: str) -> Callable[..., Any]:
         """Returns a hook for a function that saves or uploads: it notes the call and does nothing else."""

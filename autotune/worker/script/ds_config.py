@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 from collections.abc import Container, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from autotune.errors import UserError
@@ -61,3 +63,39 @@ def read(stated: Any) -> DsConfig:
     raise UserError(
         "the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file"
     )
+
+
+def places(frame: FrameType | None) -> tuple[str, str]:
+    """Returns `file:line` of a script's call of `deepspeed.initialize`, and of the dict that it passes there.
+
+    Args:
+        frame: The script's frame at the call; None if a framework calls.
+    """
+    if frame is None:
+        return "", ""
+    path, line = Path(frame.f_code.co_filename), frame.f_lineno
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return f"{path.name}:{line}", ""
+    found = _dict_line(tree, line)
+    return f"{path.name}:{line}", f"{path.name}:{found}" if found else ""
+
+
+def _dict_line(tree: ast.Module, line: int) -> int:
+    """Returns the line of the dict that the call at a line passes as the configuration; 0 if it is not written out."""
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line)]
+    given = [word.value for call in calls for word in call.keywords if word.arg in ("config", "config_params")]
+    for value in given:
+        if isinstance(value, ast.Dict):
+            return value.lineno
+        named = [
+            node.lineno
+            for node in nodes
+            if isinstance(value, ast.Name) and isinstance(node, ast.Assign) and node.lineno < line
+            and any(isinstance(target, ast.Name) and target.id == value.id for target in node.targets)
+        ]  # fmt: skip
+        if named:
+            return max(named)
+    return 0

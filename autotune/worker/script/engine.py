@@ -27,7 +27,7 @@ from autotune.worker.model import model_file, weights
 from autotune.worker.model.inspect import workload_of
 from autotune.worker.script import ds_config, pipeline
 from autotune.worker.script.context import ScriptContext, ScriptError
-from autotune.worker.script.patching import patch, users_caller
+from autotune.worker.script.patching import patch, users_caller, users_frame
 
 # Arguments of torch's checkpoint that it does not pass on to the function.
 CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -44,6 +44,8 @@ class PreparedModel:
     Attributes:
         own_config: The script's configuration.
         config_source: Path of that configuration; empty for a dict.
+        config_at: File and line of the dict; empty if it is not written out.
+        initialized_at: File and line of the script's call; empty if a framework calls.
         workload: Description of the model for legality and reports.
         blocks: Its repeated blocks.
         watch: Notes which blocks are recomputed.
@@ -60,6 +62,8 @@ class PreparedModel:
     noise: NoiseMeter | None = None
     gradients: GradientWatch | None = None
     own_rates: Rates = ()
+    config_at: str = ""
+    initialized_at: str = ""
 
 
 class EngineHooks:
@@ -79,7 +83,7 @@ class EngineHooks:
         patch(checkpointing, "checkpoint", self._checkpoint)
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context = self._context
+        context, place = self._context, ds_config.places(users_frame())
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
         namespace: Any = given.get("args")
@@ -106,6 +110,7 @@ class EngineHooks:
             result = original(*bound.args, **bound.kwargs)
         if prepared is not None:
             prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
+            prepared.initialized_at, prepared.config_at = place
             self._follow_rate(result[0], prepared.own_rates)
             self._attach(result[0], prepared)
         return result
@@ -116,7 +121,9 @@ class EngineHooks:
 
         context, model = self._context, given["model"]
         context.recorder.enter("initialize")
-        model_file.check_optimizer(model, given.get("optimizer"), "the optimizer given to deepspeed.initialize")
+        whose = "the optimizer given to deepspeed.initialize"
+        if partly := model_file.check_optimizer(model, given.get("optimizer"), whose):
+            context.once(partly)
         # Frameworks write infinity into steps_per_print, which is not valid JSON.
         own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
         config_source = "" if isinstance(source, dict) else str(source)

@@ -20,6 +20,9 @@ from autotune.worker.script.patching import after_import, patch, users_caller
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 TRACKERS_OFF = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": ""}
 MAX_FILES_NAMED = 5
+# Variables that hold the folders of libraries' caches.
+CACHES = """HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
+    XDG_CACHE_HOME""".split()
 
 
 class Isolation:
@@ -146,9 +149,14 @@ class Isolation:
         if path in self._files or self._is_ours(path) or "__pycache__" in path:
             return
         # A library that writes elsewhere writes its own cache.
-        if path.startswith(self._working_dir) or users_caller():
+        if (path.startswith(self._working_dir) and not path.startswith(_caches())) or users_caller():
             self._files.append(path)
 
     def _is_ours(self, path: str) -> bool:
         ours = (self._folder, "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
         return os.path.abspath(path).startswith(ours)
+
+
+def _caches() -> tuple[str, ...]:
+    """Returns the folders of libraries' caches that the environment names."""
+    return tuple(os.path.abspath(os.environ[name]) + os.sep for name in CACHES if os.environ.get(name))

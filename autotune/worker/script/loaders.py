@@ -34,9 +34,9 @@ class Loaders:
 
     def _init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change = users_caller(), self._context.value("micro_batch_size")
+        place, change = users_caller(), self._context.drawn()
         if place and change:
-            was, wanted = (self._context.batch_factor * size for size in change)
+            was, wanted = change
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
@@ -60,11 +60,17 @@ class Loaders:
         return index
 
     def _next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
-        batch = original(iterator)
+        meter = self._context.meter
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            if meter is not None:
+                meter.batches.ended()
+            raise
         queue = iterator.__dict__.get("_autotune_draws")
         n_samples = queue.popleft() if queue else None
-        if self._context.meter is not None:
-            self._context.meter.batches.drew(n_samples)
+        if meter is not None:
+            meter.batches.drew(n_samples, batch)
         return batch
 
     def _reset(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import os
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
+
+from autotune.worker import project
 
 # Modules that only pass a call on: ours, torch, and those in which Lightning notes the arguments of loaders.
 TRANSPARENT_MODULES = (
@@ -21,9 +21,6 @@ TRANSPARENT_MODULES = (
     "contextlib.",
     "lightning.fabric.utilities.data.",
     "lightning_fabric.utilities.data.",
-)
-INSTALLED_FOLDERS = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
 
@@ -54,7 +51,7 @@ def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) ->
         return
     patch(module, name, hook)
     for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(name) == original:
+        if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, getattr(module, name))
 
 
@@ -104,13 +101,17 @@ _finder = _Finder()
 
 
 def users_caller() -> str | None:
-    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is an installed library."""
-    frame = sys._getframe(1)
+    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is a library."""
+    frame = users_frame()
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else None
+
+
+def users_frame() -> FrameType | None:
+    """Returns the frame of the nearest caller outside torch and autotune; None if that is a library."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not f"{module}.".startswith(TRANSPARENT_MODULES):
-            path = os.path.abspath(frame.f_code.co_filename)
-            installed = any(path.startswith(folder) for folder in INSTALLED_FOLDERS)
-            return None if installed else f"{Path(path).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return frame if project.holds(frame.f_code.co_filename) else None
+        frame = frame.f_back
     return None

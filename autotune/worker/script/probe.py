@@ -47,11 +47,15 @@ def workload_of(
         plain_backward=plain_backward,
         flags=report.flags,
         config_source=prepared.config_source,
+        config_at=prepared.config_at,
+        initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
         model_parallel_size=context.request.world_size // meter.data_parallel,
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
+        draw_size=seen.draw_size if seen.parts else 0,
+        parts=seen.parts,
     )
     workload = replace(
         prepared.workload,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,15 +46,33 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     steps.script_ended()
 
 
+def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Writes events around the loading of an op, which compiles it the first time."""
+    context.recorder.event(compiling=builder.name)
+    try:
+        return original(builder, *args, **kwargs)
+    finally:
+        context.recorder.event(compiling="")
+
+
 def _install_hooks(context: ScriptContext) -> StepHooks:
     """Patches all entry points before the script can bind them; for good, since the process ends with the trial."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
     for text in context.script.side_changes:
         context.changed(text)
     steps = StepHooks(context)
     EngineHooks(context, steps.attach).install()
     steps.install()
     trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
-    arguments = Arguments(context.value, trial_config, context.changed, context.report.flags)
+    arguments = Arguments(
+        context.value,
+        trial_config,
+        context.changed,
+        context.report.flags,
+        context.limits,
+        context.drawn() if context.script.draw_sizes else None,
+    )
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
     Loaders(context).install()
     # The ranks have joined already.
@@ -60,4 +81,5 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()
+    patch(OpBuilder, "jit_load", functools.partial(_compile, context))
     return steps

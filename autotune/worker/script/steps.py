@@ -10,16 +10,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from autotune.scoring import step_times
 from autotune.trial import folder
-from autotune.worker import rank
+from autotune.worker import random_fills, rank
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
 from autotune.worker.measure.ledger import Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model import weights
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script import pipeline, probe
-from autotune.worker.script.context import ScriptContext, ScriptError
+from autotune.worker.script.context import LEAST_STEPS, ScriptContext, ScriptError
 from autotune.worker.script.engine import PreparedModel
 from autotune.worker.script.patching import patch
 
@@ -65,6 +64,7 @@ class StepHooks:
             if hasattr(engine, "_backward_prologue"):
                 engine._backward_prologue = functools.partial(self._on_prologue, engine._backward_prologue)
             engine.step = functools.partial(self._engine_step, engine.step)
+        random_fills.flush()
         context.recorder.enter("warmup")
         self._window = self._next_window()
 
@@ -78,12 +78,12 @@ class StepHooks:
         if context.meter is None:
             raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
         self._gather_rest()
-        n, needed = len(context.report.step_times_s), 1
-        if context.candidate is not None:
-            needed = min(context.request.max_steps, step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS)
-        if n < needed:
+        n, needed = len(context.report.step_times_s), min(context.request.max_steps, LEAST_STEPS)
+        if n < (PROBE_STEPS if context.candidate is None else needed):
+            limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
             raise ScriptError(
-                f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more data"
+                f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more"
+                f" data{limits}"
             )
         context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")
         self._end()
@@ -174,7 +174,7 @@ class StepHooks:
         total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
         loss = total.to(meter.device) / (1 if self._summed else max(1, self._n_backward))
         self._total, self._n_backward = None, 0
-        window.add(loss, ragged=meter.batches.ragged)
+        window.add(loss, meter.batches.last)
         if len(window) < meter.ledger.window_steps():
             return
         meter.enter("")

@@ -11,7 +11,7 @@ from http import HTTPStatus
 import plotly.graph_objects as go
 import pytest
 from support.dashboard import EVIL, ask, overlay_of
-from support.instant import Instant, finished, runner_of
+from support.instant import Clock, Instant, finished, runner_of
 
 from autotune.report import load, readme
 from autotune.report.dashboard import storage
@@ -40,8 +40,8 @@ def test_every_picks_json_arrives_in_one_click_as_it_was_recommended(app, study,
 
 
 def test_our_front_is_drawn_over_each_two_objectives_with_the_baseline_and_the_picks_marked(study, answer):
-    assert len(answer.study["objectives"]) == 4
-    assert [graph["id"] for graph in study["plotly_graph_objects"]] == [f"autotune-front-{n}" for n in range(1, 7)]
+    assert len(answer.study["objectives"]) == 3
+    assert [graph["id"] for graph in study["plotly_graph_objects"]] == [f"autotune-front-{n}" for n in range(1, 4)]
     for graph in study["plotly_graph_objects"]:
         figure = json.loads(graph["graph_object"])
         traces = go.Figure(figure).to_plotly_json()["data"]  # plotly refuses what it does not know
@@ -123,7 +123,9 @@ def test_the_notes_of_a_study_without_a_pick_say_why(answer):
 
 
 @pytest.mark.parametrize(("time_budget_s", "left"), [(None, "6 s"), (9, "5 s")])
-def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, time_budget_s, left):
+def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, monkeypatch, time_budget_s, left):
+    Clock(monkeypatch)
+
     def note():
         return ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json["note"]["body"]
 

@@ -15,7 +15,7 @@ from support.zoo import ADAMW
 
 import autotune
 from autotune.cli import predict as predict_command
-from autotune.cli.predict import read_settings
+from autotune.cli.options import read_settings
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.setup import forecasts, profile_cache

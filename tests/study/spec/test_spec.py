@@ -10,6 +10,7 @@ from autotune.errors import SpecError, UserError
 from autotune.executors.ssh import read_hostfile
 from autotune.scoring.objective import Constraint, Objective
 from autotune.space.space import SearchSpace
+from autotune.study.spec.presets import GOALS
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.spec.spec import StudySpec
 
@@ -19,7 +20,8 @@ def test_a_bare_model_gets_the_documented_defaults(target):
     assert (spec.name, spec.target, spec.trials, spec.global_batch) == ("tiny", target, 30, "free")
     assert (spec.executor, spec.n_nodes) == ("local", 1)
     assert not {"executor", "nodes", "hostfile", "executor_options"} & set(yaml.safe_load(spec.to_yaml()))
-    assert [objective.name for objective in spec.objectives] == ["latency", "throughput", "convergence", "memory"]
+    assert [objective.name for objective in spec.objectives] == ["latency", "throughput", "convergence"]
+    assert spec.goal == "balanced"
     assert {"micro_batch_size", "zero_stage", "precision", "checkpoint_every"} <= set(spec.space.to_data())
     with pytest.raises(ValueError, match="frozen"):
         spec.trials = 3
@@ -67,6 +69,22 @@ def test_values_of_python_are_taken_as_they_are(target):
     }  # fmt: skip
     spec = StudySpec.of_target(target, given)
     assert (spec.space, list(spec.objectives), list(spec.constraints)) == tuple(given.values())
+
+
+def test_a_goal_sets_the_objectives_and_a_flag_replaces_what_the_file_says(study):
+    spec = study("goal: memory")
+    assert {o.name: o.weight for o in spec.objectives} == {"memory": 1.0, "throughput": 0.5}
+    again = spec.target.with_name("again.yaml")
+    again.write_text(spec.to_yaml(again.parent))
+    assert StudySpec.load(again).objectives == spec.objectives  # the file states both
+    assert [o.name for o in study("goal: memory", {"objectives": "latency"}).objectives] == ["latency"]
+    flagged = study("objectives: [latency]", {"goal": "cost"})
+    assert flagged.goal == "cost" and {o.name for o in flagged.objectives} == set(GOALS["cost"].weights)
+
+
+def test_quick_is_a_set_of_defaults(study):
+    spec = study("finalists: 2", {"quick": True})
+    assert (spec.trials, spec.finalists, spec.stop_below) == (8, 2, 0.03) and "quick: true" in spec.to_yaml()
 
 
 def test_amounts_carry_units(study):
@@ -169,6 +187,8 @@ def test_a_written_study_names_no_preset_and_keeps_numbers_and_switches(study):
         ("space: 3", "a mapping of knobs"),
         ("space: {zero_stage: [9]}", "zero_stage: choices: 9 is not one of"),
         ("objectives: []", "at least one"),
+        ("goal: throughputs", "Did you mean 'throughput'?"),
+        ("goal: memory\nobjectives: [latency]", "says otherwise; leave one of the two out"),
         ("objectives: [speed]", "Known: convergence, latency, memory, throughput"),
         ("objectives: [latency, latency]", "'latency' is there twice"),
         ("objectives: [latency, {metric: step_time_s}]", "metric 'step_time_s' is there twice"),

@@ -2,6 +2,10 @@
 
 import ast
 import importlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +35,46 @@ def test_a_module_of_ours_that_cannot_be_imported_is_an_error(monkeypatch):
     monkeypatch.setattr(preload, "LAZY_MODULES", ("deepspeed.no_such_module",))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         preload.import_rank_modules()
+
+
+# pyarrow's allocator, OpenBLAS and others start threads of which Python knows nothing.
+NATIVE = """
+import ctypes
+libc = ctypes.CDLL(None)
+start = ctypes.cast(libc.sleep, ctypes.c_void_p)
+libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, start, ctypes.c_void_p(600))
+"""
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """Modules of which some start a thread, one by way of another."""
+    (tmp_path / "native.py").write_text(NATIVE)
+    (tmp_path / "outer.py").write_text("import json\nimport native\n")
+    (tmp_path / "quiet.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.process
+def test_a_module_that_starts_a_thread_is_named_and_left_out_and_ranks_are_forked_all_the_same(shelf):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(shelf), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "autotune.worker", "serve", "outer", "quiet"]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    answer = json.loads(done.stdout)
+    assert answer["warm"], done.stderr
+    assert "importing `native` started the native thread" in answer["reason"] and "outer" not in answer["reason"]
+
+
+@pytest.mark.process
+def test_what_a_trial_imported_is_preloaded_except_what_starts_a_thread(shelf):
+    code = """
+import sys
+from autotune.worker.agent import preload
+assert preload.preload_more(["quiet", "outer", "json"])
+assert "quiet" in sys.modules and "native" not in sys.modules
+assert [*preload._import_all(["outer"])] == ["outer"] and not preload.preload_more([])
+"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{shelf}:{os.getcwd()}"}, check=True)

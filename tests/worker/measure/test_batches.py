@@ -18,12 +18,12 @@ def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
 class FakeEngine:
     """Takes an optimizer step every `accumulation` backward calls."""
 
-    def __init__(self, accumulation):
+    def __init__(self, accumulation, *, forgiving=False):
         self.global_steps, self.micro, self.accumulation, self.training = 0, 0, accumulation, True
-        self.observer = BatchObserver(self)
+        self.observer = BatchObserver(self, forgiving=forgiving)
 
     def register_forward_pre_hook(self, hook, *, with_kwargs):
-        self.forward = lambda *args: hook(None, args, {})
+        self.forward = lambda *args, **kwargs: hook(None, args, kwargs)
 
     def train(self, *batches, drawn=None):
         """Trains one micro-batch, whose forward is called once for each of the batches."""
@@ -45,7 +45,7 @@ def test_samples_and_backward_calls_are_counted_per_optimizer_step():
         engine.train(torch.zeros(4, 16, dtype=torch.long))
     seen = engine.observer
     assert (seen.micro_batch_sizes, seen.backward_counts) == ({4}, {3})
-    assert (seen.samples_per_step, seen.tokens_per_step) == ({12}, {12 * 16})
+    assert seen.samples_per_step == {12} and seen.last.tokens == seen.last.real_tokens == seen.last.elements == 12 * 16
 
 
 def test_a_loss_that_calls_the_model_twice_counts_its_batch_once():
@@ -55,7 +55,7 @@ def test_a_loss_that_calls_the_model_twice_counts_its_batch_once():
         engine.forward(torch.zeros(7, 3))  # an evaluation inside the loss
     engine.train(torch.zeros(4, 3), drawn=4)
     seen = engine.observer
-    assert (seen.micro_batch_sizes, seen.samples_per_step, seen.tokens_per_step) == ({4}, {4}, {0})
+    assert (seen.micro_batch_sizes, seen.samples_per_step, seen.last.tokens) == ({4}, {4}, 0)
 
 
 def test_micro_batches_may_be_drawn_ahead_for_a_whole_step():
@@ -96,3 +96,146 @@ def test_every_size_of_a_batch_that_varies_is_noted(sizes):
     for n in sizes:
         engine.train(torch.zeros(n, 2))
     assert engine.observer.micro_batch_sizes == {3, 4}
+
+
+class Loop:
+    """A loop over a loader's batches of real tensors, as the hooks see it; keeps the count of each step."""
+
+    def __init__(self, accumulation=1):
+        self.engine, self.steps = FakeEngine(accumulation, forgiving=True), []
+        self.seen = self.engine.observer
+
+    def draw(self, n, *shape, dim=0):
+        batch = torch.zeros(*shape[:dim], n, *shape[dim:])
+        self.seen.drew(n, (batch, torch.zeros(n)))
+        return batch
+
+    def train(self, *batches):
+        before = self.engine.global_steps
+        self.engine.go(*batches)
+        if self.engine.global_steps > before:
+            self.steps.append(self.seen.last)
+
+    @property
+    def samples(self):
+        return [step.samples for step in self.steps]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_batch_that_is_cut_into_steps_counts_once(parts, dim):
+    loop = Loop()
+    for _ in range(5):
+        for part in loop.draw(24, 5, dim=dim).chunk(parts, dim):
+            loop.train(part)
+    assert loop.samples[1:] == [24 // parts] * (5 * parts - 1)  # the first step does not know yet that there are more
+    assert loop.seen.micro_batch_sizes == {24 // parts} == loop.seen.samples_per_step
+    assert (loop.seen.parts, loop.seen.draw_size, loop.seen.loader_batch_sizes) == (parts, 24, set())
+    assert not any(step.ragged for step in loop.steps)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 8])
+def test_a_batch_that_is_cut_into_the_micro_batches_of_a_step_counts_once(parts):
+    loop = Loop(accumulation=parts)
+    for _ in range(3):
+        for part in loop.draw(24, 5).chunk(parts):
+            loop.train(part)
+    assert loop.samples == [24] * 3 and loop.seen.parts == parts and loop.seen.backward_counts == {parts}
+
+
+def test_parts_that_do_not_come_out_even_count_what_they_are():
+    loop = Loop()
+    for _ in range(4):
+        for part in loop.draw(32, 5).chunk(3):
+            loop.train(part)
+    assert loop.samples[1:4] == [11, 10, 11] and sum(loop.samples[3:]) == 3 * 32
+    assert loop.seen.micro_batch_sizes == {11} and not any(step.ragged for step in loop.steps)
+
+
+def test_the_short_last_batch_of_an_epoch_is_set_aside_and_told_from_steps_that_vary():
+    loop = Loop()
+    for _ in range(3):
+        for n in (8, 8, 8, 5):
+            loop.train(loop.draw(n, 4))
+        loop.seen.ended()
+    assert [step.ragged for step in loop.steps] == [0, 0, 0, 1] * 3 and loop.seen.samples_per_step == {8}
+
+
+def test_the_short_last_batch_of_a_stream_is_known_by_the_end_that_follows():
+    for ends, last in ((True, 0), (False, 2)):
+        loop = Loop()
+        for n in (8, 8, 5):
+            loop.seen.drew(8 if not ends else n)
+            loop.train(torch.zeros(n, 4))
+        if ends:
+            loop.seen.ended()
+        loop.seen.drew(8)
+        loop.train(torch.zeros(8, 4))
+        assert ends is False or [step.ragged for step in loop.steps] == [0, 0, 1, last]
+
+
+def test_without_a_loader_a_smaller_step_stands_alone_or_steps_vary():
+    for sizes, ragged in (((8, 8, 5, 8, 8), [0, 0, 1, 0, 0]), ((8, 8, 5, 4, 8), [0, 0, 1, 2, 0])):
+        loop = Loop()
+        for n in sizes:
+            loop.train(torch.zeros(n, 4))
+        assert [step.ragged for step in loop.steps] == ragged
+
+
+def test_several_draws_make_one_micro_batch():
+    loop = Loop()
+    for _ in range(4):
+        loop.train(torch.cat([loop.draw(8, 3), loop.draw(8, 3)]))
+    assert loop.samples == [16] * 4 and loop.seen.micro_batch_sizes == {16}
+
+
+def test_several_draws_and_passes_for_one_backward_call_count_all():
+    loop = Loop()
+    for _ in range(4):
+        loop.train(loop.draw(8, 3), loop.draw(8, 3))
+    assert loop.samples[1:] == [16] * 3
+
+
+def test_two_views_of_a_draw_are_not_twice_the_samples():
+    loop = Loop()
+    for _ in range(4):
+        batch = loop.draw(8, 3)
+        loop.train(batch, batch)
+        loop.train(torch.cat([loop.draw(8, 3)] * 2))
+    assert loop.samples == [8] * 8
+
+
+def test_what_is_drawn_and_left_out_was_not_trained():
+    loop = Loop()
+    for _ in range(3):
+        loop.train(loop.draw(8, 3)[:5])
+    assert loop.samples == [5] * 3
+
+
+def test_batches_that_the_script_has_kept_are_the_loader_s_still():
+    loop = Loop()
+    kept = [loop.draw(4, 1) for _ in range(3)]
+    loop.seen.ended()
+    for _ in range(3):
+        for _ in kept:
+            loop.train(torch.zeros(1, 50))  # packed: one row
+    assert loop.samples == [4] * 9
+
+
+def test_a_batch_drawn_ahead_of_its_step_belongs_to_the_next_one():
+    loop = Loop()
+    loop.draw(4, 1)
+    for _ in range(5):
+        loop.draw(4, 1)
+        loop.train(torch.zeros(1, 50))
+    assert loop.samples == [4] * 5 and loop.seen.loader_batch_sizes == {4}
+
+
+@pytest.mark.parametrize(
+    "padding", [{"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])}, {"lengths": torch.tensor([3, 1])}]
+)
+def test_padding_is_told_from_tokens(padding):
+    loop = Loop()
+    loop.engine.forward(input_ids=torch.zeros(2, 4, dtype=torch.long), **padding)
+    loop.train()
+    assert (loop.steps[0].tokens, int(loop.steps[0].real_tokens)) == (8, 4)

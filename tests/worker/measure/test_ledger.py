@@ -8,6 +8,7 @@ import torch
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure import ledger as ledgers
+from autotune.worker.measure.batches import StepCount
 from autotune.worker.measure.ledger import Diverged, NotApplied, StepLedger
 from autotune.worker.measure.recorder import Recorder
 
@@ -32,15 +33,15 @@ def made(monkeypatch, folder, others=lambda own: []):
     return StepLedger(Recorder(TrialDir(folder), 1), request, torch.device("cpu"), request.world_size)
 
 
-def add(ledger, *laps_s, skipped=(), ragged=(), losses=None):
-    """Gathers steps that took so long, of which those with the given numbers were skipped or smaller."""
+def add(ledger, *laps_s, skipped=(), ragged=(), losses=None, unlike=()):
+    """Gathers steps that took so long, of which those with the given numbers were skipped, or smaller or unlike."""
     n = range(len(laps_s))
     ledger.gather(
         laps_s,
         sum(laps_s),
         losses or [ONE] * len(laps_s),
         skipped=[i in skipped for i in n],
-        ragged=[i in ragged for i in n],
+        counts=[StepCount(samples=8, elements=16, ragged=2 if i in unlike else int(i in ragged)) for i in n],
     )
 
 
@@ -76,15 +77,14 @@ def test_a_loss_that_is_not_finite_ends_the_trial_at_its_step(ledger):
 def test_ranks_compare_their_clocks_often_enough_and_not_after_each_short_step(ledger):
     add(ledger, 1.0)
     assert ledger.window_steps() == 1  # of the first steps each is another thing
-    add(ledger, 0.004)
-    assert ledger.window_steps() == 12
-    add(ledger, 0.03)
-    assert ledger.window_steps() == 1
+    for step_s, n_steps in ((0.002, 100), (0.02, 10), (0.4, 2), (3.0, 1)):
+        add(ledger, step_s)
+        assert ledger.window_steps() == n_steps
 
 
 def test_what_the_budget_leaves_is_no_more_than_an_interval_needs(ledger):
     add(ledger, 9e5, 0.001)
-    assert ledger.window_steps() == 50
+    assert ledger.window_steps() == ledgers.MAX_WINDOW_STEPS
     ledger.elapsed_s = 1e6
     assert ledger.window_steps() == ledgers.MIN_STEPS - 2
 
@@ -106,7 +106,7 @@ def test_who_watches_is_told_once_a_window(ledger):
 def test_together_steps_last_as_long_as_on_the_slowest_rank(monkeypatch, tmp_path):
     def slower(own):
         seen = own.clone()
-        seen[: len(seen) // 4] = torch.tensor([0.03, 0.01, 0.02][: len(seen) // 4])
+        seen[:3] = torch.tensor([0.03, 0.01, 0.02])
         return [seen]
 
     ledger = made(monkeypatch, tmp_path, slower)
@@ -124,6 +124,31 @@ def test_the_end_of_an_epoch_costs_its_own_step_only(ledger):
 def test_steps_that_are_all_smaller_are_no_end_of_an_epoch(ledger):
     with pytest.raises(NotApplied, match="vary"):
         add(ledger, *[0.01] * 8, ragged={4, 5, 6, 7})
+
+
+def test_a_smaller_step_that_ends_no_epoch_is_one_too_many(ledger):
+    add(ledger, *[0.01] * 8, ragged={6})
+    with pytest.raises(NotApplied, match="vary"):
+        add(ledger, 0.01, unlike={0})
+
+
+def test_smaller_steps_are_never_the_majority(ledger):
+    add(ledger, 0.01, 0.01)
+    for _ in range(2):
+        add(ledger, 0.01, 0.01, 0.01, ragged={0, 1})
+    with pytest.raises(NotApplied, match="vary"):
+        add(ledger, 0.01, 0.01, ragged={0, 1})
+
+
+def test_what_all_ranks_took_in_is_added_up_step_by_step(monkeypatch, tmp_path):
+    ledger = made(monkeypatch, tmp_path, lambda own: [own.clone()])
+    add(ledger, 0.01, 0.01, 0.01, ragged={1})
+    assert ledger.report.taken_in == {
+        "samples": [16, 16],
+        "tokens": [0, 0],
+        "real_tokens": [0, 0],
+        "elements": [32, 32],
+    }
 
 
 def test_noise_is_not_taken_from_what_is_left_out(ledger, monkeypatch):

@@ -1,11 +1,14 @@
 """Memory in use in each phase, its limit, and the load of the machine by others."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
+from autotune.worker.agent import memory_watch
 from autotune.worker.measure import machine_load, memory
 
 MIB = 1 << 20
@@ -54,18 +57,48 @@ def test_freed_tensors_are_not_in_use(holes):
 
 
 def test_a_rank_far_from_its_limit_is_seldom_looked_at():
-    assert memory.watch_interval_s(100 << 30) == memory.MAX_WATCH_INTERVAL_S
-    assert memory.watch_interval_s(0) == memory.MIN_WATCH_INTERVAL_S
-    assert 0.05 < memory.watch_interval_s(1 << 30) < 0.1
+    assert memory_watch.interval_s(100 << 30) == memory_watch.MAX_INTERVAL_S
+    assert memory_watch.interval_s(0) == memory_watch.MIN_INTERVAL_S
+    assert 0.05 < memory_watch.interval_s(1 << 30) < 0.1
+
+
+WATCHED = """
+import os, threading, time
+from autotune.worker.measure import memory
+limit = 64 << 20
+memory.limit_host_memory(memory.resident_bytes(), limit, lambda growth: os._exit(77 if growth > limit else 1))
+assert "AUTOTUNE_MEMORY_FD" not in os.environ
+kept = bytearray(os.urandom(1 << 20)) * {mib}
+if {freed}:
+    del kept
+time.sleep({seconds})
+os._exit(0)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("mib", "freed", "status"), [(128, False, 77), (128, True, 0), (8, False, 0)])
+def test_a_supervisor_sees_the_growth_of_a_rank_that_does_nothing_for_it(mib, freed, status):
+    watch = memory_watch.MemoryWatch()
+    seconds = 60 if status else 0.5
+    program = WATCHED.format(mib=mib, freed=freed, seconds=seconds)
+    environment = {**os.environ, **watch.variables()}
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, pass_fds=[int(environment["AUTOTUNE_MEMORY_FD"])]
+    )
+    watch.release()
+    while rank.poll() is None:
+        watch.look(rank.pid)
+        time.sleep(0.01)
+    watch.drop()
+    assert rank.returncode == status
 
 
 GROWS_BETWEEN_TWO_LOOKS = """
 import os, time
 from autotune.worker.measure import memory
-memory.MIN_WATCH_INTERVAL_S = memory.MAX_WATCH_INTERVAL_S = 3600.0
 limit = 64 << 20
 look = memory.limit_host_memory(memory.resident_bytes(), limit, lambda growth: os._exit(77 if growth > limit else 1))
-time.sleep(0.2)
 kept = bytearray(os.urandom(1 << 20)) * {mib}
 look()
 os._exit(0)

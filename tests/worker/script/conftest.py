@@ -1,5 +1,7 @@
 """Fixtures for tests of training scripts: a warm server, and the folder in which scripts start."""
 
+import contextlib
+
 import pytest
 from support.bench import Bench
 
@@ -7,14 +9,18 @@ from autotune.executors.local import LocalExecutor
 
 
 @pytest.fixture(scope="module")
-def bench(request, tmp_path_factory):
-    """Runs scripts on a server that has imported the module's `IMPORTS`."""
+def bench(request, executor, tmp_path_factory):
+    """Runs scripts on a server that has imported the module's `IMPORTS`, or else on that of the session."""
     root = tmp_path_factory.mktemp("bench")
-    executor = LocalExecutor(getattr(request.module, "IMPORTS", ["torch", "deepspeed"]), root / "server.log")
-    executor.start()
-    assert not executor.cold_reason
-    yield Bench(executor, root)
-    executor.close()
+    imports = getattr(request.module, "IMPORTS", None)
+    with (
+        contextlib.closing(LocalExecutor(imports, root / "server.log"))
+        if imports
+        else contextlib.nullcontext(executor) as own
+    ):
+        own.start()
+        assert not own.cold_reason
+        yield Bench(own, root)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from autotune.worker.script.arguments import Arguments
 def parse(monkeypatch):
     """Parses a command line as in a trial; returns the arguments, the changes noted, and the flags of fields."""
 
-    def run(parser, line, *, own=False, ds_config=Path("/trial/ds_config.json"), **moves):
+    def run(parser, line, *, own=False, limits=None, ds_config=Path("/trial/ds_config.json"), **moves):
         changes, flags = [], {}
-        hooked = Arguments(moves.get, ds_config, changes.append, flags)
+        hooked = Arguments(moves.get, ds_config, changes.append, flags, [] if limits is None else limits)
         original = parser.parse_known_args
         parser.parse_known_args = functools.partial(hooked.parse, lambda parser, *args: original(*args), parser)
         monkeypatch.setattr(sys, "argv", ["train.py", *([] if own else line.split())])
@@ -81,3 +81,10 @@ def test_transformers_arguments_are_known_where_they_are_parsed(parse):
 def test_a_rank_is_told_its_number_as_the_deepspeed_launcher_does(parse, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert parse(parser_of("--local_rank"), "")[0].local_rank == 3
+
+
+def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
+    flags = ("--max_train_steps", "--num_train_epochs", "--steps", "--save_steps", "--batch_size", "--warmup_steps")
+    limits = []
+    parse(parser_of(*flags), "--max_train_steps 1 --num_train_epochs 3 --steps 500 --save_steps 1", limits=limits)
+    assert limits == ["`--max_train_steps 1`", "`--num_train_epochs 3`"]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autotune.worker import project
 from autotune.worker.script import context, engine, patching
 
 CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_reentrant=False)\n"
@@ -31,15 +32,16 @@ def caller_in(folder):
     return module.run
 
 
-def test_recomputation_that_a_library_asks_for_cannot_be_taken_out_by_the_user(skipping, tmp_path, monkeypatch):
+def test_recomputation_that_a_library_asks_for_cannot_be_taken_out_by_the_user(skipping, tmp_path):
     checkpoint, report = skipping
-    monkeypatch.setattr(patching, "INSTALLED_FOLDERS", (str(tmp_path),))
     run = caller_in(tmp_path)
     assert run(checkpoint) == run(checkpoint) == 3
     assert report.unreproducible == report.side_changes and len(report.side_changes) == 1
     assert "inside a library" in report.side_changes[0]
 
 
-def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skipping, tmp_path):
+def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skipping, tmp_path, monkeypatch):
     checkpoint, report = skipping
+    monkeypatch.setattr(project, "_roots", [])
+    project.settle(tmp_path / "train.py")
     assert caller_in(tmp_path)(checkpoint) == 3 and report.unreproducible == []

@@ -1,5 +1,6 @@
-"""Folders that the ranks of a script made are gone after a trial."""
+"""Files and folders that the ranks of a script make: removed, or told."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,3 +24,11 @@ def test_a_folder_that_one_rank_made_within_another_ranks_is_removed_whoever_end
     first.close()
     second.close()
     assert not (tmp_path / "out").exists() and kept.exists()
+
+
+def test_a_librarys_cache_in_the_working_folder_is_no_file_of_the_scripts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    found = rank(tmp_path)
+    for path in (tmp_path / "cache" / "datasets" / "text_builder.lock", tmp_path / "metrics.json"):
+        found._audit("open", (str(path), "w", os.O_WRONLY))
+    assert found._files == [str(tmp_path / "metrics.json")]

@@ -9,6 +9,7 @@ from support.paths import SCRIPTS
 
 from autotune.errors import UserError
 from autotune.report import diagnosis
+from autotune.scoring.metrics import METRICS
 from autotune.space.legality import why_illegal
 from autotune.study.setup import plan
 from autotune.study.spec.spec import StudySpec
@@ -38,7 +39,15 @@ BOTH = MICRO | ACCUM
         ("hand_made.py", (), {}, (8, 2, ACCUM)),
         ("dict_config.py", ("--batch_size", "{micro_batch_size}"), {}, (8, 1, BOTH)),
         ("hand_made.py", (), {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
-        ("chunks.py", (), {}, (8, 4, set())),
+        ("chunks.py", (), {}, (8, 4, MICRO)),
+        *(("parts.py", ("--parts", str(n)), {}, (24 // n, 1, BOTH)) for n in (2, 3, 8)),
+        ("parts.py", ("--style", "follow", "--accumulate", "4"), {}, (6, 4, BOTH)),
+        ("parts.py", ("--style", "split"), {}, (8, 1, ACCUM)),
+        ("parts.py", ("--style", "split"), {"script_set": ["PART={micro_batch_size}"]}, (8, 1, BOTH)),
+        ("parts.py", ("--style", "hand-made"), {}, (6, 1, ACCUM)),
+        ("parts.py", ("--style", "hand-made"), {"script_set": ["BIG={micro_batch_size}*4"]}, (6, 1, BOTH)),
+        ("parts.py", ("--style", "pairs", "--parts", "1"), {}, (48, 1, ACCUM)),
+        ("parts.py", ("--samples", "100"), {}, (6, 1, BOTH)),
         ("own_flags.py", (), {}, (8, 2, ACCUM)),
         ("own_flags.py", ("--rows", "{micro_batch_size}"), {}, (8, 2, BOTH)),
         ("own_flags.py", ("--rows", "6"), {"arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}, (6, 2, BOTH)),
@@ -87,7 +96,12 @@ def test_a_module_gets_its_package_and_the_variables_of_its_launcher(bench, tmp_
 
 
 def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
-    assert bench.plan("dict_config.py").workload.script.flags == {"micro_batch_size": ["--batch_size"]}
+    script = bench.plan("dict_config.py").workload.script
+    assert script.flags == {"micro_batch_size": ["--batch_size"]}
+    lines = (SCRIPTS / "dict_config.py").read_text().splitlines()
+    for at, text in ((script.config_at, "config = {"), (script.initialized_at, "deepspeed.initialize(")):
+        name, _, line = at.partition(":")
+        assert name == "dict_config.py" and text in lines[int(line) - 1]
     script = bench.plan("training_data.py").workload.script
     assert script.flags["ds_config"] == ["--deepspeed_config"] and script.config_source.endswith("ds.json")
     mapped = bench.plan("own_flags.py", "--mapped", "1").workload.script
@@ -133,6 +147,29 @@ def test_what_cannot_run_otherwise_is_frozen_with_the_reason(bench):
 def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(bench):
     found = bench.plan("styles.py", "own steps")
     assert found.ds_config(found.baseline)["gradient_accumulation_steps"] == 1
+
+
+def test_a_batch_that_is_cut_into_parts_is_scored_by_what_flowed(bench):
+    found = bench.plan("parts.py", "--parts", "4", "--samples", "100")
+    result = bench.applied(found, steps=12, micro_batch_size=5, gradient_accumulation_steps=2)
+    assert set(result.taken_in["samples"]) <= {10, 2} and len(result.step_times_s) == 12
+    assert any("`batch_size=20` instead of 24" in change for change in result.side_changes)
+
+
+def test_texts_of_any_length_are_counted_step_by_step(bench):
+    result = bench.applied(bench.plan("lengths.py"), steps=20)
+    tokens, real = result.taken_in["tokens"], result.taken_in["real_tokens"]
+    assert set(tokens) == {16 * 16, 8 * 16 + 8 * 512} and set(real) == {16 * 16, 15 * 16 + 512}
+    assert result.taken_in["samples"] == [16] and result.tokens_per_step == round(sum(tokens) / 20)
+    timed = slice(result.steps.n_warmup, None)
+    assert METRICS["tokens_per_s"].of(result, None).value == pytest.approx(
+        sum(real[timed]) / sum(result.step_times_s[timed]), rel=0.2
+    )
+
+
+def test_a_constant_that_is_cut_up_is_to_be_multiplied(bench):
+    notes = bench.plan("parts.py", "--style", "hand-made", script_set=["BIG={micro_batch_size}"]).notes
+    assert any("4 micro-batches of each batch" in note and "--set NAME={micro_batch_size}*4`" in note for note in notes)
 
 
 def test_a_big_batch_cut_up_by_a_constant_moves_as_a_whole(bench):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from autotune.trial.workload import TRAINER
-from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.context import LEAST_STEPS, ScriptContext
 from autotune.worker.script.frameworks import accelerate
 from autotune.worker.script.patching import after_import, patch, patch_everywhere
 
@@ -113,6 +114,9 @@ class _Adapter:
         if not self._context.memory.cuda:
             arguments.use_cpu = False  # else Accelerate would not use DeepSpeed
         self._inject_deepspeed(arguments)
+        if 0 < arguments.max_steps < LEAST_STEPS:
+            self._context.lift("max_steps", arguments.max_steps)
+            arguments.max_steps = self._context.request.max_steps
         for field, flag in FLAGS.items():
             change = self._context.value(field)
             if change and getattr(arguments, flag) == change[0]:
@@ -153,12 +157,24 @@ class _Adapter:
         ) -> Any:
             if resume_from_checkpoint:
                 self._context.once("trials train from the script's first weights, not from its checkpoint")
+            self._lift_epochs(trainer)
             return original(trainer, None, *args, **kwargs)
 
         patch(module.Trainer, "__init__", init)
         patch(module.Trainer, "train", train)
         for name in TRAINER_SAVERS:
             patch(module.Trainer, name, self._context.saver(f"Trainer.{name.lstrip('_')}"))
+
+    def _lift_epochs(self, trainer: Any) -> None:
+        """Trains further epochs where the script's have too few steps to be measured."""
+        arguments, data = trainer.args, cast("Any", getattr(trainer, "train_dataset", None))
+        if arguments.max_steps > 0 or not hasattr(data, "__len__") or not len(data):
+            return
+        batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        n_epochs = batch * self._context.request.world_size / len(data)  # of one step
+        if arguments.num_train_epochs < LEAST_STEPS * n_epochs:
+            self._context.lift("num_train_epochs", arguments.num_train_epochs)
+            arguments.num_train_epochs = math.ceil(self._context.request.max_steps * max(n_epochs, 1))
 
     def on_saved_class(self, module: ModuleType, name: str) -> None:
         saved = getattr(module, name, None)

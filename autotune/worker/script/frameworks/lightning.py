@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from autotune.space.deepspeed import DsConfig
-from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.context import LEAST_STEPS, ScriptContext
 from autotune.worker.script.patching import after_import, patch
 
 # Both names under which Lightning is distributed; each package has all the code.
@@ -52,6 +52,7 @@ class _Adapter:
             given["accelerator"] = "cpu"
         self._inject_deepspeed(given)
         self._leave_no_traces(given)
+        self._lift_limits(given)
         if self._context.candidate is not None:
             self._accumulation(given)
             self._precision(given)
@@ -70,6 +71,19 @@ class _Adapter:
             "DeepSpeed: the script is run without it;"
             ' pass `Trainer(strategy=DeepSpeedStrategy(config="ds_config.json"))`.'
         )
+
+    def _lift_limits(self, given: dict[str, Any]) -> None:
+        """Takes away what ends a run before it can be measured."""
+        few = LEAST_STEPS * (given.get("accumulate_grad_batches") or 1)
+        for name, instead, least in (
+            ("fast_dev_run", False, few),
+            ("limit_train_batches", None, few),
+            ("max_steps", self._context.request.max_steps, LEAST_STEPS),
+        ):
+            value = given.get(name)
+            if isinstance(value, int) and 0 < value < least:
+                self._context.lift(name, value)
+                given[name] = instead
 
     def _accumulation(self, given: dict[str, Any]) -> None:
         change = self._context.value("gradient_accumulation_steps")

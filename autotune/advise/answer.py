@@ -1,0 +1,270 @@
+"""The answer of `autotune advise`, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autotune.advise.choose import Choice
+from autotune.advise.constants import CONSTANTS
+from autotune.advise.ds_config import ds_config
+from autotune.advise.forecast import SURE, Interval
+from autotune.system.units import format_bytes, format_duration, format_seconds
+
+BINDS = {
+    "compute": "compute: the matrix products", "traffic": "the memory bandwidth of the device",
+    "recompute": "compute: blocks are computed twice to save memory", "communication": "the links between devices",
+    "messages": "the links between devices: the latency of many messages",
+    "optimizer": "the memory bandwidth: the optimizer's step", "offload": "the link between host and device",
+    "launches": "the host: launching operations; a larger micro-batch helps",
+    "bookkeeping": "the host: what ZeRO does for each parameter; a larger micro-batch helps",
+    "input": "drawing the samples",
+}  # fmt: skip
+# Share of a memory from which it is what keeps the batch from growing.
+FULL = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Advice on one kind of devices.
+
+    Attributes:
+        model: What is trained, in words.
+        source: Where its facts come from.
+        chosen: The best configuration.
+        others: The next best, with what speaks against each.
+        goal: What it is best for.
+        sequence: Tokens of a sample.
+        flops_per_token: Of forward and backward, without recomputation.
+        fewest: The fewest of these devices, with offload and without.
+        tokens: Tokens to train on; None if not asked.
+        price_per_hour: Of a device; None if not stated.
+        base: The user's own DeepSpeed configuration.
+        notes: Assumptions and warnings.
+    """
+
+    model: str
+    source: str
+    chosen: Choice
+    others: Sequence[Choice]
+    goal: str
+    sequence: int
+    flops_per_token: float
+    fewest: tuple[int | None, int | None]
+    tokens: float | None = None
+    price_per_hour: float | None = None
+    base: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def step_s(self) -> Interval:
+        """Time of an optimizer step."""
+        return Interval.around(self.chosen.total("time"), CONSTANTS.time_log_sd)
+
+    @property
+    def peak_bytes(self) -> Interval:
+        """Peak of a device."""
+        return Interval.around(self.chosen.total("memory"), CONSTANTS.memory_log_sd)
+
+    @property
+    def host_bytes(self) -> Interval:
+        """Host memory of a node."""
+        return Interval.around(self.chosen.total("host"), CONSTANTS.memory_log_sd)
+
+    @property
+    def tokens_per_s(self) -> Interval:
+        """Throughput of all devices."""
+        return Interval.around(self.chosen.tokens_per_s, CONSTANTS.time_log_sd)
+
+    @property
+    def mfu(self) -> Interval:
+        """Share of the devices' peak that the model's FLOPs are."""
+        devices = self.chosen.devices
+        peak = devices.card.peak_flops(self.chosen.candidate.precision) or max(devices.card.flops.values())
+        return Interval.around(
+            self.flops_per_token * self.chosen.tokens_per_s / (peak * devices.count), CONSTANTS.time_log_sd
+        )
+
+    @property
+    def hours(self) -> Interval | None:
+        """Time for the tokens that were asked about."""
+        if self.tokens is None:
+            return None
+        return Interval.around(self.tokens / self.chosen.tokens_per_s / 3600, CONSTANTS.time_log_sd)
+
+    @property
+    def cost(self) -> Interval | None:
+        """Money for them."""
+        hours, price = self.hours, self.price_per_hour
+        if hours is None or price is None:
+            return None
+        rate = price * self.chosen.devices.count
+        return Interval(value=hours.value * rate, low=hours.low * rate, high=hours.high * rate)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits."""
+        fits = self.chosen.fits
+        return "fits" if fits >= SURE else "may not fit" if fits > 1 - SURE else "does not fit"
+
+    @property
+    def binds(self) -> list[str]:
+        """What keeps it from being faster."""
+        terms, total = self.chosen.terms("time"), self.chosen.total("time")
+        name = max(terms, key=lambda key: terms[key])
+        found = [f"{BINDS[name]}, {terms[name] / total:.0%} of the step"]
+        memory, limit = self.chosen.total("memory"), self.chosen.devices.memory_bytes
+        if memory > FULL * limit or self.chosen.fits < SURE:
+            found.append(f"capacity: {memory / limit:.0%} of the device's memory")
+        return found
+
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON."""
+        return ds_config(self.chosen.candidate, self.base)
+
+    def to_data(self) -> dict[str, Any]:
+        """The answer for programs."""
+        chosen, devices = self.chosen, self.chosen.devices
+        return {
+            "model": self.model,
+            "model_source": self.source,
+            "devices": {
+                "card": devices.card.name, "count": devices.count, "per_node": devices.per_node,
+                "source": devices.card.source,
+            },
+            "goal": self.goal,
+            "candidate": chosen.candidate.values(),
+            "global_batch": chosen.candidate.global_batch_size(devices.count),
+            "sequence": self.sequence,
+            "fits_probability": chosen.fits,
+            "verdict": self.verdict,
+            "peak_memory_bytes": {
+                **asdict(self.peak_bytes), "terms": chosen.terms("memory"), "limit": devices.memory_bytes,
+            },
+            "host_memory_bytes": {
+                **asdict(self.host_bytes), "terms": chosen.terms("host"), "limit": devices.host_bytes,
+            },
+            "step_time_s": {**asdict(self.step_s), "terms": chosen.terms("time")},
+            "tokens_per_s": asdict(self.tokens_per_s),
+            "mfu": asdict(self.mfu),
+            "hours": asdict(self.hours) if self.hours else None,
+            "cost": asdict(self.cost) if self.cost else None,
+            "binds": self.binds,
+            "others": [
+                {
+                    "candidate": other.candidate.values(), "fits_probability": other.fits,
+                    "tokens_per_s": other.tokens_per_s, "why_not": other.why_not,
+                }
+                for other in self.others
+            ],
+            "fewest_devices": {"with_offload": self.fewest[0], "without_offload": self.fewest[1]},
+            "ds_config": self.config(),
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """The answer for people, line by line."""
+        chosen, devices = self.chosen, self.chosen.devices
+        batch = chosen.candidate.global_batch_size(devices.count)
+        yield f"{self.model} on {devices.describe()}, {self.sequence:,} tokens a sample"
+        yield ""
+        yield f"{'best for ' + self.goal:<20}{in_words(chosen)}"
+        yield f"{'global batch':<20}{batch:,} samples, {amount(batch * self.sequence)} tokens a step"
+        yield ""
+        yield from _waterfall(
+            "device memory", self.peak_bytes, devices.memory_bytes, chosen.terms("memory"), self.verdict
+        )
+        yield ""
+        yield from _waterfall("host memory", self.host_bytes, devices.host_bytes, chosen.terms("host"), "of a node")
+        yield ""
+        step, rate, mfu = self.step_s, self.tokens_per_s, self.mfu
+        value, low, high = (format_seconds(x) for x in (step.value, step.low, step.high))
+        yield f"{'step time':<20}{value} ({low} to {high})"
+        each = rate.value / devices.count
+        yield f"{'tokens/s':<20}{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f}), {each:,.0f} a device"
+        yield f"{'MFU':<20}{mfu.value:.0%} ({mfu.low:.0%} to {min(mfu.high, 1.0):.0%})"
+        yield from self._totals()
+        yield f"{'bound by':<20}{'; '.join(self.binds)}"
+        if self.others:
+            yield ""
+            yield "next best"
+            for other in self.others:
+                yield f"  {in_words(other)}"
+                yield f"    {other.why_not}"
+        yield ""
+        yield f"{'fewest devices':<20}{self._fewest()}"
+        yield from (f"note: {note}" for note in self.notes)
+
+    def _totals(self) -> Iterator[str]:
+        hours, cost = self.hours, self.cost
+        if hours is not None and self.tokens is not None:
+            low, value, high = (format_duration(x * 3600) for x in (hours.low, hours.value, hours.high))
+            yield f"{amount(self.tokens) + ' tokens':<20}{value} ({low} to {high})"
+        if cost is not None:
+            yield f"{'cost':<20}{cost.value:,.0f} ({cost.low:,.0f} to {cost.high:,.0f}), in the price's currency"
+
+    def _fewest(self) -> str:
+        name = self.chosen.devices.card.name
+        some, plain = self.fewest
+        if some is None:
+            return f"no number of {name} up to 4,096 surely fits it"
+        if plain in (None, some):
+            return f"{some} x {name}" + ("" if plain else ", with offload to the host")
+        return f"{some} x {name} with offload to the host, {plain} without"
+
+
+def amount(number: float) -> str:
+    """A number of parameters or tokens in short, as the field writes it: `8.19B`."""
+    factor, letter = next(
+        (unit for unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= unit[0]), (1.0, "")
+    )
+    return f"{number / factor:.3g}{letter}"
+
+
+def in_words(choice: Choice) -> str:
+    """A configuration in words."""
+    c = choice.candidate
+    parts = [f"micro-batch {c.micro_batch_size} x {c.gradient_accumulation_steps}", f"ZeRO {c.zero_stage}", c.precision]
+    every = c.checkpoint_every
+    parts.append(
+        "no recomputation"
+        if not every
+        else "every block recomputed"
+        if every == 1
+        else f"every {every}. block recomputed"
+    )
+    moved = [name for name, to in (("optimizer", c.offload_optimizer), ("parameters", c.offload_param)) if to != "none"]
+    if moved:
+        parts.append(" and ".join(moved) + " in host memory")
+    names = {"zero_hpz_partition_size": "hpZ", "reduce_bucket_size": "buckets of"}
+    for path, value in c.config:
+        short = path.rsplit(".", 1)[-1]
+        if short in names and value not in (1, 500_000_000):
+            parts.append(f"{names[short]} {amount(float(str(value)))}")
+        elif short not in (*names, "overlap_comm", "allgather_bucket_size", "sub_group_size"):
+            parts.append(f"{path}={value}")
+    return ", ".join(parts)
+
+
+def _waterfall(name: str, whole: Interval, limit: float, terms: Mapping[str, float], said: str) -> Iterator[str]:
+    """A memory by part, largest first."""
+    value, low, high, most = (format_bytes(x) for x in (whole.value, whole.low, whole.high, limit))
+    yield f"{name:<20}{value} ({low} to {high}) of {most}: {said}"
+    longest = max(terms.values())
+    for part, size in sorted(terms.items(), key=lambda pair: -pair[1]):
+        if size >= 0.005 * whole.value:
+            yield f"  {part:<18}{format_bytes(size):>10}  {'#' * max(1, round(30 * size / longest))}"
+
+
+def comparison(advice: Sequence[Advice]) -> Iterator[str]:
+    """Advice on several kinds of devices, one line each."""
+    header = f"{'devices':<26}{'configuration':<62}{'memory':>10}{'fits':>6}{'tokens/s':>12}{'MFU':>6}"
+    asked, priced = advice[0].tokens is not None, any(one.cost for one in advice)
+    yield header + (f"{'time':>14}" if asked else "") + (f"{'cost':>12}" if priced else "")
+    for one in advice:
+        chosen = one.chosen
+        line = f"{chosen.devices.describe():<26}{in_words(chosen)[:60]:<62}{format_bytes(chosen.total('memory')):>10}"
+        line += f"{chosen.fits:>6.0%}{chosen.tokens_per_s:>12,.0f}{one.mfu.value:>6.0%}"
+        line += f"{format_duration(one.hours.value * 3600):>14}" if one.hours else ""
+        yield line + (f"{one.cost.value:>12,.0f}" if one.cost else "")

@@ -1,0 +1,279 @@
+"""Shapes of transformers: the table of known models, a `config.json`, or a size; and their parameters by part."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autotune.advise.names import closest, spelled
+from autotune.errors import UserError
+
+TABLE = Path(__file__).with_name("models.csv")
+SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([bBmMtT])")
+# Words of a name that do not change the shape: who trained it further, when, and in which format.
+IDLE = re.compile(
+    r"meta|instruct|chat|base|hf|it|pt|preview|sft|dpo|bnb|4bit|awq|gptq|fp8|bf16|thinking|v\d+(\.\d+)?|[12]\d{3}"
+)
+# Families whose feed-forward network has two matrices and not three (a gate).
+PLAIN = frozenset(
+    "gpt2 gpt_neo gpt_neox gptj gpt_bigcode opt bloom falcon mpt phi starcoder2 bert roberta distilbert codegen".split()
+)
+# Families that share the embedding with the output layer unless their file says otherwise.
+TIED = ("gemma", "gpt2", "gpt_bigcode", "bloom", "opt", "mpt", "cohere", "starcoder2", "bert", "roberta", "granite")
+# By fact: the names that configuration files give it.
+KEYS = {
+    "layers": "num_hidden_layers n_layer n_layers num_layers",
+    "hidden": "hidden_size n_embd d_model",
+    "heads": "num_attention_heads n_head n_heads",
+    "vocab": "vocab_size padded_vocab_size",
+    "kv_heads": "num_key_value_heads num_kv_heads multi_query_group_num n_head_kv",
+    "head_dim": "head_dim",
+    "intermediate": "intermediate_size ffn_hidden_size n_inner ffn_dim",
+    "context": "max_position_embeddings n_positions seq_length max_seq_len",
+    "experts": "num_local_experts num_experts n_routed_experts",
+    "active_experts": "num_experts_per_tok num_selected_experts",
+    "expert_intermediate": "moe_intermediate_size",
+    "dense_layers": "first_k_dense_replace",
+}
+MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What the size and the work of a decoder-only transformer follow from.
+
+    Attributes:
+        name: What it is called.
+        layers: Blocks.
+        hidden: Width of the residual stream.
+        heads: Attention heads.
+        kv_heads: Heads of keys and values.
+        head_dim: Width of a head.
+        intermediate: Width of the feed-forward network (of a dense block).
+        vocab: Rows of the embedding.
+        tied: The output layer shares the embedding.
+        gated: The feed-forward network has a gate, and so three matrices.
+        positions: Learned positions; 0 for rotary ones and the like.
+        context: Longest sequence it was made for; 0 if that is not known.
+        experts: Experts of a block; 0 in a dense model.
+        active_experts: Experts that a token passes.
+        expert_intermediate: Width of an expert.
+        shared_intermediate: Width of the experts that every token passes.
+        dense_layers: Blocks without experts in a model that has them.
+        mla: Ranks and widths of multi-head latent attention: query rank (0 without), key-value rank, head width without
+            and with rotation, value width; empty for plain attention.
+        parameters: Published number of parameters; 0 if none is known.
+        note: How it was found, where that matters.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True
+    positions: int = 0
+    context: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    dense_layers: int = 0
+    mla: tuple[int, ...] = ()
+    parameters: int = 0
+    note: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where the facts of a model of the table stand."""
+        return f"https://huggingface.co/{self.name}/blob/main/config.json"
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries together."""
+        return self.heads * (self.mla[2] + self.mla[3] if self.mla else self.head_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys together, and of all values."""
+        return self.heads * self.mla[4] if self.mla else self.kv_heads * self.head_dim
+
+    def attention_matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a block's attention."""
+        h, q, kv = self.hidden, self.query_width, self.kv_width
+        if not self.mla:
+            return [(h, q), (h, kv), (h, kv), (q, h)]
+        rank, latent, plain, rotated, value = self.mla
+        query = [(h, rank), (rank, q)] if rank else [(h, q)]
+        return [*query, (h, latent + rotated), (latent, self.heads * (plain + value)), (self.heads * value, h)]
+
+    def mlp_matrices(self, width: int) -> list[tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a feed-forward network."""
+        return [(self.hidden, width)] * (2 if self.gated else 1) + [(width, self.hidden)]
+
+    def parameters_of(self, *, active: bool = False) -> dict[str, int]:
+        """Elements by part: `blocks` (matrices), `norms`, `embedding`, `head`; with `active` those a token passes."""
+        h, dense = self.hidden, self.layers if not self.experts else self.dense_layers
+        attention = sum(a * b for a, b in self.attention_matrices())
+        experts = self.active_experts if active else self.experts
+        per_width = sum(a * b for a, b in self.mlp_matrices(1))
+        sparse = per_width * (experts * self.expert_intermediate + self.shared_intermediate) + h * self.experts
+        blocks = self.layers * attention + dense * per_width * self.intermediate + (self.layers - dense) * sparse
+        return {
+            "blocks": blocks,
+            "norms": (2 * self.layers + 1) * h,
+            "embedding": self.vocab * h + self.positions * h,
+            "head": 0 if self.tied else self.vocab * h,
+        }
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(self.parameters_of().values())
+
+
+@functools.cache
+def known() -> tuple[Architecture, ...]:
+    """The models of the table."""
+    whole = {field.name for field in fields(Architecture)} - {"name", "tied", "gated", "mla", "note"}
+    found = []
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            mla = tuple(int(part) for part in row["mla"].split("/")) if row["mla"] else ()
+            numbers: dict[str, Any] = {name: int(row[name] or 0) for name in whole}
+            found.append(
+                Architecture(name=row["name"], tied=row["tied"] == "1", gated=row["gated"] == "1", mla=mla, **numbers)
+            )
+    return tuple(found)
+
+
+@functools.cache
+def _by_name() -> dict[str, Architecture]:
+    """Models by the essence of each of their names."""
+    found: dict[str, Architecture] = {}
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        others = [row["also"].split(";") for row in csv.DictReader(file)]
+    for model, also in zip(known(), others, strict=True):
+        for name in filter(None, [model.name, *also]):
+            found.setdefault(essence(name), model)
+    return found
+
+
+def essence(name: str) -> str:
+    """A model's name without owner, punctuation and words that do not change its shape: `qwen38b` for Qwen/Qwen3-8B."""
+    words = re.split(r"[\s_/-]+", name.strip().rsplit("/", 1)[-1].lower())
+    return spelled("".join(word for word in words if not IDLE.fullmatch(word)))
+
+
+def find(name: str) -> Architecture:
+    """The model that somebody names: a file, a name of the table as people spell it, or a size such as `7B`.
+
+    Raises:
+        UserError: There is no such file or name; it says which are near.
+    """
+    path = Path(name)
+    if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):
+        return read(path if path.suffix == ".json" else path / "config.json")
+    if match := SIZE.fullmatch(name.strip()):
+        return typical(float(match[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[match[2].lower()])
+    wanted = essence(name)
+    begin_so = {model.name: model for key, model in _by_name().items() if wanted and key.startswith(wanted)}
+    model = _by_name().get(wanted) or (next(iter(begin_so.values())) if len(begin_so) == 1 else None)
+    if model is None:
+        near = closest(wanted, {key: model.name for key, model in _by_name().items()})
+        raise UserError(
+            f"{name}: no model of this name in the table; the nearest are {', '.join(near)}; or give its config.json,"
+            " a size such as 7B, or a model.py"
+        )
+    return model
+
+
+def typical(parameters: float) -> Architecture:
+    """A shape as current models of a size have it.
+
+    Raises:
+        UserError: No transformer has this size.
+    """
+    if not 1e7 <= parameters <= 5e12:
+        raise UserError(f"{parameters / 1e9:g}B: a size between 10M and 5T parameters is needed, as in 7B")
+    vocab, best, least = 128_256 if parameters > 5e8 else 50_304, None, math.inf
+    for hidden in range(256, 32_769, 256):
+        heads = max(1, hidden // 128)
+        tied = parameters < 4e9
+        a_layer = hidden * hidden * (2 + 2 / min(4, heads) + 10.5)
+        layers = max(2, round((parameters - vocab * hidden * (1 if tied else 2)) / a_layer))
+        shape = Architecture(
+            name=f"{parameters / 1e9:g}B", layers=layers, hidden=hidden, heads=heads, kv_heads=max(1, heads // 4),
+            head_dim=128, intermediate=int(3.5 * hidden), vocab=vocab, tied=tied,
+        )  # fmt: skip
+        size = abs(math.log(shape.n_parameters / parameters))
+        off = 20 * size + abs(math.log(hidden / (128 * layers)))
+        if off < least:
+            best, least = shape, off
+    assert best is not None
+    said = (
+        f"a typical shape of {best.name} is assumed: {best.layers} blocks of width {best.hidden}, vocabulary {vocab:,}"
+    )
+    return Architecture(**{**vars(best), "note": said})
+
+
+def read(path: Path) -> Architecture:
+    """The model of a Hugging Face `config.json`.
+
+    Raises:
+        UserError: The file cannot be read, or lacks a fact; it says which.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: a config.json is a JSON object, not {type(config).__name__}")
+    if config.get("is_encoder_decoder"):
+        raise UserError(f"{path}: a model with encoder and decoder; advise knows decoder-only ones, `autotune run` all")
+    inner = config.get("text_config")
+    note = "the language model alone is counted, not its encoders of images or sound" if inner else ""
+    return _of_config({**config, **inner} if isinstance(inner, dict) else config, path, note)
+
+
+def _of_config(config: Mapping[str, Any], path: Path, note: str) -> Architecture:
+    found: dict[str, int] = {}
+    for name, keys in KEYS.items():
+        value = next((config[key] for key in keys.split() if config.get(key) is not None), 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UserError(f"{path}: {name}: {value!r} is no whole number")
+        if not value and name in ("layers", "hidden", "heads", "vocab"):
+            raise UserError(f"{path}: no {keys.split()[0]} in it, so it is no config.json of a transformer")
+        found[name] = value
+    family = str(config.get("model_type", ""))
+    found["head_dim"] = found["head_dim"] or max(1, found["hidden"] // found["heads"])
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
+    found["kv_heads"] = found["kv_heads"] or found["heads"]
+    found["intermediate"] = found["intermediate"] or 4 * found["hidden"]
+    if found["experts"]:
+        found["expert_intermediate"] = found["expert_intermediate"] or found["intermediate"]
+        found["active_experts"] = found["active_experts"] or 2
+        shared = config.get("shared_expert_intermediate_size") or 0
+        shared = shared or int(config.get("n_shared_experts") or 0) * found["expert_intermediate"]
+        found["shared_intermediate"] = int(shared)
+    mla = tuple(int(config.get(key) or 0) for key in MLA_KEYS) if config.get("kv_lora_rank") else ()
+    tied = config.get("tie_word_embeddings", family.startswith(TIED))
+    learned = family in ("gpt2", "opt", "gpt_bigcode", "bert", "roberta")
+    return Architecture(
+        name=str(config.get("_name_or_path") or path.parent.name or path.name), tied=bool(tied),
+        gated=family not in PLAIN, positions=found["context"] if learned else 0, mla=mla, note=note, **found,
+    )  # fmt: skip

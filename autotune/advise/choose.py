@@ -1,0 +1,307 @@
+"""The best configuration for a goal among all legal ones, the next best and why not, and the fewest devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autotune.advise.devices import Devices
+from autotune.advise.forecast import SURE, Forecasts, forecast
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+from autotune.space.legality import Setting, why_illegal
+from autotune.system.units import format_bytes
+from autotune.trial.profile import Floats, Profile
+
+GOALS = ("throughput", "latency", "memory", "cost")
+MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Elements of a bucket with those of a step of stage 3's optimizer: DeepSpeed's defaults, and small ones.
+BUCKETS = ((500_000_000, 1_000_000_000), (50_000_000, 100_000_000))
+# Tokens of an optimizer step up to which a free global batch may grow, as throughput alone would let it grow on.
+FREE_TOKENS = 2**20
+# What is not worse by more is a tie, of which the plainest is taken.
+TIE = 0.01
+MOST_COUNT = 4096
+# What needs more than this times the memory is not worth a line.
+NEARLY = 1.5
+ZERO = "zero_optimization."
+HPZ, OVERLAP, BUCKET = f"{ZERO}zero_hpz_partition_size", f"{ZERO}overlap_comm", f"{ZERO}reduce_bucket_size"
+# The latest DeepSpeed that the rules know; advice is for a machine that is not here.
+DEEPSPEED = "0.19.8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What advice is asked for.
+
+    Attributes:
+        profile: The workload, measured or made.
+        devices: What it would run on.
+        goal: One of `GOALS`.
+        global_batch: Samples of an optimizer step to keep; None if it is free.
+        settings: Knobs that are settled, as a candidate has them.
+        base: Settings by dotted path that hold where a candidate says nothing.
+    """
+
+    profile: Profile
+    devices: Devices
+    goal: str = "throughput"
+    global_batch: int | None = None
+    settings: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
+    base: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def setting(self) -> Setting:
+        """What legality depends on."""
+        devices = self.devices
+        return Setting(
+            accelerator="cuda", deepspeed_version=DEEPSPEED, world_size=devices.count, ranks_per_node=devices.local,
+            bf16="bf16" in devices.card.flops, fp16=True, n_blocks=self.profile.n_blocks,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A configuration with its forecast, as one row of a table of forecasts.
+
+    Attributes:
+        devices: What it runs on.
+        table: Forecasts of all candidates there.
+        row: Which of them.
+        why_not: What speaks against it, for one that was not chosen.
+    """
+
+    devices: Devices
+    table: Forecasts
+    row: int
+    why_not: str = ""
+
+    @property
+    def candidate(self) -> Candidate:
+        """The configuration."""
+        return self.table.candidates[self.row]
+
+    @property
+    def fits(self) -> float:
+        """Probability that it fits."""
+        return float(self.table.fits[self.row])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of all devices."""
+        return float(self.table.tokens_per_s[self.row])
+
+    def terms(self, name: str) -> dict[str, float]:
+        """The parts of `memory`, `host` or `time`."""
+        return {key: float(column[self.row]) for key, column in getattr(self.table, name).items()}
+
+    def total(self, name: str) -> float:
+        """The sum of the parts of `memory`, `host` or `time`."""
+        return sum(self.terms(name).values())
+
+
+def best(question: Question) -> tuple[Choice, list[Choice]]:
+    """The best configuration for the goal, and the next best of other kinds with what speaks against each.
+
+    Where nothing fits, the best is what comes nearest.
+
+    Raises:
+        UserError: No configuration is legal.
+    """
+    if question.goal == "cost":
+        counts = _counts(question.devices.count, question.devices.per_node)
+        found = [_best(replace(question, devices=question.devices.of(n))) for n in counts if _divides(question, n)]
+        return max(found, key=lambda pair: (pair[0].fits >= SURE, pair[0].tokens_per_s / pair[0].devices.count))
+    return _best(question)
+
+
+def _best(question: Question) -> tuple[Choice, list[Choice]]:
+    table = forecast_all(question)
+    scores = _scores(question.goal, table)
+    row = _top(scores, table)
+    chosen = Choice(devices=question.devices, table=table, row=row)
+    return chosen, _next(chosen, scores)
+
+
+def forecast_all(question: Question) -> Forecasts:
+    """Forecasts of every legal configuration.
+
+    Raises:
+        UserError: There is none; it says why.
+    """
+    setting = question.setting()
+    reasons = {candidate: why_illegal(candidate, setting) for candidate in _candidates(question)}
+    legal = [candidate for candidate, why in reasons.items() if why is None]
+    if not legal:
+        commonest = Counter(filter(None, reasons.values())).most_common(1)
+        total, count = question.global_batch, question.devices.count
+        why = (
+            commonest[0][0] if commonest else f"no such micro-batch gives a global batch of {total} on {count} devices"
+        )
+        raise UserError(f"nothing can run as asked: {why}")
+    return forecast(legal, question.profile, question.devices, question.base)
+
+
+def _candidates(question: Question) -> Iterator[Candidate]:
+    """All configurations worth a look, whether legal or not."""
+    devices, fixed = question.devices, dict(question.settings)
+    own: dict[str, Scalar]
+    own = {name: fixed.pop(name) for name in ("micro_batch_size", "gradient_accumulation_steps") if name in fixed}
+    batches = list(_batches(question, own))
+    for stage, every, (optimizer, param) in itertools.product(
+        range(4), (0, 1, 2, 4), (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+    ):
+        is_alone = devices.count == 1 and stage and optimizer == "none" and "zero_stage" not in fixed
+        if is_alone or (stage == 0 and optimizer != "none") or (stage < 3 and param != "none"):
+            continue
+        for extra in _extras(stage, devices):
+            values = {
+                "zero_stage": stage, "checkpoint_every": every, "offload_optimizer": optimizer, "offload_param": param,
+                "precision": devices.precision, **extra, **fixed,
+            }  # fmt: skip
+            if int(str(values["zero_stage"])) != stage:
+                continue  # another stage was asked for
+            named = {k: v for k, v in values.items() if "." not in k}
+            config = tuple(sorted((k, v) for k, v in values.items() if "." in k and v is not None))
+            shape = Candidate(**{"micro_batch_size": 1, **named}, config=config)  # type: ignore[arg-type]
+            for micro, steps in batches:
+                yield replace(shape, micro_batch_size=micro, gradient_accumulation_steps=steps)
+
+
+def _extras(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
+    """Further settings of a stage that are worth a look."""
+    if stage == 0:
+        yield {}
+        return
+    for bucket, group in BUCKETS:
+        buckets: dict[str, Scalar] = {BUCKET: bucket, f"{ZERO}allgather_bucket_size": bucket, OVERLAP: True}
+        if stage == 3:
+            buckets[f"{ZERO}sub_group_size"] = group
+        yield buckets
+        if stage == 3 and devices.nodes > 1:
+            yield {**buckets, HPZ: devices.per_node}
+
+
+def _batches(question: Question, own: Mapping[str, Scalar]) -> Iterator[tuple[int, int]]:
+    """Micro-batches with accumulation steps: of the global batch, or free up to `FREE_TOKENS` a step."""
+    count, total = question.devices.count, question.global_batch
+    if total is not None and total % count:
+        raise UserError(f"--global-batch {total} does not divide among {count} devices; give a multiple of {count}")
+    micros: Sequence[int] = [int(str(own["micro_batch_size"]))] if "micro_batch_size" in own else MICRO_BATCHES
+    stated = int(str(own["gradient_accumulation_steps"])) if "gradient_accumulation_steps" in own else None
+    for micro in micros:
+        if total is not None:
+            if total // count % micro == 0 and stated in (None, total // count // micro):
+                yield micro, total // count // micro
+            continue
+        most = max(1, FREE_TOKENS // max(1, micro * count * question.profile.sequence))
+        for steps in {stated} if stated else {1, min(4, most), most}:
+            yield micro, steps
+
+
+def _scores(goal: str, table: Forecasts) -> Floats:
+    """What a goal is worth, as a number of which more is better."""
+    if goal == "latency":
+        return np.asarray(1.0 / table.step_s, dtype=float)
+    return np.asarray(1.0 / table.peak_bytes if goal == "memory" else table.tokens_per_s, dtype=float)
+
+
+def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
+    """The row of the best score that surely fits, of ties the plainest; else what is likeliest to fit."""
+    rows = np.arange(len(scores)) if among is None else np.flatnonzero(among)
+    sure = rows[table.fits[rows] >= SURE]
+    if not len(sure):
+        likely = table.fits[rows] + 1e-9 / table.peak_bytes[rows] * table.peak_bytes.min()
+        return int(rows[likely.argmax()])
+    near = sure[scores[sure] >= (1 - TIE) * scores[sure].max()]
+    return int(min(near, key=lambda row: (*_plainness(table.candidates[row]), table.peak_bytes[row])))
+
+
+def _plainness(candidate: Candidate) -> tuple[int, ...]:
+    """How much of a configuration needs a reason: offload, a second copy of weights, stage 3, every k-th block."""
+    offloads = (candidate.offload_optimizer != "none") + (candidate.offload_param != "none")
+    return offloads, HPZ in dict(candidate.config), candidate.zero_stage == 3, candidate.checkpoint_every > 1
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """What makes configurations differ in kind, and not in size."""
+    hpz = dict(candidate.config).get(HPZ)
+    return candidate.zero_stage, candidate.checkpoint_every, candidate.offload_optimizer, candidate.offload_param, hpz
+
+
+def _next(chosen: Choice, scores: Floats, n: int = 3) -> list[Choice]:
+    """The best of the other kinds: those that fit by score, and last one that would be better if it fitted."""
+    table = chosen.table
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for row, candidate in enumerate(table.candidates):
+        kinds.setdefault(_kind(candidate), []).append(row)
+    kinds.pop(_kind(chosen.candidate))
+    tops = []
+    for rows in kinds.values():
+        among = np.zeros(len(scores))
+        among[rows] = 1.0
+        tops.append(_top(scores, table, among))
+    tops.sort(key=lambda row: -scores[row])
+    fitting = [row for row in tops if table.fits[row] >= SURE]
+    near = table.peak_bytes < NEARLY * chosen.devices.memory_bytes
+    better = [row for row in tops if table.fits[row] < SURE and near[row] and scores[row] > scores[chosen.row]]
+    better.sort(key=lambda row: -table.fits[row])
+    rows = [*fitting[: n - 1], *better[:1]] if better else fitting[:n]
+    return [replace(chosen, row=row, why_not=_why_not(chosen, row)) for row in rows]
+
+
+def _why_not(chosen: Choice, row: int) -> str:
+    """What speaks against another row."""
+    other, table = replace(chosen, row=row), chosen.table
+    limit = chosen.devices.memory_bytes
+    if other.fits < SURE:
+        if other.total("memory") > 0.8 * limit:
+            needed = format_bytes(other.total("memory"))
+            return f"needs {needed} of {format_bytes(limit)}: fits with probability {other.fits:.0%}"
+        return f"needs {format_bytes(other.total('host'))} of the host's {format_bytes(chosen.devices.host_bytes)}"
+    ratio = other.tokens_per_s / chosen.tokens_per_s
+    per_token = {key: column / table.step_s / table.tokens_per_s for key, column in table.time.items()}
+    grown = max(per_token, key=lambda key: per_token[key][row] - per_token[key][chosen.row])
+    more = format_bytes(other.total("memory"))
+    if ratio < 1 - TIE:
+        return f"{ratio:.2f}x the tokens/s: more time for {grown}; {more}"
+    return f"{ratio:.2f}x the tokens/s; {more}, where the chosen one needs {format_bytes(chosen.total('memory'))}"
+
+
+def fewest_devices(question: Question) -> tuple[int | None, int | None]:
+    """The fewest of these devices on which the model trains at all: with offload to the host, and without."""
+    found: list[int | None] = [None, None]
+    for count in _counts(MOST_COUNT, question.devices.per_node):
+        fixed = {**question.settings, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 1}
+        if question.profile.n_blocks == 0:
+            fixed["checkpoint_every"] = 0
+        asked = replace(question, devices=question.devices.of(count), global_batch=None, settings=fixed)
+        try:
+            table = forecast_all(asked)
+        except UserError:
+            continue
+        stays = np.array([c.offload_optimizer == c.offload_param == "none" for c in table.candidates])
+        for i, fits in enumerate((table.fits >= SURE, (table.fits >= SURE) & stays)):
+            if found[i] is None and fits.any():
+                found[i] = count
+        if None not in found:
+            break
+    return found[0], found[1]
+
+
+def _counts(most: int, per_node: int) -> list[int]:
+    """Numbers of devices: doubled within a node, then whole nodes, doubled."""
+    found, n = [], 1
+    while n <= most:
+        found.append(n)
+        n = n * 2 if n >= per_node or n * 2 <= per_node else per_node
+    return found if most in found or most == MOST_COUNT else [*found, most]
+
+
+def _divides(question: Question, count: int) -> bool:
+    return question.global_batch is None or question.global_batch % count == 0

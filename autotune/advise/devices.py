@@ -1,0 +1,162 @@
+"""Devices in nodes: what people write for them, and the machine that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autotune.advise.constants import CONSTANTS, Constants
+from autotune.errors import UserError
+from autotune.forecast.communication import NODE_LATENCY_S
+from autotune.system.cards import Card, named_card
+from autotune.trial.profile import Machine
+
+GIB, GB = 2.0**30, 1e9
+# `8xA100-40`, `2x8xH100`, `A100-40`, `8 H100`.
+GPUS = re.compile(r"(?:(\d+)\s*[x*]\s*)?(?:(\d{1,3})\s*(?:[x*]|\s)\s*)?(\S.*)", re.IGNORECASE)
+MOST_DEVICES = 16_384
+PER_NODE = 8
+# A hop of a collective between devices of a node: over NVLink, and over PCIe through the host.
+LINK_LATENCY_S, PCIE_LATENCY_S = 1e-5, 2e-5
+# Share of the stated bandwidth that a collective, or a copy, reaches.
+REACHED = 0.75
+NVLINK_BYTES_PER_S = 100 * GB
+# By compute capability: generations of which published runs tell how much of the peak products reach.
+GENERATIONS = {"8.0": "ampere", "8.6": "ampere", "9.0": "hopper"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Cards in nodes.
+
+    Attributes:
+        card: The card.
+        count: Devices in all.
+        per_node: Devices of a node.
+        stated: What the user stated in place of the table's figures.
+    """
+
+    card: Card
+    count: int
+    per_node: int
+    stated: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes."""
+        return -(-self.count // self.per_node)
+
+    @property
+    def local(self) -> int:
+        """Devices of a node that is used."""
+        return min(self.count, self.per_node)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a device."""
+        return self.card.usable_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory of a node."""
+        return self.stated.get("host_bytes", self.card.host_bytes * self.per_node)
+
+    @property
+    def precision(self) -> str:
+        """The 16-bit precision to train in."""
+        return "bf16" if "bf16" in self.card.flops else "fp16"
+
+    def of(self, count: int) -> Devices:
+        """Another number of the same devices: a node that has too few becomes one of eight, and several of those."""
+        full = self.per_node if count <= self.per_node or self.nodes > 1 else min(count, PER_NODE)
+        return replace(self, count=count, per_node=full)
+
+    def describe(self) -> str:
+        """As people write it."""
+        nodes = f"{self.nodes} nodes of {self.per_node} x " if self.nodes > 1 else f"{self.count} x "
+        return nodes + self.card.name
+
+    def machine(self, c: Constants = CONSTANTS) -> Machine:
+        """The rates of these devices as the formulas of step time take them."""
+        card = self.card
+        reached = c.efficiency.get(GENERATIONS.get(card.capability, "other"), c.efficiency["other"])
+        flops = {name: rate * reached for name, rate in card.flops.items() if name != "tf32"}
+        if "bf16" in flops:
+            flops["torch_autocast"] = flops["bf16"]
+        nvlink = card.link_bytes_per_s >= NVLINK_BYTES_PER_S
+        several = self.count > 1
+        return Machine(
+            accelerator="cuda", world_size=self.count, flops=flops,
+            memory_bytes_per_s=card.memory_bytes_per_s * REACHED,
+            link_alpha_s=LINK_LATENCY_S if nvlink else PCIE_LATENCY_S,
+            # Without NVLink all devices of a node share the host's bridges, and each byte passes one twice.
+            link_bytes_per_s=card.link_bytes_per_s * REACHED * (1.0 if nvlink else 0.5),
+            host_bytes_per_s=card.host_link_bytes_per_s * REACHED,
+            host_memory_bytes_per_s=HOST_MEMORY_BYTES_PER_S / self.local,
+            workspace_bytes=c.context_bytes + (c.nccl_bytes if several else 0.0),
+            ranks_per_node=self.per_node if self.nodes > 1 else 0,
+            node_bytes_per_s=self.stated.get("network_bytes_per_s", card.network_bytes_per_s),
+            node_alpha_s=NODE_LATENCY_S, algorithm="ring",
+        )  # fmt: skip
+
+
+# Of a host with two sockets, for an optimizer that runs there; its ranks share it.
+HOST_MEMORY_BYTES_PER_S = 2e11
+
+
+def device_card(name: str, stated: Mapping[str, float]) -> Card:
+    """A card of the table with what the user states over it, or one that is stated alone.
+
+    Args:
+        name: As people spell it.
+        stated: `memory_bytes` and `flops` (of 16-bit products), if given.
+
+    Raises:
+        UserError: There is none, and too little is stated; it says which are near.
+    """
+    memory, flops = stated.get("memory_bytes"), stated.get("flops")
+    try:
+        card = named_card(name, "--gpus")
+    except UserError as error:
+        if not (memory and flops):
+            raise UserError(f"{error}; or state --device-memory and --peak-flops") from None
+        # Typical ratios of current cards without NVLink.
+        card = Card(
+            name=name, aliases=(), memory_bytes=round(memory), usable_bytes=memory, memory_bytes_per_s=flops / 200,
+            flops={"bf16": flops, "fp16": flops, "fp32": flops / 8}, link_bytes_per_s=32 * GB,
+            host_link_bytes_per_s=32 * GB, network_bytes_per_s=100 * GB / 8, host_bytes=64 * GIB,
+            capability="", source="stated",
+        )  # fmt: skip
+    rates = {key: flops if flops and key in ("bf16", "fp16") else rate for key, rate in card.flops.items()}
+    return replace(card, usable_bytes=memory or card.usable_bytes, flops=rates)
+
+
+def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:
+    """Devices in all, devices of a node, and the card's name of a text such as `8xA100-40`, `2x8xH100` or `4090`.
+
+    Raises:
+        UserError: It is no such text.
+    """
+    if behind := re.fullmatch(r"(.*[A-Za-z].*?)(?:\s+x\s*|\s*[*:]\s*)(\d{1,5})\s*", text, re.IGNORECASE):
+        text = f"{behind[2]}x{behind[1]}"  # `A100 x 8`, `H100:8`
+    match = GPUS.fullmatch(text.strip())
+    if match is None or not re.search(r"[A-Za-z0-9]", match[3]):
+        raise UserError(f"--gpus {text}: devices are needed, as in 8xA100-40, 2x8xH100 or 4x4090")
+    first, second, name = match.groups()
+    if second is None and first is not None and nodes is None:
+        count, per_node = int(first), min(int(first), PER_NODE)
+    else:
+        many, each = (
+            (int(first), int(second)) if second is not None and first is not None else (1, int(first or second or 1))
+        )
+        if nodes is not None and many > 1:
+            raise UserError(f"--gpus {text} --nodes {nodes}: the nodes are there twice; leave one out")
+        per_node, count = each, each * (nodes or many)
+    if not (1 <= count <= MOST_DEVICES and per_node >= 1) or (nodes is not None and nodes < 1):
+        raise UserError(f"--gpus {text}: {count} devices; between 1 and {MOST_DEVICES:,} are needed")
+    if count > per_node and count % per_node:
+        raise UserError(
+            f"--gpus {text}: {count} devices are no whole number of nodes of {per_node}; state them, as in 2x8xH100"
+        )
+    return count, per_node, name

@@ -1,0 +1,134 @@
+"""Peak memory, host memory and step time of candidates on devices, with 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autotune.advise.constants import CONSTANTS, Constants
+from autotune.advise.devices import Devices
+from autotune.forecast.knobs import Knobs
+from autotune.forecast.memory import QUANTIZED_BYTES, memory_terms
+from autotune.forecast.step_time import step_time_terms
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Floats, Profile
+
+Z95 = 1.96
+# Probability from which a configuration counts as fitting.
+SURE = 0.9
+OFFLOADS = ("offload_optimizer", "offload_param")
+# Host memory of a process that trains: Python, libraries, CUDA's and NCCL's own.
+PROCESS_BYTES = 4.5e9
+# The next power of two is 1.39 times a size on average (2 ln 2).
+PINNED = 1.39
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, value: float, log_sd: float) -> Interval:
+        """An interval of a figure whose logarithm scatters normally."""
+        return cls(value=value, low=value * math.exp(-Z95 * log_sd), high=value * math.exp(Z95 * log_sd))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecasts:
+    """Forecasts of candidates, one entry each in every column.
+
+    Attributes:
+        candidates: The candidates.
+        memory: Bytes of a device at its peak, by part.
+        host: Bytes of a node's host, by part.
+        time: Seconds of an optimizer step, by part.
+        fits: Probability that both memories suffice.
+        tokens_per_s: Over all devices.
+    """
+
+    candidates: Sequence[Candidate]
+    memory: Mapping[str, Floats]
+    host: Mapping[str, Floats]
+    time: Mapping[str, Floats]
+    fits: Floats
+    tokens_per_s: Floats
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """Peak of a device."""
+        return np.asarray(sum(self.memory.values()), dtype=float)
+
+    @property
+    def step_s(self) -> Floats:
+        """Time of an optimizer step."""
+        return np.asarray(sum(self.time.values()), dtype=float)
+
+    @property
+    def host_bytes(self) -> Floats:
+        """Memory of a node's host."""
+        return np.asarray(sum(self.host.values()), dtype=float)
+
+
+def forecast(
+    candidates: Sequence[Candidate],
+    profile: Profile,
+    devices: Devices,
+    base: Mapping[str, Any] | None = None,
+    constants: Constants = CONSTANTS,
+) -> Forecasts:
+    """Forecasts of candidates on devices.
+
+    Args:
+        candidates: The configurations.
+        profile: The workload, measured or made.
+        devices: What it runs on.
+        base: Settings by dotted path that hold where a candidate says nothing.
+        constants: What was fitted.
+    """
+    machine, knobs = devices.machine(constants), Knobs.of(candidates, base or {})
+    memory, time = memory_terms(knobs, profile, machine), step_time_terms(knobs, profile, machine)
+    in_host = {name: np.array([getattr(c, name) == "cpu" for c in candidates], float) for name in OFFLOADS}
+    host = host_terms(replace(knobs, **in_host), profile, devices)
+    margin = np.log(devices.memory_bytes / np.asarray(sum(memory.values()))) / constants.memory_log_sd
+    host_margin = np.log(devices.host_bytes / np.asarray(sum(host.values()))) / constants.memory_log_sd
+    tokens = knobs.micro * knobs.accumulation * devices.count * profile.sequence
+    fits = normal(margin) * normal(host_margin)
+    return Forecasts(
+        candidates=candidates, memory=memory, host=host, time=time, fits=fits,
+        tokens_per_s=tokens / np.asarray(sum(time.values())),
+    )  # fmt: skip
+
+
+def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Floats]:
+    """Bytes of a node's host by part.
+
+    An optimizer in host memory holds master weights and states (12 bytes a parameter for Adam). Gradients in fp32, the
+    16-bit copy that travels, and offloaded parameters are pinned there (deepspeed/runtime/zero/stage_1_and_2.py,
+    stage3.py), which PyTorch rounds up to a power of two. While loading, each rank holds the whole model; at stage 3
+    only one at a time.
+    """
+    n, on_node = len(knobs.micro), devices.local / devices.count
+    P, Pt = float(profile.n_parameters), float(profile.n_trainable)
+    share = np.where(knobs.stage >= 1, on_node, devices.local) * knobs.offload_optimizer
+    held = knobs.weight_bytes * P - (knobs.weight_bytes - QUANTIZED_BYTES) * profile.quantized
+    return {
+        "states": (profile.optimizer_bytes + 4.0) * Pt * share,
+        "gradients": PINNED * 4.0 * Pt * share,
+        "staging": PINNED * knobs.weight_bytes * Pt * share,
+        "parameters": PINNED * held * on_node * knobs.offload_param,
+        "processes": np.full(n, PROCESS_BYTES * devices.local),
+        "loading": held * np.where(knobs.stage == 3, 1.0, devices.local),
+    }
+
+
+def normal(z: Floats) -> Floats:
+    """The standard normal distribution function."""
+    return np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in np.atleast_1d(z)])

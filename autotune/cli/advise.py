@@ -1,0 +1,286 @@
+"""The command `advise`: the best configuration from a model's name and a card's name, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autotune.cli.options import AsJson, read_settings
+from autotune.errors import UserError, nearest
+
+LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+AMOUNT = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)\s*([kmbgt]?)", re.IGNORECASE)
+PRICE = re.compile(r"\s*[$€£]?\s*([0-9]+\.?[0-9]*)\s*(?:[A-Z]{3}|[$€£])?\s*(?:/\s*h(?:our)?)?")
+MOST_TOKENS = 10_000_000
+FORMS = (".py", ".sh", ".yaml", ".yml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What all kinds of devices are asked about."""
+
+    model: str
+    source: str
+    profile: Any
+    flops_per_token: float
+    base: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def _option(name: str, metavar: str, said: str, *more: str) -> Any:
+    return typer.Option(f"--{name}", *more, metavar=metavar, help=said)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A name (Qwen/Qwen3-8B, llama-3.1-8b), a config.json, a size (7B), or a model.py."
+    ),
+]
+Gpus = Annotated[str | None, _option("gpus", "8xA100-40", "Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.")]
+Nodes = Annotated[int | None, _option("nodes", "N", "Nodes of so many devices each.")]
+Compare = Annotated[str | None, _option("compare", "H100,4090", "Other cards, as many of each.")]
+GoalName = Annotated[str, _option("goal", "GOAL", "throughput, latency, memory or cost.")]
+GlobalBatch = Annotated[
+    int | None, _option("global-batch", "N", "Samples of an optimizer step to keep (default: free, up to 1 M tokens).")
+]
+Length = Annotated[int | None, _option("seq", "N", "Tokens of a sample (default: 4096, or the model's context).")]
+Method = Annotated[str, _option("method", "NAME", "full, lora, or qlora (over weights of 4 bits).")]
+LoraRank = Annotated[int, _option("lora-rank", "N", "Rank of adapters, on every linear layer.")]
+Attention = Annotated[str, _option("attention", "NAME", "eager, sdpa or flash.")]
+Loss = Annotated[str, _option("loss", "NAME", "plain (fp32 logits), fused, or none (logits never whole).")]
+Optimizer = Annotated[str, _option("optimizer", "NAME", "adamw, fused-adamw, adamw-8bit, lion, muon, sgd, ...")]
+Tokens = Annotated[str | None, _option("tokens", "10B", "Say the time for so many tokens.")]
+Price = Annotated[str | None, _option("price", "2.10/h", "Of a device; says the cost of the tokens.")]
+DeviceMemory = Annotated[str | None, _option("device-memory", "80GiB", "Memory of a device, over the table's.")]
+PeakFlops = Annotated[str | None, _option("peak-flops", "400T", "Peak of 16-bit products, over the table's.")]
+Network = Annotated[str | None, _option("network", "400Gbit/s", "Of a node to the others, over the table's.")]
+HostMemory = Annotated[str | None, _option("host-memory", "512GiB", "Of a node, over the table's.")]
+Settled = Annotated[list[str] | None, _option("set", "KEY=VALUE", "A knob that is settled.")]
+Output = Annotated[Path | None, _option("output", "FILE", "Write the DeepSpeed JSON.", "-o")]
+
+
+def advise(
+    model: Model,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    compare: Compare = None,
+    goal: GoalName = "throughput",
+    global_batch: GlobalBatch = None,
+    seq: Length = None,
+    method: Method = "full",
+    lora_rank: LoraRank = 16,
+    attention: Attention = "sdpa",
+    loss: Loss = "plain",
+    optimizer: Optimizer = "adamw",
+    tokens: Tokens = None,
+    price: Price = None,
+    device_memory: DeviceMemory = None,
+    peak_flops: PeakFlops = None,
+    network: Network = None,
+    host_memory: HostMemory = None,
+    knobs: Settled = None,
+    output: Output = None,
+    *,
+    as_json: AsJson = False,
+) -> int:
+    """Advise a configuration before the first run: does it fit, how fast, what does it cost.
+
+    Returns:
+        Exit status: 0, or 1 if nothing surely fits.
+
+    Raises:
+        UserError: An option cannot be used; it says which.
+    """
+    how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
+    goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})
+    devices = _devices(gpus, nodes, compare, _stated(device_memory, peak_flops, network, host_memory))
+    wanted: dict[str, Any] = {
+        "goal": goal, "global_batch": global_batch, "settings": _settled(read_settings(knobs or ())),
+        "tokens": read_amount(tokens, "--tokens", "10B") if tokens else None, "price": _price(price) if price else None,
+    }  # fmt: skip
+    asked = _measured(model) if model.endswith(FORMS) else _named(model, {**how, "lora_rank": lora_rank}, seq)
+    found = [_advice(asked, each, **wanted) for each in devices]
+    return _said(found, output, as_json=as_json)
+
+
+def _checked(goal: str, how: Mapping[str, str], numbers: Mapping[str, int | None]) -> tuple[str, dict[str, str]]:
+    """The goal and how is trained in small letters, each one of the known, and numbers within bounds."""
+    from autotune.advise.choose import GOALS
+    from autotune.advise.shape import ATTENTIONS, LOSSES, METHODS, OPTIMIZERS
+
+    known = {"method": METHODS, "attention": ATTENTIONS, "optimizer": tuple(OPTIMIZERS), "loss": LOSSES, "goal": GOALS}
+    given = {name: value.lower() for name, value in {**how, "goal": goal}.items()}
+    for name, value in given.items():
+        if value not in known[name]:
+            raise UserError(
+                f"--{name} {value}: one of {', '.join(known[name])} is needed.{nearest(value, known[name])}"
+            )
+    for name, number in numbers.items():
+        if number is not None and not 1 <= number <= MOST_TOKENS:
+            raise UserError(f"--{name} {number}: a number from 1 to {MOST_TOKENS:,} is needed")
+    return given.pop("goal"), given
+
+
+def _settled(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Knobs that `--set` gives, each of which exists and takes its value."""
+    from autotune.space.candidate import Candidate
+    from autotune.space.deepspeed import check_setting
+
+    for name, value in settings.items():
+        check_setting(name, value, name)
+    Candidate.of({"micro_batch_size": 1, **settings})
+    return settings
+
+
+def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:
+    """Prints the answer, writes the JSON if that is wanted, and returns the exit status."""
+    from autotune.advise.answer import comparison
+    from autotune.system import files
+
+    if output is not None:
+        files.write_text(output, json.dumps(found[0].config(), indent=2) + "\n")
+    if as_json:
+        print(json.dumps([one.to_data() for one in found] if len(found) > 1 else found[0].to_data(), indent=1))
+    else:
+        print("\n".join(comparison(found) if len(found) > 1 else found[0].lines()))
+        if output is not None:
+            print(f"wrote {output}")
+    return 0 if found[0].verdict == "fits" else 1
+
+
+def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Asked:
+    """A model of which the architecture is known."""
+    from autotune.advise import architecture
+    from autotune.advise.answer import amount
+    from autotune.advise.shape import Training, profile_of, useful_flops
+
+    shape = architecture.find(name)
+    sequence = seq or min(4096, shape.context or 4096)
+    training = Training(sequence=sequence, **how)
+    notes = [shape.note] if shape.note else []
+    if shape.context and sequence > shape.context:
+        notes.append(f"{shape.name} was made for {shape.context:,} tokens, fewer than {sequence:,}")
+    if how["method"] != "full":
+        notes.append(f"adapters of rank {training.lora_rank} on every linear layer")
+    said = f"{shape.name} ({amount(shape.n_parameters)} parameters), {how['method']} fine-tuning"
+    profile = profile_of(shape, training)
+    return _Asked(
+        model=said,
+        source=shape.source if shape.parameters else name,
+        profile=profile,
+        flops_per_token=useful_flops(shape, training) / sequence,
+        base={},
+        notes=tuple(notes),
+    )
+
+
+def _measured(target: str) -> _Asked:
+    """A model.py or a script, profiled here as `autotune predict` does."""
+    from autotune.advise.answer import amount
+    from autotune.report.progress import ProgressView
+    from autotune.study.setup.capture import wanted_study
+    from autotune.study.setup.forecasts import foresee_workload
+
+    with ProgressView() as view:
+        wanted, _ = wanted_study(target, {}, view)
+        found = foresee_workload(wanted, view)
+    profile = found.profile
+    said = f"{Path(target).name} ({amount(profile.n_parameters)} parameters, profiled here)"
+    sequence = max(1, profile.sequence)
+    return _Asked(
+        model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / sequence,
+        base=found.base_config,
+        notes=(*found.notes, "method, attention, optimizer and length are those of the target"),
+    )  # fmt: skip
+
+
+def _advice(
+    asked: _Asked, devices: Any, *, goal: str, global_batch: int | None, settings: Mapping[str, Any],
+    tokens: float | None, price: float | None,
+) -> Any:  # fmt: skip
+    """Advice on one kind of devices."""
+    from autotune.advise.answer import Advice
+    from autotune.advise.choose import Question, best, fewest_devices
+
+    question = Question(
+        profile=asked.profile, devices=devices, goal=goal, global_batch=global_batch, settings=settings, base=asked.base
+    )
+    chosen, others = best(question)
+    notes = [*asked.notes]
+    if settings:
+        notes.append("settled: " + ", ".join(f"{name}={value}" for name, value in settings.items()))
+    if chosen.candidate.checkpoint_every:
+        notes.append(
+            "recomputation is no setting of the JSON: switch on gradient checkpointing in the trainer or model"
+        )
+    if global_batch is None:
+        notes.append("the global batch is free, up to 1 M tokens a step; --global-batch N keeps yours")
+    notes.append("intervals hold 95 %; `autotune run` on the machine itself measures")
+    return Advice(
+        model=asked.model, source=asked.source, chosen=chosen, others=others, goal=goal, sequence=asked.profile.sequence,
+        flops_per_token=asked.flops_per_token, fewest=fewest_devices(question), tokens=tokens, price_per_hour=price,
+        base=asked.base, notes=notes,
+    )  # fmt: skip
+
+
+def _devices(gpus: str | None, nodes: int | None, compare: str | None, stated: Mapping[str, float]) -> list[Any]:
+    """The devices that are asked about, those to compare with after them."""
+    from autotune.advise.devices import Devices, device_card, read_gpus
+
+    if not gpus:
+        raise UserError("--gpus is needed: which devices, as in --gpus 8xA100-40, --gpus 2x8xH100 or --gpus 4x4090")
+    count, per_node, name = read_gpus(gpus, nodes)
+    first = Devices(card=device_card(name, stated), count=count, per_node=per_node, stated=stated)
+    others = [each.strip() for each in (compare or "").split(",") if each.strip()]
+    return [first, *(replace(first, card=device_card(each, {}), stated={}) for each in others)]
+
+
+def _stated(memory: str | None, flops: str | None, network: str | None, host: str | None) -> dict[str, float]:
+    """What the user states over the table's figures."""
+    from autotune.system.units import parse_bandwidth, parse_bytes
+
+    found = {}
+    try:
+        if memory:
+            found["memory_bytes"] = float(parse_bytes(memory))
+        if host:
+            found["host_bytes"] = float(parse_bytes(host))
+    except ValueError as error:
+        raise UserError(
+            f"{'--device-memory' if 'memory_bytes' not in found and memory else '--host-memory'}: {error}"
+        ) from None
+    if flops:
+        found["flops"] = read_amount(flops, "--peak-flops", "400T")
+    if network:
+        found["network_bytes_per_s"] = parse_bandwidth(network, "--network")
+    if not all(value > 0 for value in found.values()):
+        raise UserError("--device-memory, --host-memory and --peak-flops: more than 0 is needed")
+    return found
+
+
+def read_amount(text: str, option: str, example: str) -> float:
+    """A number such as `10B` or `1.5e12`.
+
+    Raises:
+        UserError: It is none.
+    """
+    match = AMOUNT.fullmatch(text.strip())
+    value = float(re.sub("[_,]", "", match[1])) * LARGE.get(match[2].lower(), 1.0) if match else 0.0
+    if not (0 < value < 1e25 and math.isfinite(value)):
+        raise UserError(f"{option} {text}: a number is needed, as in {example}")
+    return value
+
+
+def _price(text: str) -> float:
+    match = PRICE.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"--price {text}: the price of a device an hour is needed, as in 2.10/h")
+    return float(match[1])

@@ -1,0 +1,224 @@
+"""The estimates of a study: one value and interval for each metric of each trial, from all measurements together.
+
+Everything that is shown, ranked or recommended rests on them. The times come from the joint posterior of all readings
+(`posterior`); the other metrics that time decides follow from each trial's own ratio to its step time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from autotune.scoring import posterior, step_times
+from autotune.scoring.measured import Measured, improvement
+from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.objective import Objective
+from autotune.scoring.posterior import Posterior, Readings
+from autotune.trial.result import Outcome
+
+STEP = "step_time_s"
+# Metrics that are a constant, the trial's own, times or over its step time.
+TIMED = (STEP, "samples_per_s", "tokens_per_s", GOODPUT, "time_to_loss_s")
+# Degrees of freedom that the prior of the noise is worth.
+PRIOR_DEGREES = 8
+# Standard deviations on either side of a normal interval of 90 % and of 95 %.
+Z90, Z95 = 1.645, 1.96
+# An interval of a gain wider than this, high over low, says nothing.
+WIDEST = 4.0
+
+
+class Gain(NamedTuple):
+    """The factor by which a trial is better than another one in a metric, with its 95 % interval.
+
+    Attributes:
+        factor: The factor; above 1 is better.
+        low: Lower end.
+        high: Upper end.
+    """
+
+    factor: float
+    low: float
+    high: float
+
+    @property
+    def told(self) -> bool:
+        """Whether the two can be told apart."""
+        return not self.low <= 1.0 <= self.high
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What all measurements of a study say of its trials; made by `estimate`.
+
+    Attributes:
+        measured: The trials; their metrics and intervals are the estimates.
+        raw: The same trials as they were measured, by number.
+        baseline: The user's own configuration, if it completed.
+    """
+
+    measured: Sequence[Measured]
+    raw: Mapping[int, Measured]
+    baseline: Measured | None
+    _posterior: Posterior | None
+    _rows: Mapping[int, int]
+    _quantile: float
+    # By trial and metric: half-width of the interval's logarithm that no timing narrows.
+    _beyond: Mapping[tuple[int, str], float]
+
+    def sd(self, one: Measured, other: Measured) -> float:
+        """Standard deviation of the logarithm of the ratio of two trials' step times; infinite if one has none."""
+        rows = self._rows.get(one.trial), self._rows.get(other.trial)
+        if one.trial == other.trial:
+            return 0.0
+        if self._posterior is None or rows[0] is None or rows[1] is None:
+            return math.inf
+        return self._posterior.sd_of_difference(rows[0], rows[1])
+
+    def covariance(self, trials: Sequence[Measured]) -> np.ndarray:
+        """Covariance of the logarithms of the step times of trials, which all have one."""
+        rows = [self._rows[m.trial] for m in trials]
+        assert self._posterior is not None
+        return self._posterior.cov[np.ix_(rows, rows)]
+
+    def gain(self, measured: Measured, reference: Measured, metric: str) -> Gain | None:
+        """The gain of a trial over another one; None where one of them lacks the metric."""
+        own, other = measured.metrics.get(metric), reference.metrics.get(metric)
+        if not (own and other and own > 0 and other > 0):
+            return None
+        centre = improvement(math.log(own / other), metric)
+        reach = 0.0 if measured.trial == reference.trial else self._reach(measured, reference, metric)
+        # Beyond the range of a float, as of two trials without a common measure.
+        reach = min(reach, 50.0)
+        return Gain(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
+
+    def _reach(self, measured: Measured, reference: Measured, metric: str) -> float:
+        beyond = [self._beyond.get((m.trial, metric), 0.0) for m in (measured, reference)]
+        timed = self._quantile * self.sd(measured, reference) if metric in TIMED else 0.0
+        return math.hypot(timed, *beyond)
+
+    def reach(self, one: Measured, other: Measured, objectives: Sequence[Objective]) -> float:
+        """Differences of two trials' log gains below this are noise."""
+        share = timed_share(objectives)
+        return share * self._quantile * self.sd(one, other) if share else 0.0
+
+    def speedup(self, measured: Measured) -> Gain | None:
+        """Throughput over the baseline's; None without one, or where the interval says nothing."""
+        found = self.gain(measured, self.baseline, "samples_per_s") if self.baseline is not None else None
+        return found if found is not None and found.high <= WIDEST * found.low else None
+
+    def gains(self, measured: Measured) -> dict[str, Gain]:
+        """The gains over the baseline by metric."""
+        if self.baseline is None:
+            return {}
+        found = {name: self.gain(measured, self.baseline, name) for name in measured.metrics if name in METRICS}
+        return {name: gain for name, gain in found.items() if gain is not None}
+
+    @property
+    def drift(self) -> float:
+        """Logarithm of the baseline's step time in the rounds over that of its first measurement; 0 without rounds."""
+        raw = self.raw[self.baseline.trial] if self.baseline is not None else None
+        again = [values[STEP] for values in raw.repeats.values() if values.get(STEP, 0) > 0] if raw is not None else []
+        if raw is None or not again or not raw.metrics.get(STEP, 0) > 0:
+            return 0.0
+        return sum(map(math.log, again)) / len(again) - math.log(raw.metrics[STEP])
+
+
+def timed_share(objectives: Sequence[Objective]) -> float:
+    """The share of the objectives' weight that the step time decides."""
+    return sum(o.weight for o in objectives if o.metric in TIMED) / sum(o.weight for o in objectives)
+
+
+def estimate(measured: Sequence[Measured]) -> Estimates:
+    """The estimates of a study's trials.
+
+    Args:
+        measured: Every told trial with its re-measurements, in the order of their numbers.
+    """
+    timed = [m for m in measured if m.outcome in (Outcome.COMPLETE, Outcome.DIVERGED) and m.metrics.get(STEP, 0) > 0]
+    rows = {m.trial: i for i, m in enumerate(timed)}
+    readings = _readings(timed)
+    found = posterior.fit(readings) if timed else None
+    n_again = int((readings.round > 0).sum())
+    degrees = PRIOR_DEGREES + max(0, n_again - len(set(readings.round.tolist()) - {0}))
+    quantile = step_times.t95(degrees)
+    beyond: dict[tuple[int, str], float] = {}
+    estimated = []
+    for m in measured:
+        if found is None or m.trial not in rows:
+            estimated.append(m)
+            continue
+        row = rows[m.trial]
+        step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
+        estimated.append(_estimated(m, *step, quantile * found.noise_sd, beyond))
+    baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+    return Estimates(estimated, {m.trial: m for m in measured}, baseline, found, rows, quantile, beyond)
+
+
+def _readings(timed: Sequence[Measured]) -> Readings:
+    """The step times of trials, first measurements and rounds."""
+    found = []
+    for row, m in enumerate(timed):
+        low, high = m.ci95.get(STEP, (0.0, 0.0))
+        # A re-measurement takes as long as the trial, so its own noise is that of the trial.
+        own = math.log(high / low) / 2 / Z95 if 0 < low < high else 0.0
+        again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
+        found += [(math.log(value), own, row, number) for number, value in ((0, m.metrics[STEP]), *again)]
+    columns = np.array(found, dtype=float).reshape(len(found), 4)
+    forecasts = [_log_forecast(m) for m in timed]
+    return Readings(
+        log_value=columns[:, 0],
+        own_sd=columns[:, 1],
+        trial=columns[:, 2].astype(np.intp),
+        round=columns[:, 3].astype(np.intp),
+        forecast=np.array([mean for mean, _ in forecasts]),
+        forecast_sd=np.array([sd for _, sd in forecasts]),
+    )
+
+
+def _log_forecast(m: Measured) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm of the forecast; NaN without one."""
+    if m.forecast is None or not 0 < m.forecast[1] < m.forecast[2] or not m.forecast[0] > 0:
+        return math.nan, math.nan
+    value, low, high = m.forecast
+    return math.log(value), math.log(high / low) / 2 / Z90
+
+
+def _estimated(
+    m: Measured, step_s: float, reach: float, noise: float, beyond: dict[tuple[int, str], float]
+) -> Measured:
+    """A trial with the estimates in place of what it measured.
+
+    Args:
+        m: The trial.
+        step_s: The estimate of its step time.
+        reach: Half-width of the interval of its logarithm.
+        noise: Half-width of the interval of one measurement of a time.
+        beyond: Gets the half-widths that no timing narrows.
+    """
+    moved = math.log(step_s / m.metrics[STEP])
+    own_reach = _log_half_width(m, STEP)
+    metrics, ci95 = dict(m.metrics), dict(m.ci95)
+    for name, value in m.metrics.items():
+        if name in TIMED and value > 0:
+            metrics[name] = value * math.exp(-improvement(moved, name))
+            more = beyond[m.trial, name] = max(0.0, _log_half_width(m, name) - own_reach) if name != STEP else 0.0
+            wide = math.hypot(reach, more)
+            ci95[name] = metrics[name] * math.exp(-wide), metrics[name] * math.exp(wide)
+        elif name in METRICS and value > 0:
+            seen = [value, *(again[name] for again in m.repeats.values() if again.get(name, 0) > 0)]
+            metrics[name] = value if len(seen) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
+            # Memory is the same in every run, or else as the readings differ; a time is as noisy as the step time.
+            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].unit == "s" else 1.0
+            low, high = m.ci95.get(name, (value, value))
+            ci95[name] = min(low, *seen, metrics[name] / wide), max(high, *seen, metrics[name] * wide)
+            beyond[m.trial, name] = math.log(ci95[name][1] / ci95[name][0]) / 2 if ci95[name][0] > 0 else 0.0
+    return replace(m, metrics=metrics, ci95=ci95)
+
+
+def _log_half_width(m: Measured, metric: str) -> float:
+    low, high = m.ci95.get(metric, (0.0, 0.0))
+    return math.log(high / low) / 2 if 0 < low < high else 0.0

@@ -1,0 +1,222 @@
+"""The joint posterior of the trials' log step times, from every measurement of a study: a linear mixed model."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# What the marginal likelihood weighs, as standard deviations of the logarithm: noise of one measurement, drift of the
+# machine from one trial to the next, and the factor on what is stated of the trials' effects. Each prior is log-normal,
+# given as median and standard deviation of the logarithm.
+NOISE, NOISE_PRIOR = (0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.02, 0.7)
+DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
+EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
+# Of the trials without a forecast: how much their logarithms differ among each other.
+POPULATION_SD = 0.3
+# A forecast is never trusted more than this: its errors are alike in alike configurations, which the model does not know.
+LEAST_FORECAST_SD = 0.05
+# The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
+LEVEL_SD, ROUND_SD = 3.0, 0.5
+# What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
+# out first, since they hide others: each time one, or this share of the readings.
+OUTLYING, AT_ONCE, MOST_TIMES = 3.0, 0.04, 4
+# The grid is weighed on this many readings; cost is cubic.
+MOST_FOR_GRID = 64
+# Points of the grid with less than this share of the weight are left out.
+LEAST_WEIGHT = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """All measurements of a study.
+
+    Attributes:
+        log_value: Logarithm of each reading.
+        own_sd: Its standard deviation as far as its own run tells.
+        trial: The trial that it measures, as a row of `forecast`.
+        round: The re-measurement round that it belongs to; 0 for the trials' first measurements.
+        forecast: Mean of each trial's logarithm before it ran; NaN where there is none.
+        forecast_sd: Its standard deviation.
+    """
+
+    log_value: Floats
+    own_sd: Floats
+    trial: NDArray[np.intp]
+    round: NDArray[np.intp]
+    forecast: Floats
+    forecast_sd: Floats
+
+    def take(self, rows: NDArray[np.intp]) -> Readings:
+        """Some of the readings."""
+        return replace(
+            self,
+            log_value=self.log_value[rows],
+            own_sd=self.own_sd[rows],
+            trial=self.trial[rows],
+            round=self.round[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Means and covariances of the trials' logarithms, all on the machine as it was on average.
+
+    Attributes:
+        mean: One for each trial.
+        cov: Of each two trials.
+        noise_sd: Standard deviation of one measurement.
+    """
+
+    mean: Floats
+    cov: Floats
+    noise_sd: float
+
+    def sd_of_difference(self, one: int, other: int) -> float:
+        """Standard deviation of the difference of two trials' logarithms."""
+        variance = self.cov[one, one] + self.cov[other, other] - 2 * self.cov[one, other]
+        return float(np.sqrt(max(variance, 0.0)))
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """One point of the grid; `weight` is the logarithm of its prior."""
+
+    noise: float
+    drift: float
+    effect: float
+    weight: float
+
+
+class _Model:
+    """The covariances of some readings, by the parts that the grid scales.
+
+    log reading = level + forecast + effect of the trial + state of the machine + noise. The state is a random walk over
+    the first measurements, in order, and a level of its own for each round of re-measurements.
+    """
+
+    def __init__(self, readings: Readings, positions: Floats, effect_sd: Floats, extra_var: Floats) -> None:
+        self.readings, self.extra_var = readings, extra_var
+        known = np.isfinite(readings.forecast)
+        self.prior_mean = np.where(known, readings.forecast, 0.0)
+        self.group = known.astype(int)
+        self.effect_var = effect_sd**2
+        self.y = readings.log_value - self.prior_mean[readings.trial]
+        first = readings.round == 0
+        at = np.where(first, positions, 0.0)
+        self.walk = np.minimum(at[:, None], at[None, :])
+        same_round = (readings.round[:, None] == readings.round[None, :]) & ~first[:, None]
+        self.state = ROUND_SD**2 * same_round
+        same_group = self.group[readings.trial][:, None] == self.group[readings.trial][None, :]
+        self.level = LEVEL_SD**2 * same_group
+        self.same_trial = readings.trial[:, None] == readings.trial[None, :]
+        self.own_effect_var = self.effect_var[readings.trial]
+
+    def covariance(self, scales: _Scales) -> Floats:
+        """Covariance of the readings."""
+        found = self.level + self.state + scales.drift**2 * self.walk
+        found = found + self.same_trial * (scales.effect**2 * self.own_effect_var)
+        noise = scales.noise**2 + self.readings.own_sd**2 + self.extra_var
+        return np.asarray(found + np.diag(noise), dtype=float)
+
+    def log_likelihood(self, scales: _Scales) -> float:
+        """Logarithm of the marginal likelihood, up to a constant."""
+        lower = np.linalg.cholesky(self.covariance(scales))
+        white = np.linalg.solve(lower, self.y)
+        return float(-0.5 * white @ white - np.log(np.diag(lower)).sum())
+
+    def surprise(self, scales: _Scales) -> tuple[Floats, Floats]:
+        """Each reading less what all others foretell, in standard deviations and as it is."""
+        inverse = np.linalg.inv(self.covariance(scales))
+        apart, precision = inverse @ self.y, np.diag(inverse)
+        return apart / np.sqrt(precision), apart / precision
+
+    def effects(self, scales: _Scales) -> tuple[Floats, Floats]:
+        """Mean and covariance of all trials' logarithms in the machine's average state."""
+        n, own = len(self.y), self.readings.trial
+        state = self.state + scales.drift**2 * self.walk
+        prior = scales.effect**2 * self.effect_var
+        level = LEVEL_SD**2 * (self.group[:, None] == self.group[None, :])
+        mean_state, mean_state_var = state.mean(axis=0), state.mean()
+        across = level[:, own] + prior[:, None] * (np.arange(len(prior))[:, None] == own[None, :]) + mean_state
+        solved = np.linalg.solve(self.covariance(scales), np.column_stack([self.y, across.T]))
+        mean = self.prior_mean + across @ solved[:, 0]
+        cov = level + np.diag(prior) + mean_state_var - across @ solved[:, 1:]
+        assert len(solved) == n
+        return mean, cov
+
+
+def fit(readings: Readings) -> Posterior:
+    """The posterior, averaged over noise, drift and scale of the effects by their marginal likelihood.
+
+    A reading that all others contradict counts as more noisy. Where the trial has hardly another one, its forecast is
+    taken to be wrong instead.
+
+    Args:
+        readings: At least one.
+    """
+    known = np.isfinite(readings.forecast)
+    effect_sd = np.where(known, np.maximum(readings.forecast_sd, LEAST_FORECAST_SD), POPULATION_SD)
+    positions = np.arange(len(readings.trial), dtype=float)
+    n_of = np.bincount(readings.trial, minlength=len(known))
+    extra_var = np.zeros(len(positions))
+    for n in range(MOST_TIMES + 1):
+        points = _weighed(readings, positions, effect_sd, extra_var)
+        model = _Model(readings, positions, effect_sd, extra_var)
+        z, apart = (np.abs(values) for values in model.surprise(points[0]))
+        worst = np.argsort(-z)[: max(1, int(AT_ONCE * len(z)))]
+        outlying = worst[z[worst] > OUTLYING]
+        if n == MOST_TIMES or not len(outlying):
+            break
+        for row in outlying:
+            trial = readings.trial[row]
+            if n_of[trial] > 2:
+                extra_var[row] += apart[row] ** 2
+            else:
+                effect_sd[trial] = np.hypot(effect_sd[trial], apart[row] / points[0].effect)
+    weights = np.exp([point.weight for point in points])
+    found = [model.effects(point) for point in points]
+    mean = sum(w * m for w, (m, _) in zip(weights, found, strict=True))
+    cov = sum(w * (c + np.outer(m - mean, m - mean)) for w, (m, c) in zip(weights, found, strict=True))
+    noise = float(weights @ [point.noise for point in points])
+    return Posterior(np.asarray(mean), np.asarray(cov), noise)
+
+
+def _weighed(readings: Readings, positions: Floats, effect_sd: Floats, extra_var: Floats) -> list[_Scales]:
+    """The points of the grid that matter, the likeliest first, with the logarithms of their shares of the weight."""
+    rows = _telling(readings)
+    model = _Model(readings.take(rows), positions[rows], effect_sd, extra_var[rows])
+    points = [
+        _Scales(
+            noise,
+            drift,
+            scale,
+            _log_normal(noise, NOISE_PRIOR) + _log_normal(drift, DRIFT_PRIOR) + _log_normal(scale, SCALE_PRIOR),
+        )
+        for noise, drift, scale in itertools.product(NOISE, DRIFT, EFFECT_SCALE)
+    ]
+    logs = np.array([point.weight + model.log_likelihood(point) for point in points])
+    shares = np.exp(logs - logs.max())
+    shares /= shares.sum()
+    kept = [i for i in np.argsort(-shares) if shares[i] >= min(LEAST_WEIGHT, shares.max())]
+    total = shares[kept].sum()
+    return [replace(points[i], weight=float(np.log(shares[i] / total))) for i in kept]
+
+
+def _log_normal(value: float, prior: tuple[float, float]) -> float:
+    return -0.5 * float(np.log(value / prior[0]) / prior[1]) ** 2
+
+
+def _telling(readings: Readings) -> NDArray[np.intp]:
+    """The readings that the grid is weighed on: those of trials measured again, and others at equal distances."""
+    n = len(readings.trial)
+    if n <= MOST_FOR_GRID:
+        return np.arange(n)
+    n_of = np.bincount(readings.trial)
+    again = np.flatnonzero(n_of[readings.trial] > 1)[-MOST_FOR_GRID:]
+    spread = np.linspace(0, n - 1, MOST_FOR_GRID - len(again)).astype(int) if len(again) < MOST_FOR_GRID else again[:0]
+    return np.unique(np.concatenate([again, spread]))

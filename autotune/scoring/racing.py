@@ -1,0 +1,129 @@
+"""Which trials the next round of re-measurements needs to settle who is best, and whether it needs one at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.scoring.estimates import Estimates, timed_share
+from autotune.scoring.measured import Measured, log_gain
+from autotune.scoring.objective import Objective
+from autotune.scoring.recommend import TIE, drops_in, rank, shown_better
+
+# The race is settled when naming the best now is expected to lose less than this share of the gain: 1 %.
+SETTLED = 0.01
+# A trial whose measurement is expected to gain less than this share takes no part: 0.1 %.
+HOPELESS = 0.001
+# Trials that the expected loss is worked out over, and draws from their posterior.
+MOST_RACING, DRAWS = 30, 2000
+THROUGHPUT = Objective(name="throughput", metric="samples_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """Where a contest stands.
+
+    Attributes:
+        loss: Expected loss, as a share, of naming the leader now.
+        settled: Whether that is small, and it is known whether the leader beats the baseline.
+        runners: The leader, then those that may beat it, the most hopeful first.
+    """
+
+    loss: float
+    settled: bool
+    runners: Sequence[Measured]
+
+
+def race(trials: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]) -> Race:
+    """Where the contest of some trials stands.
+
+    Args:
+        trials: The trials, without the baseline.
+        estimates: What all measurements say.
+        objectives: What decides it.
+    """
+    if not trials:
+        return Race(loss=0.0, settled=True, runners=())
+    gains = {m.trial: log_gain(m, trials[0], objectives) for m in trials}
+    leader, share = max(trials, key=lambda m: gains[m.trial]), timed_share(objectives)
+    hopes = {m.trial: _hope(gains[m.trial] - gains[leader.trial], share * estimates.sd(m, leader)) for m in trials}
+    others = sorted((m for m in trials if m is not leader), key=lambda m: -hopes[m.trial])
+    hopeful = [m for m in others if hopes[m.trial] > HOPELESS]
+    loss = _expected_loss([leader, *hopeful[: MOST_RACING - 1]], gains, share, estimates)
+    baseline = estimates.baseline
+    open_ = (
+        baseline is not None
+        and log_gain(leader, baseline, objectives) > TIE
+        and not shown_better(leader, estimates, objectives)
+    )
+    return Race(loss=loss, settled=loss < SETTLED and not open_, runners=[leader, *hopeful])
+
+
+def _hope(ahead: float, sd: float) -> float:
+    """Expected gain over the leader if a trial is better, else nothing (expected improvement)."""
+    if not 0 < sd < math.inf:
+        return max(0.0, ahead)
+    z = ahead / sd
+    density, below = math.exp(-z * z / 2) / math.sqrt(2 * math.pi), 0.5 * (1 + math.erf(z / math.sqrt(2)))
+    return ahead * below + sd * density
+
+
+def _expected_loss(trials: Sequence[Measured], gains: dict[int, float], share: float, estimates: Estimates) -> float:
+    """Expected gain of the best over the gain of the one that is expected to be best."""
+    means = np.array([gains[m.trial] for m in trials])
+    if len(trials) < 2 or not share:
+        return 0.0
+    values, vectors = np.linalg.eigh(share**2 * estimates.covariance(trials))
+    drawn = np.random.default_rng(0).standard_normal((DRAWS, len(trials)))
+    drawn = means + (drawn * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+    return float(drawn.max(axis=1).mean() - drawn[:, int(np.argmax(means))].mean())
+
+
+def next_round(
+    estimates: Estimates,
+    objectives: Sequence[Objective],
+    found: Collection[int],
+    world_size: int,
+    n: int,
+    *,
+    tried: Mapping[int, int],
+    least: int,
+    more: bool = True,
+) -> list[Measured]:
+    """The trials to measure in the next round beside the baseline; empty if the race is settled.
+
+    The best compromise is sought among all trials, and among those without an open check. While their leaders have
+    fewer rounds than they need at least, the finalists also race for the pick with the baseline's batch and numerics,
+    and for throughput.
+
+    Args:
+        estimates: What all measurements say.
+        objectives: What the study optimises.
+        found: The finalists, by number; each is measured at least once.
+        world_size: Ranks.
+        n: Trials in a round.
+        tried: Rounds that a trial was in, by number, whether they completed or not.
+        least: Rounds that a leader must have been in.
+        more: Whether further rounds may follow while the race is not settled.
+    """
+    baseline = estimates.baseline
+    ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
+    ranked = [m for m in ranked if not m.unreproducible] or ranked
+    hopeful = [m for m in ranked if not m.barred]
+    races = [race(some, estimates, objectives) for some in (hopeful, [m for m in ranked if not m.doubt])]
+    new = [m for m in ranked if m.trial in found and not tried.get(m.trial)]
+    needed = [*(each.runners[0] for each in races if each.runners), *([baseline] if baseline and ranked else [])]
+    due = bool(new) or any(tried.get(m.trial, 0) < least for m in needed)
+    if not due and (not more or all(each.settled for each in races)):
+        return []
+    if due:
+        finalists = [m for m in ranked if m.trial in found or m.confirmed]
+        same = [m for m in finalists if baseline is not None and drops_in(m, baseline, world_size)]
+        races += [race(same, estimates, objectives), race(finalists, estimates, [THROUGHPUT])]
+    leaders = [each.runners[0] for each in races if each.runners]
+    chasers = [m for each in races if due or not each.settled for m in each.runners[1:]]
+    wanted = {m.trial: m for m in [*new, *leaders, *chasers]}
+    return list(wanted.values())[: max(n, len(new))]

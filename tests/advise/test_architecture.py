@@ -1,0 +1,104 @@
+"""Shapes of models: the table against published parameter counts, names as people spell them, config.json."""
+
+import json
+
+import pytest
+
+from autotune.advise import architecture
+from autotune.errors import UserError
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_the_table_has_at_least_60_models_each_once():
+    names = [model.name for model in architecture.known()]
+    assert len(names) == len(set(names)) >= 60
+
+
+@pytest.mark.parametrize("model", architecture.known(), ids=lambda model: model.name)
+def test_the_parameters_of_a_model_agree_with_its_published_count_within_1_percent(model):
+    assert model.parameters > 1e8
+    assert model.n_parameters == pytest.approx(model.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("qwen3 8b", "Qwen/Qwen3-8B"),
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"),
+        ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "meta-llama/Llama-3.1-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-v0.3"),
+        ("gpt2", "openai-community/gpt2"),
+        ("gemma 2 9b it", "google/gemma-2-9b"),
+        ("tinyllama", "TinyLlama/TinyLlama-1.1B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-7B"),
+        ("DeepSeek R1", "deepseek-ai/DeepSeek-V3"),
+    ],
+)
+def test_a_name_is_known_as_people_spell_it(written, meant):
+    assert architecture.find(written).name == meant
+
+
+@pytest.mark.parametrize("size", ["0.5B", "1b", "7B", "13B", "70b", "405B", "350M"])
+def test_a_size_stands_for_a_typical_shape_of_that_size_which_is_said(size):
+    model = architecture.find(size)
+    wanted = float(size[:-1]) * (1e9 if size[-1] in "bB" else 1e6)
+    assert model.n_parameters == pytest.approx(wanted, rel=0.06)
+    assert "typical shape" in model.note
+
+
+def test_an_unknown_name_gets_the_nearest_ones():
+    with pytest.raises(UserError, match=r"no model of this name.*Qwen/Qwen3-8B"):
+        architecture.find("qwen3-9b")
+
+
+def read(tmp_path, config):
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return architecture.find(str(tmp_path / "config.json"))
+
+
+def test_a_config_json_gives_the_shape(tmp_path):
+    assert read(tmp_path, LLAMA).n_parameters == 8_030_261_248
+
+
+# Other families' words, with what the shape has to be.
+FAMILIES = {
+    "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}, 124_439_808),
+    "falcon": ({"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True,
+                "num_kv_heads": 71, "vocab_size": 65024, "tie_word_embeddings": True}, 6_921_720_704),
+    "mixtral": ({**LLAMA, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46_702_792_704),
+    "deepseek": ({"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+                  "num_key_value_heads": 16, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+                  "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "vocab_size": 102400,
+                  "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+                 15_706_484_224),
+    "gemma3": ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34,
+                "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 10240, "vocab_size": 262208}},
+               3_880_263_168),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_words_of_other_families_are_known(tmp_path, family):
+    config, parameters = FAMILIES[family]
+    assert read(tmp_path, config).n_parameters == pytest.approx(parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a config.json is a JSON object"),
+        ({"a": 1}, "no num_hidden_layers in it"),
+        ({**LLAMA, "hidden_size": "wide"}, "hidden: 'wide' is no whole number"),
+        ({**LLAMA, "is_encoder_decoder": True}, "decoder-only"),
+    ],
+)
+def test_a_config_json_that_is_none_is_refused_in_a_sentence(tmp_path, config, said):
+    with pytest.raises(UserError, match=said):
+        read(tmp_path, config)

@@ -1,0 +1,163 @@
+"""The choice of a configuration, its forecast and its DeepSpeed JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from autotune.advise import architecture
+from autotune.advise.choose import Question, best, fewest_devices
+from autotune.advise.devices import GIB, Devices, device_card, read_gpus
+from autotune.advise.ds_config import ds_config
+from autotune.advise.forecast import SURE, forecast
+from autotune.advise.shape import Training, block_bytes, profile_of
+from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import check_config
+
+
+def asked(model="Qwen/Qwen3-8B", gpus="8xA100-80", **changed) -> Question:
+    count, per_node, name = read_gpus(gpus)
+    how = {key: changed.pop(key) for key in list(changed) if key in Training.__dataclass_fields__}
+    profile = profile_of(architecture.find(model), Training(**how))
+    return Question(
+        profile=profile, devices=Devices(card=device_card(name, {}), count=count, per_node=per_node), **changed
+    )
+
+
+def peak(candidate: Candidate, question: Question) -> float:
+    return forecast([candidate], question.profile, question.devices).peak_bytes[0]
+
+
+def test_states_are_those_of_the_zero_paper():
+    question = asked("Llama-2-7b", "8xA100-80")
+    P = question.profile.n_parameters
+    for stage, bytes_a_parameter in ((1, 2 + 12 / 8), (2, 2 + 12 / 8), (3, 14 / 8 + 2 / 8)):
+        one = Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16")
+        terms = forecast([one], question.profile, question.devices).memory
+        held = sum(terms[name][0] for name in ("weights", "master", "states"))
+        assert held == pytest.approx((bytes_a_parameter - (2 / 8 if stage == 3 else 0)) * P, rel=0.01)
+
+
+def test_large_vocabularies_length_and_eager_attention_cost_memory_and_recomputing_saves_it():
+    model = architecture.find("llama 3.1 8b")
+    plain, fused, none = (asked("llama 3.1 8b", loss=loss) for loss in ("plain", "fused", "none"))
+    again = Candidate(micro_batch_size=8, zero_stage=3, precision="bf16", checkpoint_every=1)
+    assert peak(again, plain) - peak(again, none) > 8 * 8 * 4096 * model.vocab > peak(again, fused) - peak(again, none)
+    kept = replace(again, checkpoint_every=0)
+    assert peak(again, plain) < peak(replace(again, checkpoint_every=2), plain) < peak(kept, plain)
+    assert block_bytes(model, Training(attention="eager")) > block_bytes(model, Training()) + 5 * 32 * 4096
+
+
+def test_stage_3_steps_in_groups_and_keeps_its_books_on_one_rank_too():
+    question = asked("Llama-2-7b", "8xA100-80")
+    whole = Candidate(micro_batch_size=1, zero_stage=3, precision="bf16", checkpoint_every=1)
+    grouped = replace(whole, config=(("zero_optimization.sub_group_size", 100_000_000),))
+    assert peak(whole, question) - peak(grouped, question) > 5e9
+    alone = replace(question, devices=question.devices.of(1))
+    assert forecast([whole], alone.profile, alone.devices).time["bookkeeping"][0] > 0
+
+
+def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():
+    one = Candidate(micro_batch_size=1, zero_stage=0, precision="bf16", checkpoint_every=1)
+    full, lora, qlora = (peak(one, asked("Llama-2-7b", "1xA100-80", method=m)) for m in ("full", "lora", "qlora"))
+    assert full > 5 * lora and lora - qlora == pytest.approx((2 - 0.5625) * 6.48e9 * 1.06, rel=0.05)
+
+
+@pytest.mark.parametrize("goal", ["throughput", "latency", "memory", "cost"])
+def test_the_chosen_configuration_is_the_best_for_its_goal_among_those_that_surely_fit(goal):
+    chosen, others = best(asked(goal=goal))
+    table = chosen.table
+    sure = table.fits >= SURE
+    assert chosen.fits >= SURE and 1 <= len(others) <= 3 and all(other.why_not for other in others)
+    worth = {
+        "throughput": table.tokens_per_s,
+        "latency": 1 / table.step_s,
+        "memory": 1 / table.peak_bytes,
+        "cost": table.tokens_per_s,
+    }
+    assert worth[goal][chosen.row] >= 0.99 * worth[goal][sure].max()
+
+
+def test_a_global_batch_is_kept_and_one_that_does_not_divide_is_refused():
+    chosen, _ = best(asked(global_batch=48))
+    assert chosen.candidate.global_batch_size(8) == 48
+    with pytest.raises(UserError, match="multiple of 8"):
+        best(asked(global_batch=12))
+
+
+def test_what_is_settled_stays_and_what_is_illegal_is_refused_with_its_reason():
+    settings = {
+        "zero_stage": 2,
+        "micro_batch_size": 5,
+        "offload_optimizer": "cpu",
+        "zero_optimization.reduce_bucket_size": 123,
+    }
+    chosen, _ = best(asked(settings=settings))
+    assert settings.items() <= chosen.candidate.values().items()
+    with pytest.raises(UserError, match="offload_optimizer needs ZeRO stage 1"):
+        best(asked(settings={"zero_stage": 0, "offload_optimizer": "cpu"}))
+
+
+def test_the_fewest_devices_are_fewer_with_offload_and_grow_with_the_model():
+    small, large = (fewest_devices(asked(model, "8xA100-80")) for model in ("Qwen3-8B", "Llama-3.3-70B"))
+    assert small[0] < small[1] < large[1] and large[0] < large[1]
+
+
+def test_too_little_host_memory_rules_offload_out():
+    question = asked("Qwen3-8B", "1x4090")
+    assert best(question)[0].fits < SURE
+    rich = replace(question, devices=replace(question.devices, stated={"host_bytes": 512 * GIB}))
+    chosen, _ = best(rich)
+    assert chosen.fits >= SURE and chosen.candidate.offload_optimizer == "cpu"
+
+
+def test_a_card_without_bfloat16_gets_fp16():
+    assert best(asked("gpt2", "1xT4"))[0].candidate.precision == "fp16"
+
+
+CONFIGS = [
+    Candidate(micro_batch_size=2, gradient_accumulation_steps=4, zero_stage=stage, precision=precision, offload_optimizer=optimizer,
+              offload_param=param)
+    for stage, precision, optimizer, param in (
+        (0, "bf16", "none", "none"), (1, "bf16", "none", "none"), (2, "fp16", "cpu", "none"), (3, "bf16", "cpu", "cpu"),
+        (3, "fp32", "none", "none"),
+    )
+]  # fmt: skip
+
+
+def test_the_json_states_what_changed_between_releases_and_keeps_the_users_own():
+    config = ds_config(CONFIGS[3])
+    check_config(config, "advice")
+    assert config["gradient_clipping"] == 1.0
+    for part in ("offload_optimizer", "offload_param"):
+        assert config["zero_optimization"][part] == {"device": "cpu", "pin_memory": True}
+    own = ds_config(CONFIGS[1], {"gradient_clipping": 0.5, "zero_optimization": {"overlap_comm": False}})
+    assert own["gradient_clipping"] == 0.5 and own["zero_optimization"]["overlap_comm"] is False
+
+
+LOAD = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+for config in json.load(sys.stdin):
+    loaded = DeepSpeedConfig(config)
+    print(json.dumps([loaded.zero_optimization_stage, loaded.gradient_accumulation_steps, loaded.gradient_clipping]))
+"""
+
+
+@pytest.mark.process
+def test_deepspeed_loads_the_json(tmp_path):
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD], input=json.dumps([ds_config(c) for c in CONFIGS]), capture_output=True, text=True,
+        check=True, env=environment, cwd=tmp_path, timeout=200,
+    )  # fmt: skip
+    said = [
+        json.loads(line)
+        for line in done.stdout.splitlines()
+        if line.startswith("[") and line.endswith("]") and "WARN" not in line and "INFO" not in line
+    ]
+    assert said == [[c.zero_stage, 4, 1.0] for c in CONFIGS]

@@ -1,0 +1,50 @@
+"""What people write for devices."""
+
+import pytest
+
+from autotune.advise.devices import Devices, device_card, read_gpus
+from autotune.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("8xA100-40", (8, 8, "A100-40GB")),
+        ("a100 80gb", (1, 1, "A100-80GB")),
+        ("H100", (1, 1, "H100-80GB")),
+        ("4090", (1, 1, "RTX-4090")),
+        ("RTX4090", (1, 1, "RTX-4090")),
+        ("NVIDIA GeForce RTX 4090", (1, 1, "RTX-4090")),
+        ("2x8xH100", (16, 8, "H100-80GB")),
+        ("16xH100", (16, 8, "H100-80GB")),
+        ("4x4090", (4, 4, "RTX-4090")),
+        ("8 x A100 40GB", (8, 8, "A100-40GB")),
+        ("A100 x 8", (8, 8, "A100-80GB")),
+        ("H100:8", (8, 8, "H100-80GB")),
+        ("NVIDIA H100 80GB HBM3", (1, 1, "H100-80GB")),
+        ("Tesla T4", (1, 1, "T4")),
+    ],
+)
+def test_devices_are_read_as_people_write_them(written, meant):
+    count, per_node, name = read_gpus(written)
+    assert (count, per_node, device_card(name, {}).name) == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "nodes", "said"),
+    [("", None, "devices are needed"), ("0xH100", None, "0 devices"), ("9xH100", None, "whole number"),
+     ("2x8xH100", 2, "twice"), ("99999x1xH100", None, "99999 devices")],
+)  # fmt: skip
+def test_what_are_no_devices_is_refused(written, nodes, said):
+    with pytest.raises(UserError, match=said):
+        read_gpus(written, nodes)
+
+
+def test_an_unknown_card_gets_the_nearest_ones():
+    with pytest.raises(UserError, match=r"unknown card 'H1000'.*H100-80.*--device-memory"):
+        device_card("H1000", {})
+
+
+def test_more_devices_than_a_lone_node_has_make_nodes_of_eight():
+    lone = Devices(card=device_card("4090", {}), count=1, per_node=1)
+    assert (lone.of(4).nodes, lone.of(16).nodes, lone.of(16).per_node) == (1, 2, 8)

@@ -1,0 +1,94 @@
+"""The same trial has the same figures wherever they are shown."""
+
+import csv
+import json
+import math
+import random
+import re
+
+import pytest
+from support.instant import Instant, report, runner_of
+
+from autotune.report import load, readme
+from autotune.report.dashboard.overlay import _trial_attrs
+from autotune.report.data import pick_words, times
+from autotune.report.files import write_answer, write_report
+from autotune.report.results import StudyResult
+from autotune.report.tables import compared
+from autotune.study.storage import records
+
+RATE = "samples_per_s"
+
+
+def noisy(candidate):
+    """A trial on a machine whose trials scatter by 5 %."""
+    whole = report(candidate)
+    factor = math.exp(noise.gauss(0, 0.05))
+    return report(candidate, step_times_s=[factor * step_s for step_s in whole.step_times_s])
+
+
+noise = random.Random(5)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A finished study with rounds, its report and its folder."""
+    studies = tmp_path_factory.mktemp("studies")
+    given = {"trials": 10, "finalists": 3, "repeats": 2, "objectives": ["latency", "throughput", "memory"]}
+    runner_of(studies, Instant(noisy), **given).run()
+    found = load.load("s", records.default_url(studies), studies / "s")
+    list(write_answer(found, studies / "s"))
+    write_report(found, studies / "s", single_file=False)
+    return found, studies / "s"
+
+
+def test_files_and_library_hold_the_same_numbers(study):
+    found, folder = study
+    front = {point["trial"]: point for point in json.loads((folder / "front.json").read_text())}
+    recommended = json.loads((folder / "recommended.json").read_text())
+    data = {row["trial"]: row for row in json.loads((folder / "report.json").read_text())["trials"]}
+    lines = {int(row["trial"]): row for row in csv.DictReader((folder / "trials.csv").read_text().splitlines())}
+    library = StudyResult(found)
+    shown = [*front.values(), *recommended["picks"].values(), recommended["baseline"]]
+    assert len({point["trial"] for point in shown}) > 2 and any(point["measurements"] > 2 for point in shown)
+    for point in shown:
+        row, line = data[point["trial"]], lines[point["trial"]]
+        for name in ("metrics", "ci95", "gains", "speedup", "speedup_ci95"):
+            assert point[name] == row[name]
+        assert float(line[RATE]) == point["metrics"][RATE] and float(line["speedup"]) == point["speedup"]
+        assert [float(line[f"{RATE}_{end}"]) for end in ("low", "high")] == point["ci95"][RATE]
+        assert len(row["readings_s"]) == point["measurements"]
+    for name, pick in library.picks.items():
+        own = recommended["picks"][name]
+        assert pick.scores[RATE].value == own["metrics"][RATE] and pick.speedup.value == own["speedup"]
+
+
+def test_pages_and_notes_print_that_number(study):
+    found, folder = study
+    terminal, page = str(StudyResult(found)), (folder / "report.html").read_text()
+    markdown, note = (folder / "README.md").read_text(), readme.study_note(found, lambda _: "")
+    for name, pick in found.picks.items():
+        said = pick_words(found, [name], pick)
+        assert said in note, name
+        names = next(names for names, _ in found.picks_by_trial() if name in names)
+        said = pick_words(found, names, pick)
+        assert said in markdown and said in " ".join(terminal.split()), name
+        assert said in page or times(pick["speedup"], "×") in page, name
+    for point in found.table():
+        row = next(row for row in found.trials if row["trial"] == point["trial"])
+        rate = next(each for each in compared(found, row, [RATE]))
+        cell = rate.scale.quantity(rate.value)
+        assert cell in readme.trial_note(found, row, "")
+        assert _trial_attrs(found, row, row)["speed-up"] == round(point["speedup"], 3)
+        line = next(line for line in terminal.splitlines() if re.match(rf"\s*{point['trial']}\s", line))
+        assert times(point["speedup"]) in line
+
+
+def test_the_ratio_of_two_printed_values_is_the_printed_gain(study):
+    found, _ = study
+    base = found.baseline["metrics"]
+    assert found.trials[0]["metrics"] == base
+    for row in found.points.values():
+        assert row["speedup"] == pytest.approx(row["metrics"][RATE] / base[RATE])
+        low, high = row["speedup_ci95"]
+        assert low <= row["speedup"] <= high

@@ -1,0 +1,46 @@
+"""Which files are the user's code: by the project's folder, wherever libraries are installed."""
+
+import pytest
+
+from autotune.worker import project
+
+USERS = ["train.py", "src/mine/data.py", "mine/datasets/__init__.py", "scripts/train.py"]
+LIBRARIES = [
+    ".venv/lib/python3.11/site-packages/shelf/books.py",  # an environment within the project
+    "env/shelf.py",  # an environment of another layout
+    "libs/shelf/books.py",  # pip install --target
+    "src/transformers/trainer.py",  # a checkout of a framework, in which one of its examples is run
+    "../other/shelf/books.py",  # PYTHONPATH, --user, an editable install, a .pth file
+]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A project with libraries in all the places that pip and Python know."""
+    monkeypatch.setattr(project, "_roots", [])
+    root = tmp_path / "project"
+    for name in [*USERS, *LIBRARIES, "src/transformers/__init__.py", "pyproject.toml", "env/pyvenv.cfg"]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / "libs" / "shelf-1.0.dist-info").mkdir()
+    return root
+
+
+@pytest.mark.parametrize("script", ["train.py", "scripts/train.py"])
+def test_the_project_of_the_script_is_the_users_and_libraries_are_not(tree, script):
+    assert not project.holds(str(tree / "train.py"))  # before a target is known
+    project.settle(tree / script)
+    assert [name for name in USERS if not project.holds(str(tree / name))] == []
+    assert [name for name in LIBRARIES if project.holds(str(tree / name))] == []
+
+
+def test_the_working_folder_belongs_to_the_project_and_the_home_folder_is_none(tree, monkeypatch):
+    monkeypatch.setattr(project.Path, "home", lambda: tree)  # with a pyproject.toml of its own
+    project.settle(tree / "scripts" / "train.py", str(tree / "src"))
+    assert project.holds(str(tree / "src" / "mine" / "data.py"))
+    assert not project.holds(str(tree / "train.py"))
+
+
+def test_a_script_that_is_itself_in_a_library_folder_is_the_users(tree):
+    project.settle(tree / "libs" / "shelf" / "books.py")
+    assert not project.holds(project.__file__) and not project.holds(project.os.__file__) and not project.holds("")

@@ -18,7 +18,9 @@ from typing import Any
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
-from autotune.system.machine import extensions_dir, has_cuda_device, processor_name
+from autotune.system import device
+from autotune.system.machine import processor_name
+from autotune.system.toolkit import extensions_dir
 from autotune.trial.folder import write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
@@ -71,7 +73,7 @@ def complete(executor: base.Executor, folder: Path, request: TrialRequest) -> Tr
 def plain_environment() -> dict[str, str]:
     """The variables of a training that nobody watches; on a CPU a rank has one thread."""
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not has_cuda_device():
+    if device.here().accelerator == "cpu":
         environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return environment
 

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -48,7 +49,9 @@ DRY_CARDS_GIB = {"tiny": 0.06, "small": 0.12}
 MOST_SAMPLES = 512
 # A part is begun only if so much is left for it.
 LEAST_S = 30.0
-PARTS = ("grid", "startup", "limits", "search", "honesty", "larger")
+PARTS = ("default", "doctor", "grid", "search", "honesty", "limits", "startup", "larger")
+# Parts that are commands as a user types them, before anything else has touched the device.
+COMMANDS = ("default", "doctor")
 
 
 @dataclass(frozen=True)
@@ -234,10 +237,12 @@ class Run:
 
     def all(self, sizes: dict[str, Size], parts: list[str]) -> None:
         first, *others = sizes.items()
+        for part in [part for part in COMMANDS if part in parts]:
+            self.part(part, lambda part=part: getattr(self, part)(*first))  # type: ignore[misc]
         with self.bench(*first) as bench:
             bench.executor.start()
             self.system(bench)
-            for part in [part for part in parts if part != "larger"]:
+            for part in [part for part in PARTS if part in parts and part not in (*COMMANDS, "larger")]:
                 self.part(part, lambda part=part: getattr(self, part)(bench))  # type: ignore[misc]
         if "larger" in parts:
             for name, size in others:
@@ -253,6 +258,42 @@ class Run:
             run()
         except Exception as error:
             self.output.write(name, error=f"{type(error).__name__}: {error}"[:2000])
+
+    def default(self, name: str, size: Size) -> None:
+        """The first thing that a user does: `autotune run model.py`, without a configuration or a toolkit."""
+        target = write_study(self.folder / "default" / name, size, dry=self.dry).with_name("model.py")
+        seconds = round(min(90.0, self.left_s / 4))
+        few = ["--trials", "2"] if self.dry else ["--trials", "12", "--time-budget", f"{seconds}s"]
+        self.command("default", "run", str(target), *few, most_s=3 * seconds)
+
+    def doctor(self, _: str, __: Size) -> None:
+        """What the machine is, and the rates that it reaches."""
+        self.command("doctor", "doctor", "--json", most_s=60.0)
+        self.command("doctor", "probe", "--json", most_s=90.0)
+
+    def command(self, part: str, *arguments: str, most_s: float) -> None:
+        """Runs a command of autotune in a process of its own, and writes how it ended and the last that it printed."""
+        began = time.monotonic()
+        command, most_s = [sys.executable, "-m", "autotune", *arguments], min(most_s, self.left_s)
+        with tempfile.TemporaryFile("w+") as said:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=said, stderr=said, start_new_session=True)
+            try:
+                status: int | None = process.wait(most_s)
+            except subprocess.TimeoutExpired:
+                status = None
+                os.killpg(process.pid, signal.SIGINT)  # it ends its ranks and writes what it has
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10.0)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            said.seek(0)
+            words = f"autotune {' '.join(arguments)}".replace(str(self.folder), ".")
+            tail = said.read()[-4000:]
+        seconds = time.monotonic() - began
+        self.output.write(
+            part, words=words, outcome="stopped" if status is None else status, seconds=seconds, said=tail
+        )
 
     @contextlib.contextmanager
     def bench(self, name: str, size: Size) -> Iterator[Bench]:

@@ -49,12 +49,16 @@ mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 if ! "$python" -c 'import deepspeed, optuna, pydantic, sqlalchemy' 2>/dev/null && [ -d "$wheels" ]; then
-  # Only what is missing, so that the machine's own torch and what was built for it stay.
-  for wheel in "$wheels"/*.whl; do
-    name=$(basename "$wheel" | cut -d- -f1)
-    "$python" -c "import sys; from importlib import metadata; metadata.version(sys.argv[1])" "$name" 2>/dev/null ||
-      "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheel"
-  done
+  # Only what is missing, so that the machine's own torch and what was built for it stay; one call of pip for all.
+  missing=$("$python" -c '
+import sys
+from importlib import metadata
+for wheel in sys.argv[1:]:
+    try: metadata.version(wheel.rpartition("/")[2].split("-")[0])
+    except metadata.PackageNotFoundError: print(wheel)
+' "$wheels"/*.whl)
+  # shellcheck disable=SC2086
+  [ -z "$missing" ] || "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" $missing
 fi
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 [ -z "$dry" ] || export DS_ACCELERATOR=cpu

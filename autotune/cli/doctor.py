@@ -18,14 +18,17 @@ from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.system.machine import emulates_bf16, extensions_dir
+from autotune.system.machine import emulates_bf16
+from autotune.system.toolkit import extensions_dir, toolkit
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Workload
+from autotune.trial.workload import Environment, Workload
 
 OPS = ("fused_adam", "cpu_adam")
 LEAST_SHARED_BYTES = 64 << 20
+# Less free memory of an idle device means that another process holds some; a context of its own takes half a GiB.
+LEAST_FREE_SHARE = 0.9
 PROBE = '''\
 """The smallest target there is: shows that a trial can run here."""
 import torch
@@ -55,9 +58,11 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    *, build: Annotated[bool, typer.Option(help="Compile DeepSpeed's ops once.")] = True, as_json: AsJson = False
+    *,
+    build: Annotated[bool, typer.Option("--build", help="Compile DeepSpeed's ops once.")] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Examine this machine, run the smallest possible trial, compile DeepSpeed's ops, and print the findings.
+    """Examine this machine, run the smallest possible trial, and print the findings.
 
     Returns:
         Exit status: 0 trials can run, 1 they cannot.
@@ -65,6 +70,8 @@ def doctor(
     findings = [Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")]
     findings += [Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna")]
     findings += [_compiler(), _shared_memory(), _memory()]
+    if (place := toolkit(os.environ)) is not None:
+        findings.append(Finding("ok", "CUDA toolkit", f"nvcc in {place}"))
     print("- running the smallest possible trial", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="autotune-doctor-") as name:
         findings += _trial(Path(name), build=build)
@@ -116,14 +123,14 @@ def _trial(folder: Path, *, build: bool) -> list[Finding]:
         if result.outcome is not Outcome.COMPLETE:
             return [Finding("fail", "worker", result.reason)]
         here = read_record(TrialDir(folder / "inspect").workload, Workload).environment
-        findings = [Finding("ok", "device", f"{here.n_devices} x {here.accelerator}: {here.device_name}")]
+        findings = _devices(here)
         types = ["fp32", *(["bf16"] if here.bf16 else []), *(["fp16"] if here.fp16 else [])]
         slow = here.accelerator == "cpu" and here.bf16 and emulates_bf16()
         note = "; bf16 is emulated: this processor has no fast bf16, so it is slower than fp32" if slow else ""
         findings.append(Finding("warn" if slow else "ok", "precisions", ", ".join(types) + note))
         cold = executor.cold_reason
         findings.append(Finding("warn" if cold else "ok", "warm server", cold or "ranks are forked"))
-        ranks = here.n_devices if here.accelerator == "cuda" else 2
+        ranks = here.n_devices if here.accelerator != "cpu" else 2
         optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         request = TrialRequest(
             target=str(target), candidate={"micro_batch_size": 2}, world_size=ranks, budget_s=1.0, deadline_s=120,
@@ -133,12 +140,35 @@ def _trial(folder: Path, *, build: bool) -> list[Finding]:
         good = result.outcome is Outcome.COMPLETE
         detail = f"{ranks} rank(s), {result.wall_s:.1f} s" if good else f"{result.outcome}: {result.reason}"
         findings.append(Finding("ok" if good else "fail", "trial", detail))
-        if build:
-            print(f"- building DeepSpeed's {' and '.join(OPS)} (a minute or two the first time)", file=sys.stderr)
-            findings += [_built(executor, op) for op in OPS]
+        for op in OPS:
+            if why := here.missing_ops.get(op):
+                findings.append(Finding("warn", op, f"cannot be built, so what needs it is not tried: {why}"))
+            elif build:
+                print(f"- building DeepSpeed's {op} (a minute or two the first time)", file=sys.stderr)
+                findings.append(_built(executor, op))
+            else:
+                findings.append(
+                    Finding("ok", op, "can be built, as far as its compiler and headers tell (--build tries)")
+                )
         return findings
     finally:
         executor.close()
+
+
+def _devices(here: Environment) -> list[Finding]:
+    """Findings about the device: what it is, how much of it is free, what speaks against it."""
+    capability = f", capability {here.capability}" if here.capability else ""
+    name = f"{here.n_devices} x {here.accelerator}: {here.device_name}{capability}" + (
+        f", {here.uuid}" if here.uuid else ""
+    )
+    found = [Finding("ok", "device", name), *(Finding("warn", "device", remark) for remark in here.remarks)]
+    if (free := here.free_memory_bytes) is not None:
+        total = here.device_memory_bytes
+        full = free < LEAST_FREE_SHARE * total
+        held = "; something else holds the rest: see `nvidia-smi`" if full else ""
+        detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free on the fullest device{held}"
+        found.append(Finding("warn" if full else "ok", "device memory", detail))
+    return found
 
 
 def _built(executor: LocalExecutor, op: str) -> Finding:

@@ -17,7 +17,8 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.report.progress import ProgressView
 from autotune.study.setup import profile_cache
-from autotune.system.machine import check_ranks, n_gpus
+from autotune.system import device
+from autotune.system.machine import check_ranks
 from autotune.system.units import format_bytes, format_seconds
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.links import Link, LoaderRate, Probe
@@ -45,7 +46,7 @@ def probe(
     Raises:
         UserError: The machine could not be measured, and why.
     """
-    world_size = ranks if ranks is not None else (n_gpus() or DEFAULT_RANKS)
+    world_size = ranks if ranks is not None else (len(device.here().each) or DEFAULT_RANKS)
     if world_size < 1:
         raise UserError(f"probe: --ranks takes a number of ranks from 1 on; it was {world_size}")
     check_ranks(world_size, "probe: --ranks")

@@ -136,4 +136,4 @@ def _gpus_of(study: str, storage: str | None) -> int:
     if opened is None:
         return 0
     kept = opened.record
-    return kept.world_size if kept.workload.environment.accelerator == "cuda" else 0
+    return kept.world_size if kept.workload.environment.accelerator != "cpu" else 0

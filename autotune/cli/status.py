@@ -20,6 +20,7 @@ from autotune.session import STUDIES, open_study
 from autotune.study.events import EventSink, JournalReader
 from autotune.study.lock import run_under_way
 from autotune.study.storage import leases, records
+from autotune.system import device
 from autotune.system.files import shown
 from autotune.system.signals import status_of, terminable
 from autotune.system.units import format_duration
@@ -141,6 +142,8 @@ def status(
     if changed:
         print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
         print(f"is the answer still right? autotune retune {name}")
+    if problem := device.here().problem:
+        print(f"note: {problem}")
     return 0
 
 

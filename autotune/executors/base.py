@@ -155,8 +155,8 @@ class Executor(Protocol):
     def find(self, folder: TrialDir) -> Job | None:
         """Returns the job of a trial that an earlier run submitted, if the engine still knows it."""
 
-    def build_ops(self, names: Sequence[str]) -> str | None:
-        """Compiles DeepSpeed ops before the trials that need them; returns the error, if any."""
+    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
+        """Compiles DeepSpeed ops before the trials that need them; returns the error, if any, `on_tick` meanwhile."""
 
     def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
         """Waits until no other study measures on the same machine, and keeps others waiting meanwhile."""

@@ -260,13 +260,13 @@ class ClusterExecutor:
             self._said = why
             self._on_queue(why)
 
-    def build_ops(self, names: Sequence[str]) -> str | None:
+    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles DeepSpeed ops on every machine; each machine locks its cache meanwhile."""
         request = TrialRequest(
             target="", mode="build", ops=tuple(names), world_size=self.nodes, nodes=self.nodes,
             deadline_s=base.BUILD_DEADLINE_S,
         )  # fmt: skip
-        result = base.run(self, self.root / "build", request)
+        result = base.run(self, self.root / "build", request, on_tick)
         return None if result.outcome is Outcome.COMPLETE else result.reason
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:

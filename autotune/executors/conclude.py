@@ -10,7 +10,7 @@ from autotune.scoring import step_times
 from autotune.space.candidate import AUTOCAST
 from autotune.trial.failures import means_lost_peer, means_other_dtype
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import OOM_EXIT_CODE, PHASES, Exit, Outcome, RankReport, TrialResult
+from autotune.trial.result import OOM_EXIT_CODE, PHASES, DeviceLoad, Exit, Outcome, RankReport, TrialResult
 
 
 def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
@@ -88,6 +88,8 @@ def merge(
         return result
     steps = step_times.summarise(lead.step_times_s)
     cpu_s = sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in every)
+    loads = [report.device_load for report in every if report.device_load is not None]
+    reserved = [report.reserved_memory_bytes for report in every if report.reserved_memory_bytes is not None]
     retries = [report.alloc_retries for report in every if report.alloc_retries is not None]
     return replace(
         result,
@@ -100,6 +102,8 @@ def merge(
         phase_times_s=_highest(report.phase_times_s for report in every),
         micro_step_s=_highest(report.micro_step_s for report in every),
         alloc_retries=sum(retries) if retries else None,
+        device_load=DeviceLoad.of_all(loads),
+        reserved_memory_bytes=max(reserved, default=None),
     )
 
 

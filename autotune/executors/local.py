@@ -11,16 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from autotune.errors import UserError
 from autotune.executors.base import BUILD_DEADLINE_S, Status
-from autotune.system import files, shared_memory
-from autotune.system.machine import extensions_dir, has_cuda_device, lock_path
+from autotune.system import device, files, shared_memory
+from autotune.system.machine import lock_path
 from autotune.system.processes import MARK, new_mark, sweep
+from autotune.system.toolkit import build_environment, extensions_dir
 from autotune.trial.folder import TrialDir
 
 START_TIMEOUT_S = 300.0
@@ -111,20 +112,32 @@ class LocalExecutor:
         """Waits for a turn: two trials at a time on one machine would slow each other down."""
         return machine_turn(on_wait)
 
-    def build_ops(self, names: Sequence[str]) -> str | None:
+    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles DeepSpeed ops before the trials that need them; returns the compiler's last line if that failed."""
         command = [sys.executable, "-m", "autotune.worker", "build", *names]
-        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        building = subprocess.Popen(command, env=self._environment(), start_new_session=True, **pipes)
-        try:
-            _, said = building.communicate(timeout=BUILD_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            said = f"the compiler had not ended after {BUILD_DEADLINE_S / 60:.0f} minutes"
-        finally:
-            if building.poll() is None:
-                os.killpg(building.pid, signal.SIGKILL)  # with the compilers that it started
-                building.wait()
-        return (said.strip().splitlines() or ["unknown failure"])[-1] if building.returncode else None
+        until = time.monotonic() + BUILD_DEADLINE_S
+        with tempfile.TemporaryFile("w+") as log:
+            build = subprocess.Popen(
+                command,
+                env=self._environment(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                while build.poll() is None and time.monotonic() < until:
+                    on_tick()
+                    time.sleep(0.2)
+            finally:
+                late = build.poll() is None
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(build.pid, signal.SIGKILL)  # compilers that it left, too
+                build.wait()
+            if late:
+                return f"the compiler did not end within {BUILD_DEADLINE_S:.0f} s"
+            log.seek(0)
+            return (log.read().strip().splitlines() or ["unknown failure"])[-1] if build.returncode else None
 
     def close(self) -> None:
         """Ends the server and all processes that it or a trial started."""
@@ -176,24 +189,29 @@ class LocalExecutor:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ) | self._own
-        environment.setdefault("DS_ACCELERATOR", "" if has_cuda_device() else "cpu")
-        if not environment["DS_ACCELERATOR"]:
-            del environment["DS_ACCELERATOR"]
-        return environment | {
-            MARK: self.mark,
-            "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-            # Another version of ninja than the one that built an op would build it again.
-            "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
-            # numpy starts threads at import, and a process with threads must not fork.
-            "OPENBLAS_NUM_THREADS": "1",
-            # Lets torch count devices without initialising CUDA, which would not survive the fork.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            # All ranks are on this machine; NCCL uses the interface only to find its peers.
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": environment.get("NCCL_SOCKET_IFNAME", "lo"),
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
-        }
+        if not environment.get("DS_ACCELERATOR"):  # an empty one makes DeepSpeed fail
+            environment.pop("DS_ACCELERATOR", None)
+            if device.here(environment).accelerator == "cpu":  # saves DeepSpeed the search for one
+                environment["DS_ACCELERATOR"] = "cpu"
+        return (
+            environment
+            | build_environment(environment)
+            | {
+                MARK: self.mark,
+                "TORCH_EXTENSIONS_DIR": str(extensions_dir(environment)),
+                # Another version of ninja than the one that built an op would build it again.
+                "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)]),
+                # numpy starts threads at import, and a process with threads must not fork.
+                "OPENBLAS_NUM_THREADS": "1",
+                # Lets torch count devices without initialising CUDA, which would not survive the fork.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                # All ranks are on this machine; NCCL uses the interface only to find its peers.
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": environment.get("NCCL_SOCKET_IFNAME", "lo"),
+                "PYTHONUNBUFFERED": "1",
+                "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
+            }
+        )
 
 
 class LocalJob:

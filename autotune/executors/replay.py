@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -166,7 +166,7 @@ class ReplayExecutor:
         write_record(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
         return EndedJob(Status.EXITED)
 
-    def build_ops(self, names: Sequence[str]) -> str | None:
+    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles nothing."""
         return None
 

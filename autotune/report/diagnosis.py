@@ -55,7 +55,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         beside_s=beside_s,
         peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
         memory_limit_bytes=_limit(report, path),
-        alloc_retries=result.alloc_retries if result else None,
+        **(_of_device(result) if result else {}),
         tokens_per_step=result.tokens_per_step if result else None,
         traced=traces(paths[0], report.world_size),
         **of_workload(
@@ -75,6 +75,18 @@ def _seen(row: Data, point: Data) -> StepObservation:
         outcome=str(row["outcome"]),
         phases_s=row.get("phase_times_s") or {},
     )
+
+
+def _of_device(result: TrialResult) -> dict[str, Any]:
+    """The fields of `Evidence` on the device of a trial."""
+    return {
+        "alloc_retries": result.alloc_retries,
+        "allocated_bytes": max(result.memory_by_phase_bytes.values(), default=None),
+        "reserved_bytes": result.reserved_memory_bytes,
+        "device_load": result.device_load,
+        "samples_per_step": result.samples_per_step,
+        "tf32": result.observed.tf32 if result.observed else None,
+    }
 
 
 def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
         step_s=result.steps.median_s if result.steps else None,
         peak_memory_bytes=result.peak_memory_bytes,
         memory_limit_bytes=_stated_limit(path),
-        alloc_retries=result.alloc_retries,
+        **_of_device(result),
         tokens_per_step=result.tokens_per_step,
         traced=traces(path, result.world_size),
         **of_workload(workload, result.candidate, result.world_size),

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -19,8 +17,9 @@ from autotune.space.parameter import Parameter
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.storage.records import StudyRecord
-from autotune.system.machine import accelerator, processor_name
-from autotune.trial.workload import Workload, driver_version
+from autotune.system import device
+from autotune.system.machine import processor_name
+from autotune.trial.workload import Workload
 
 # Share of samples in another class of lengths from which the lengths count as changed.
 LENGTHS_MOVED = 0.1
@@ -75,7 +74,7 @@ PARTS: dict[str, Part] = {
     "memory limit": Part(label="memory limit", touches=MEMORY, opens=True, differs=_size_differs),
     "bf16": Part(label="bfloat16 support", touches=MEMORY, opens=True),
     "fp16": Part(label="fp16 support", touches=MEMORY, opens=True),
-    "driver": Part(label="NVIDIA driver"),
+    "driver": Part(label="device driver"),
     "cuda": Part(label="CUDA"),
     "nccl": Part(label="NCCL", touches=(*SHARDING, *BATCH)),
     "torch": Part(label="torch", differs=_version_differs),
@@ -213,9 +212,11 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
             values[name] = "not installed"
     if threads := os.environ.get("OMP_NUM_THREADS"):
         values["threads"] = threads
-    values["accelerator"] = accelerator()
-    if values["accelerator"] == "cuda":
-        values |= _nvidia()
+    found = device.here()
+    values["accelerator"] = found.accelerator
+    if found.each:
+        values |= {"device": found.each[0].name, "devices": len(found.each)}
+        values |= {"driver": found.driver} if found.driver else {}
     elif old.get("accelerator") == "cpu":
         values["device"] = processor_name()
     if target.is_file():
@@ -279,23 +280,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _stated(objective: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an objective that change its meaning; other versions may write more."""
     return {name: objective[name] for name in ("metric", "weight", "min", "max") if objective.get(name) is not None}
-
-
-def _nvidia() -> dict[str, Any]:
-    found: dict[str, Any] = {"driver": version} if (version := driver_version()) else {}
-    if shutil.which("nvidia-smi") is None:
-        return found
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return found
-    rows = [line.split(", ") for line in done.stdout.strip().splitlines()]
-    if rows:
-        found |= {"device": rows[0][0], "driver": rows[0][-1]}
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else torch sees others than the driver does
-            found["devices"] = len(rows)
-    return found
 
 
 def _said(value: Any) -> str:

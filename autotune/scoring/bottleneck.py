@@ -26,6 +26,8 @@ BOUND_FROM = {
 }  # fmt: skip
 # Share of its memory from which on a device has no room for a larger micro-batch.
 FULL = 0.85
+# The allocator holds much more than tensors need from this ratio and this difference on.
+FRAGMENTED, LEAST_WASTED_BYTES = 1.25, 1 << 30
 NO_ROOM = ("oom", "predicted_oom")
 # Bottlenecks that more memory would relieve, by less recomputation or a larger micro-batch.
 AT_A_PRICE = ("recomputation", "launch overhead")
@@ -84,7 +86,7 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
     if _no_room(worst, evidence, others, memory):
         bound = "memory capacity"
         notes.insert(0, f"{worst} takes the time, and what would avoid it does not fit the memory")
-    notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks)]
+    notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks), *_device(evidence)]
     # Ranks meet before each collective of the measured step only; other steps do not pay for that.
     spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
     beside = evidence.beside_s or evidence.step_s
@@ -282,6 +284,7 @@ def _memory(evidence: Evidence, others: Sequence[StepObservation]) -> tuple[Part
     notes, name = [], "memory capacity"
     if evidence.alloc_retries:
         notes.append(f"the allocator freed its cache {evidence.alloc_retries} times to go on: memory is short")
+    notes += _reserved(evidence)
     larger = [seen.trial for seen in _relief("launch overhead", evidence.seen, others) if seen.outcome in NO_ROOM]
     if larger:
         notes.append(f"larger micro-batches do not fit the memory: trial {', '.join(map(str, larger[:5]))}")
@@ -290,6 +293,37 @@ def _memory(evidence: Evidence, others: Sequence[StepObservation]) -> tuple[Part
         return Part(name=name, seconds=None, share=None, known="not measured: no limit is known"), notes
     known = "measured: the peak, of what a rank may use"
     return Part(name=name, seconds=None, share=peak / limit, known=known), notes
+
+
+def _reserved(evidence: Evidence) -> list[str]:
+    """What the CUDA allocator took beside what tensors needed, and what is left of the device."""
+    held, used, limit = evidence.reserved_bytes, evidence.allocated_bytes, evidence.memory_limit_bytes
+    if not held or not used:
+        return []
+    left = f"; {(limit - held) / 2**30:,.1f} GiB of the device are left" if limit else ""
+    notes = [f"the allocator holds {held / 2**30:,.1f} GiB, of which tensors used {used / 2**30:,.1f}{left}"]
+    if held > FRAGMENTED * used and held - used > LEAST_WASTED_BYTES:
+        notes.append(
+            "much of that is in pieces that nothing fits: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets the"
+            " allocator join them"
+        )
+    return notes
+
+
+def _device(evidence: Evidence) -> list[str]:
+    """Notes on clocks, throttling, energy and others on the devices."""
+    load, notes = evidence.device_load, []
+    if load is None:
+        return []
+    if load.throttled_by:
+        clock = f" (at {load.sm_clock_mhz:,} of {load.max_sm_clock_mhz:,} MHz)" if load.max_sm_clock_mhz else ""
+        notes.append(f"the device was slowed down by {' and '.join(load.throttled_by)}{clock}")
+    if load.n_others:
+        notes.append(f"{load.n_others} other process(es) were on the device before the trial")
+    if load.power_w and evidence.step_s and evidence.samples_per_step:
+        joules = load.power_w * evidence.step_s / evidence.samples_per_step
+        notes.append(f"the devices draw {load.power_w:,.0f} W, {joules:,.3g} J a sample")
+    return notes
 
 
 def _between_ranks(ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
@@ -323,7 +357,12 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     notes = []
     card = find_card(evidence.device_name)
     precision = str(evidence.seen.candidate.get("precision", "fp32"))
-    peak = card.peak_flops(precision) if card else None
+    peak = card.peak_flops(precision, tf32=bool(evidence.tf32)) if card else None
+    if card and evidence.tf32 is False and precision == "fp32" and "tf32" in card.flops:
+        notes.append(
+            f"fp32 products do without TensorFloat-32, which reaches {card.flops['tf32'] / card.flops['fp32']:.1f} times"
+            " the rate: torch.set_float32_matmul_precision('high'), where 10 bits of mantissa are enough"
+        )
     flops, counted = evidence.flops_per_step, "the operations of its products"
     if flops is None and evidence.tokens_per_step and evidence.n_parameters:
         flops, counted = 6.0 * evidence.n_parameters * evidence.tokens_per_step, "6 x parameters x tokens"

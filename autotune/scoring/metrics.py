@@ -83,6 +83,14 @@ def _rate(
     return of
 
 
+def _joules_per_sample(result: TrialResult, reference: Reference | None) -> Estimate | None:
+    """Energy of all devices, as their drivers count it: mean power times the time of a sample."""
+    rate, load = METRICS["samples_per_s"].of(result, reference), result.device_load
+    if rate is None or load is None or not load.power_w:
+        return None
+    return Estimate(value=load.power_w / rate.value, low=load.power_w / rate.high, high=load.power_w / rate.low)
+
+
 def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResult, Reference | None], Estimate | None]:
     def of(result: TrialResult, _: Reference | None) -> Estimate | None:
         value = amount(result)
@@ -111,6 +119,10 @@ METRICS: dict[str, Metric] = {
     GOODPUT: Metric(
         unit="samples/s", direction="maximize", label="goodput", of=goodput,
         why_missing="the noise scale is not resolved",
+    ),
+    "joules_per_sample": Metric(
+        unit="J", direction="minimize", label="energy per sample", of=_joules_per_sample,
+        why_missing="the device's power is not measured: it takes an NVIDIA GPU and `pip install nvidia-ml-py`",
     ),
     "cpu_s_per_step": Metric(
         unit="s", direction="minimize", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.trial.result import Traced
+from autotune.trial.result import DeviceLoad, Traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,11 @@ class Evidence:
         peak_memory_bytes: Its peak.
         memory_limit_bytes: What a rank may use; None if nothing says so.
         alloc_retries: How often the CUDA allocator had to free its cache.
+        allocated_bytes: The most that tensors took of a CUDA device.
+        reserved_bytes: The most that the CUDA allocator took for them.
+        device_load: The devices, where NVIDIA's management library was there.
+        samples_per_step: Samples of a step over all ranks.
+        tf32: Whether fp32 products used TensorFloat-32; None if unknown.
         n_parameters: Parameters of the model.
         n_blocks: Repeated blocks, of which every k-th may be recomputed.
         tokens_per_step: Tokens of a step over all ranks; None where samples are no token sequences.
@@ -63,6 +68,11 @@ class Evidence:
     peak_memory_bytes: float | None = None
     memory_limit_bytes: float | None = None
     alloc_retries: int | None = None
+    allocated_bytes: float | None = None
+    reserved_bytes: float | None = None
+    device_load: DeviceLoad | None = None
+    samples_per_step: int | None = None
+    tf32: bool | None = None
     n_parameters: int = 0
     n_blocks: int = 0
     tokens_per_step: int | None = None

@@ -215,6 +215,28 @@ def at_path(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+# DeepSpeed's compiled ops of its own optimizers, on the device and on the host.
+_OPTIMIZER_OPS = {
+    "adam": ("fused_adam", "cpu_adam"), "adamw": ("fused_adam", "cpu_adam"), "lamb": ("fused_lamb", "fused_lamb"),
+    "lion": ("fused_lion", "cpu_lion"), "adagrad": ("", "cpu_adagrad"),
+}  # fmt: skip
+
+
+def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
+    """DeepSpeed's compiled ops that a configuration calls for, by builder name.
+
+    Args:
+        value_at: Returns the configuration's value at a dotted path, None where there is none.
+    """
+    zero, kind = "zero_optimization.", str(value_at("optimizer.type") or "").lower()
+    moved = [value_at(f"{zero}offload_{what}.device") for what in ("optimizer", "param")]
+    own = not (kind in ("adam", "adamw") and value_at("optimizer.params.torch_adam"))
+    found = [_OPTIMIZER_OPS.get(kind, ("", ""))[moved[0] in ("cpu", "nvme")]] if own else []
+    found += ["async_io"] if "nvme" in moved else []
+    found += ["quantizer"] if any(value_at(f"{zero}zero_quantized_{x}") for x in ("weights", "gradients")) else []
+    return list(filter(None, found))
+
+
 def precision_of(config: Mapping[str, Any]) -> str:
     """The precision that a DeepSpeed configuration means, one of `PRECISIONS`."""
     for precision in ("bf16", "fp16"):

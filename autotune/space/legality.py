@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, version
+from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, ops_needed, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Setting:
             `inherited_settings`.
         own_optimizer: The target makes the optimizer, not the configuration.
         unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
+        missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
     """
 
     accelerator: str = "cpu"
@@ -46,11 +48,13 @@ class Setting:
     base: tuple[tuple[str, Scalar], ...] = ()
     own_optimizer: bool = False
     unsafe_precisions: tuple[str, ...] = ()
+    missing_ops: tuple[tuple[str, str], ...] = ()
 
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage",
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
@@ -89,6 +93,39 @@ HPZ, GRANULARITY = f"{ZERO}zero_hpz_partition_size", f"{ZERO}stage3_module_granu
 NVME_PATHS = {name: f"{ZERO}{name}.nvme_path" for name in ("offload_optimizer", "offload_param")}
 STAGE_3_SETTINGS = tuple(f"{ZERO}{prefix}" for prefix in STAGE_3_PREFIXES)
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
+
+
+OPTIMIZER = ("optimizer.type", "optimizer.params.torch_adam")
+_TORCH_ADAM = "; or let torch's Adam do it: optimizer.params.torch_adam: true"
+# DeepSpeed's compiled ops that candidates may need, and what else would do.
+OPS = {"fused_adam": _TORCH_ADAM, "cpu_adam": _TORCH_ADAM} | dict.fromkeys(
+    ("fused_lamb", "fused_lion", "cpu_lion", "cpu_adagrad", "async_io", "quantizer"), ""
+)
+
+
+def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    if op not in dict(setting.missing_ops):
+        return False
+    held = {**dict(setting.base), **config}
+    offloads = {"offload_optimizer": candidate.offload_optimizer, "offload_param": candidate.offload_param}
+    held |= {f"{ZERO}{name}.device": where for name, where in offloads.items()}
+    return op in ops_needed(held.get)
+
+
+MESSAGES = tuple(f"{ZERO}{name}" for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"))
+
+
+def _alone(setting: Setting) -> bool:
+    return setting.world_size == 1 and setting.accelerator != "cpu"
+
+
+def _offloads(candidate: Candidate) -> bool:
+    return {candidate.offload_optimizer, candidate.offload_param} != {"none"}
+
+
+def _base_stage(setting: Setting) -> Scalar:
+    """The stage of the user's own configuration, which may stand there for more ranks than one."""
+    return dict(setting.base).get(f"{ZERO}stage", 0)
 
 
 def _older(setting: Setting, *release: int) -> bool:
@@ -162,6 +199,13 @@ RULES: tuple[Rule, ...] = (
          "communication_data_type: one rank communicates nothing", ("communication_data_type",)),
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
+    # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
+    Rule(lambda c, k, s: _alone(s) and c.zero_stage > 1 and not _offloads(c) and c.zero_stage != _base_stage(s),
+         "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
+         ("zero_stage", "offload_optimizer", "offload_param")),
+    Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),
+         "one rank sends no messages, so neither their overlap nor their size matters",
+         ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),
     Rule(lambda c, k, s: any(k.get(path) for path in QUANTISED) and s.accelerator != "cuda",
          "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
@@ -176,6 +220,9 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    *(OP_RULES := tuple(Rule(partial(_lacks_op, op), f"needs DeepSpeed's {op}, which cannot be built: {{missing_{op}}}{otherwise}",
+           ("offload_optimizer", "offload_param", "zero_stage", *QUANTISED, *OPTIMIZER))
+      for op, otherwise in OPS.items())),
 )  # fmt: skip
 
 
@@ -184,16 +231,17 @@ def _hpz(config: Mapping[str, Scalar]) -> int:
     return value if isinstance(value, int) else 1
 
 
-def why_illegal(candidate: Candidate, setting: Setting) -> str | None:
-    """Why a candidate cannot run (or can have no effect) in a setting; None if it can."""
-    rule = first_broken(candidate, setting, RULES)
+def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = RULES) -> str | None:
+    """Why a candidate cannot run (or can have no effect) in a setting by some of the rules; None if it can."""
+    rule = first_broken(candidate, setting, rules)
     return in_words(rule, candidate, setting) if rule is not None else None
 
 
 def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
     bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
-    facts = {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
+    missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
     )

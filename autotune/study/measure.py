@@ -10,7 +10,8 @@ from typing import Any
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig, Scalar, at_path
+from autotune.space.deepspeed import DsConfig, Scalar, at_path, ops_needed
+from autotune.space.legality import OP_RULES, why_illegal
 from autotune.study import placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
@@ -18,7 +19,7 @@ from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialRequest, TrialToBeat
-from autotune.trial.result import BUSY_CORES, Outcome, TrialResult
+from autotune.trial.result import Outcome, TrialResult
 
 # Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
 MAX_BUSY_TRIES = 3
@@ -119,16 +120,15 @@ class TrialMeasurer:
 
     def _build_ops(self, ds_config: DsConfig) -> None:
         """Compiles the ops that a configuration needs before its trial, which would be timed or killed meanwhile."""
-        needed = [op for op in ops_needed(ds_config) if op not in self._built]
-        if not needed:
-            return
-        self._built.update(needed)
-        names = ", ".join(needed)
-        self._events.doing(compiling(names))
-        if failure := self.executor.build_ops(needed):
-            self._events.say(
-                f"DeepSpeed's {names} cannot be built here, so configurations that need it will fail: {failure}"
-            )
+        known = {*self._built, *dict(self._state.plan.setting.missing_ops)}
+        for op in ops_needed(lambda path: at_path(ds_config, path)):
+            if op in known:
+                continue
+            self._built.add(op)
+            self._events.doing(compiling(op))
+            if failure := self.executor.build_ops([op], self._events.tick):
+                self._events.say(f"DeepSpeed's {op} cannot be built here, so nothing that needs it is tried: {failure}")
+                self._state.forbid_op(op, failure)
 
     def run(
         self,
@@ -149,6 +149,8 @@ class TrialMeasurer:
             tick()
             self._events.waiting()
 
+        if reason := why_illegal(candidate, self._state.plan.setting, OP_RULES):
+            return TrialResult(outcome=Outcome.CRASHED, reason=reason, candidate=candidate.values())
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         compared = role in ("baseline", "repeat")
         n_left = self._n_tries if compared else 1
@@ -167,12 +169,12 @@ class TrialMeasurer:
                     continue
                 self._measure_baseline_there(result, executor, ticked)
             n_left -= 1
-            busy = result.other_cores > BUSY_CORES
+            busy = result.disturbed
             if not n_left and busy and compared:
                 self._n_tries = 1  # waiting does not help on this machine
             if not n_left or not busy or self._budget.hurries():
                 return result
-            again(f"other processes used {result.other_cores:.1f} cores meanwhile")
+            again(f"{busy} meanwhile")
 
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
@@ -181,14 +183,3 @@ class TrialMeasurer:
             self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
             path = placement.baseline_path(folder, result.place)
             base.run(executor, path, self.request(baseline, "repeat"), ticked)
-
-
-def ops_needed(ds_config: DsConfig) -> list[str]:
-    """DeepSpeed's compiled ops that a configuration calls for, by builder name."""
-    optimizer = ds_config.get("optimizer") or {}
-    zero = ds_config.get("zero_optimization") or {}
-    own = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
-    if not own or (optimizer.get("params") or {}).get("torch_adam"):
-        return []
-    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    return ["cpu_adam" if offloaded else "fused_adam"]

@@ -18,6 +18,7 @@ from autotune.executors.local import LocalExecutor, machine_turn
 from autotune.space.candidate import Candidate
 from autotune.study.setup import engine
 from autotune.study.setup.plan import Plan
+from autotune.system import device
 from autotune.trial.result import BESIDE, TrialResult
 
 TICK_S = 0.2  # interval at which a wait checks for Ctrl-C
@@ -201,17 +202,16 @@ def executors_for(
             yield list(slots)
 
 
-def device_shares(found: Plan, n: int) -> list[list[int]]:
-    """Returns disjoint sets of this machine's devices, or of its cores if ranks run on these.
+def device_shares(found: Plan, n: int) -> list[list[str]]:
+    """Returns disjoint sets of the visible devices, as the user names them, or of the cores if ranks run on these.
 
     Raises:
         UserError: There are not enough.
     """
     environment = found.workload.environment
     on_cpu = environment.accelerator == "cpu"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    named = [int(part) for part in visible.split(",") if part.strip().isdigit()]
-    units = sorted(os.sched_getaffinity(0)) if on_cpu else named or list(range(environment.n_devices))
+    _, named = device.chosen(environment.accelerator, environment.n_devices, {**os.environ, **_own_variables(found)})
+    units = list(map(str, sorted(os.sched_getaffinity(0)))) if on_cpu else named
     each = len(units) // n if on_cpu else found.world_size
     if not each or each * n > len(units):
         what = "cores" if on_cpu else "devices"
@@ -222,20 +222,26 @@ def device_shares(found: Plan, n: int) -> list[list[int]]:
     return [units[k * each : (k + 1) * each] for k in range(n)]
 
 
+def _own_variables(found: Plan) -> dict[str, str]:
+    """The variables that the user's launch command sets."""
+    return dict(found.spec.how().fixed_environment) if found.target.kind == "script" else {}
+
+
 class SlicedExecutor(LocalExecutor):
     """A warm server on some of this machine's devices or cores.
 
     Args:
         found: The study.
-        share: Numbers of the devices or cores.
+        share: Numbers of cores, or the names of devices in the variable that chooses among them.
         log: File for the server's output.
     """
 
-    def __init__(self, found: Plan, share: Sequence[int], log: Path) -> None:
-        environment = dict(found.spec.how().fixed_environment) if found.target.kind == "script" else {}
-        self._cores = list(share) if found.workload.environment.accelerator == "cpu" else []
+    def __init__(self, found: Plan, share: Sequence[str], log: Path) -> None:
+        environment, here = _own_variables(found), found.workload.environment
+        self._cores = list(map(int, share)) if here.accelerator == "cpu" else []
         if not self._cores:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, share))
+            variable, _ = device.chosen(here.accelerator, here.n_devices, {**os.environ, **environment})
+            environment[variable] = ",".join(share)
         super().__init__(found.target.imports, log, environment)
 
     def start(self) -> None:

@@ -57,11 +57,14 @@ class Proposer:
         self._physics: PhysicsSampler | None = None
         self._sampler: LegalSampler | None = None
         self._nothing_since: int | None = None
+        self._setting = state.plan.setting
 
     def start(self) -> LegalSampler:
         """Makes the sampler of the study."""
         state = self._state
         plan, spec = state.plan, state.spec
+        if plan.setting != self._setting:
+            self._physics, self._setting = None, plan.setting  # it holds the candidates that were legal before
         seed = spec.seed + len(state.trials())
         if not self._leads:  # coordinators that join together must not draw alike
             seed += zlib.crc32(str(state.leases.owner).encode())
@@ -125,6 +128,8 @@ class Proposer:
         if n_running and self._nothing_since == n_ended:
             return None
         self._drop_unsafe_precisions()
+        if state.plan.setting != self._setting:
+            self.start()
         assert self._sampler is not None
         again = self._lost() or self._first() or autocast.next_under_autocast(state)
         if again is not None:
@@ -214,7 +219,7 @@ class Proposer:
         return next((c for c in first if c.key not in known and why_illegal(c, setting) is None), None)
 
     def _drop_unsafe_precisions(self) -> None:
-        """Replaces the sampler once trials have shown that the model cannot train in a precision."""
+        """Forbids a precision once trials have shown that the model cannot train in it."""
         unsafe = autocast.unsafe_precisions(self._state)
         if unsafe == self._state.plan.setting.unsafe_precisions:
             return
@@ -223,5 +228,3 @@ class Proposer:
             f" {autocast.MAX_MISMATCHES} trials ended at that"
         )
         self._state.forbid_precisions(unsafe)
-        self._physics = None  # it holds the candidates that were legal before
-        self.start()

@@ -132,6 +132,12 @@ class StudyState:
         """Proposes none of these precisions from now on."""
         self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=names))
 
+    def forbid_op(self, name: str, why: str) -> None:
+        """Proposes nothing from now on that needs an op of DeepSpeed which could not be built."""
+        setting = self.plan.setting
+        missing = tuple({**dict(setting.missing_ops), name: why}.items())
+        self.plan = replace(self.plan, setting=replace(setting, missing_ops=missing))
+
     # Reading.
 
     def record(self) -> StudyRecord:

@@ -1,14 +1,10 @@
-"""This machine: processor, accelerator, number of devices, cache folders, lock file, limit on ranks."""
+"""This machine: processor, cache folder, lock file, limit on ranks."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-import shutil
 import stat
-import sys
-from importlib import metadata
 from pathlib import Path
 
 from autotune.errors import UserError
@@ -21,18 +17,6 @@ def cache_dir() -> Path:
     """Returns the folder of data that can be computed again: `AUTOTUNE_CACHE`, or `autotune` in the user's cache."""
     stated = os.environ.get("AUTOTUNE_CACHE")
     return Path(stated) if stated else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
-
-
-def extensions_dir() -> Path:
-    """Returns the folder of DeepSpeed's compiled ops, one per Python environment, set of libraries and architecture."""
-    parts = [
-        sys.prefix,
-        sys.version,
-        os.uname().machine,
-        str(shutil.which("ninja", path=str(Path(sys.prefix) / "bin"))),
-    ]
-    parts += [metadata.version(name) for name in ("torch", "deepspeed")]
-    return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def lock_path() -> Path:
@@ -76,27 +60,6 @@ def processor_name() -> str:
     lines = _cpuinfo()
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return name or platform.processor() or platform.machine()
-
-
-def n_gpus() -> int:
-    """Returns the number of NVIDIA devices, from files and not through CUDA; 1 if there is only `nvidia-smi`."""
-    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
-    return len(devices) or int(shutil.which("nvidia-smi") is not None)
-
-
-def has_cuda_device() -> bool:
-    """Returns whether this machine seems to have an NVIDIA device."""
-    return n_gpus() > 0
-
-
-def accelerator() -> str:
-    """Returns DeepSpeed's name of the device that trials use: `DS_ACCELERATOR`, else `cuda` or `cpu`."""
-    return os.environ.get("DS_ACCELERATOR") or ("cuda" if has_cuda_device() else "cpu")
-
-
-def n_devices() -> int:
-    """Returns how many ranks this machine can run at once: its NVIDIA devices, without any its cores, at least 2."""
-    return n_gpus() or max(2, len(os.sched_getaffinity(0)))
 
 
 def check_ranks(ranks: int, where: str) -> None:

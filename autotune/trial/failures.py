@@ -6,19 +6,22 @@ import re
 
 # Memory that ran out, by every name that torch, CUDA, NCCL, the C++ library and Linux give it.
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|(can't|cannot|could not|unable to|failed to) allocate .*(memory|byte|\d ?[KMG]i?B)"
-    r"|std::bad_alloc|bad allocation"
-    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(STATUS_)?(ALLOC_FAILED|MEMORY_ERROR)"
-    r"|cudaErrorMemoryAllocation"
-    r"|cuda(Malloc|HostAlloc|MallocHost|HostRegister)\w* failed|Failed to CUDA (c|m|host )?alloc|NCCL.*malloc failed"
+    r"out[ _]of[ _]((device|host|gpu|cuda)[ _])?memory\b|(not enough|insufficient) (free |device |gpu |host )?memory"
+    r"|(can't|cannot|could not|unable to|failed to) allocate .*(memory|byte|\d ?[KMG]i?B)"
+    r"|std::bad_alloc|bad allocation|memory allocation fail|PT_DEVMEM.*allocation failed"
+    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN|HIPFFT)_?(STATUS_?)?\w*"
+    r"(ALLOC(ATION)?_?FAILED|MEMORY_ERROR)"
+    r"|(cuda|hip)ErrorMemoryAllocation|ERROR_RT_MEMORY_ALLOCATION|\b(PI|UR)(_RESULT)?_ERROR_OUT_OF_RESOURCES"
+    r"|(cuda|hip)(Malloc|HostAlloc|MallocHost|HostMalloc|HostRegister)\w* failed"
+    r"|Failed to (CUDA|HIP) (c|m|host )?alloc|NCCL.*malloc failed"
     r"|Unable to allocate .* for an array|defaultCPUAllocator|pin(ned|_)? ?memory.*(alloc|resource)"
-    r"|mmap.*Errno 12|\bENOMEM\b|HIPBLAS_STATUS_ALLOC|hipErrorOutOfMemory|RESOURCE_EXHAUSTED",
+    r"|mmap.*Errno 12|\bENOMEM\b|\bMemoryError\b|RESOURCE_EXHAUSTED",
     re.IGNORECASE,
 )
 # Libraries that keep workspaces beside torch's cache report a full device so; a broken driver or library does, too.
 _MAYBE_OUT_OF_MEMORY = re.compile(
-    r"(CUBLAS|CUDNN|CUSOLVER)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|unable to find an engine"
-    r"|Unable to find a valid cuDNN algorithm",
+    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|CUFFT)_(STATUS_)?(NOT_INITIALIZED|INTERNAL_ERROR)"
+    r"|unable to find an engine|Unable to find a valid cuDNN algorithm|miopenStatus(InternalError|UnknownError)",
     re.IGNORECASE,
 )
 # A device with a larger free share is not full.

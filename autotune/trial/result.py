@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
@@ -16,6 +17,8 @@ from autotune.space.deepspeed import Scalar
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
 BUSY_CORES = 0.3
+# The same for a device: share of the time that other processes computed on it.
+BUSY_SHARE = 0.1
 # Words of the caveat of trials that shared their host.
 BESIDE = "ran on this host at the same time"
 # Phases of a rank, in order.
@@ -97,6 +100,7 @@ class Observed:
         dtype: Type of the model's weights.
         autocast: Type that `torch.autocast` computes in, if it is on.
         checkpointed_blocks: Blocks whose activations were recomputed.
+        tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
     """
 
@@ -109,6 +113,7 @@ class Observed:
     dtype: str
     autocast: str | None = None
     checkpointed_blocks: int = 0
+    tf32: bool | None = None
     draw_size: int = 0
     parts: int = 0
     unwitnessed: tuple[str, ...] = ()
@@ -175,6 +180,51 @@ class GradientCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceLoad:
+    """A device during a trial, as NVIDIA's management library saw it; None where it does not tell.
+
+    Attributes:
+        uuid: The device; of several ranks all, joined by commas.
+        free_bytes: Free memory before the rank used it; of several ranks the least.
+        n_others: Other processes on it then; of several ranks the most.
+        used_by_others: Share of the time that it was busy then, with others on it; of several ranks the most.
+        sm_clock_mhz: Clock of its processors at the end of the timed steps; of several ranks the lowest.
+        max_sm_clock_mhz: Their highest clock.
+        throttled_by: What kept the clock down.
+        power_w: Mean power over the timed steps, summed over ranks.
+        temperature_c: Temperature at their end; of several ranks the highest.
+    """
+
+    uuid: str = ""
+    free_bytes: int | None = None
+    n_others: int | None = None
+    used_by_others: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    throttled_by: tuple[str, ...] = ()
+    power_w: float | None = None
+    temperature_c: int | None = None
+
+    @classmethod
+    def of_all(cls, each: Sequence[DeviceLoad]) -> DeviceLoad | None:
+        """The load of a trial's devices; None without any."""
+        if not each:
+            return None
+
+        def over(name: str, choose: Callable[[list[Any]], Any]) -> Any:
+            values = [getattr(load, name) for load in each]
+            return None if None in values else choose(values)
+
+        return cls(
+            uuid=",".join(load.uuid for load in each),
+            throttled_by=tuple(dict.fromkeys(why for load in each for why in load.throttled_by)),
+            **{name: over(name, min) for name in ("free_bytes", "sm_clock_mhz", "max_sm_clock_mhz")},
+            **{name: over(name, max) for name in ("n_others", "used_by_others", "temperature_c")},
+            power_w=over("power_w", sum),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepStats:
     """Robust summary of the steps timed after warm-up.
 
@@ -217,6 +267,7 @@ class Measurements:
             (`inner`); of a trial the slowest rank's.
         alloc_retries: CUDA only: how often the allocator freed its cache and retried; of a trial summed over ranks.
         other_cores: Cores that other processes kept busy while steps were timed.
+        device_load: The device, where NVIDIA's management library is there; of a trial all ranks' devices.
         observed: Settings that really ran.
         caveats: Remarks for the user about this trial.
         side_changes: Changes to a training script besides the DeepSpeed JSON.
@@ -237,6 +288,7 @@ class Measurements:
     micro_step_s: dict[str, float] = field(default_factory=dict)
     alloc_retries: int | None = None
     other_cores: float = 0.0
+    device_load: DeviceLoad | None = None
     observed: Observed | None = None
     caveats: list[str] = field(default_factory=list)
     side_changes: list[str] = field(default_factory=list)
@@ -244,6 +296,16 @@ class Measurements:
     flags: dict[str, list[str]] = field(default_factory=dict)
     noise: NoiseTerms | None = None
     gradient: GradientCheck | None = None
+
+    @property
+    def disturbed(self) -> str:
+        """What other processes took, in words; empty if little: of the device on CUDA, of the cores on a CPU."""
+        if self.device_load is not None and self.device_load.used_by_others is not None:
+            share = self.device_load.used_by_others
+            return f"other processes kept the device busy {share:.0%} of the time" if share > BUSY_SHARE else ""
+        on_cuda = self.alloc_retries is not None
+        busy = self.other_cores > BUSY_CORES and not on_cuda
+        return f"other processes used {self.other_cores:.1f} cores" if busy else ""
 
 
 @dataclass(kw_only=True)
@@ -290,6 +352,7 @@ class TrialResult(Measurements):
         tokens_per_step: Observed tokens per optimizer step.
         peak_memory_bytes: Peak over phases and ranks; on CUDA the reserved bytes.
         memory_by_phase_bytes: Peak by phase, highest over ranks.
+        reserved_memory_bytes: CUDA only: peak of the caching allocator, highest over ranks.
         wall_s: Wall time of the whole trial.
         waited_s: Time from submission to the start of its ranks: the engine's queue.
         lost_attempts: Why earlier attempts were lost: the engine took the machines away, or an agent died.
@@ -306,6 +369,7 @@ class TrialResult(Measurements):
     tokens_per_step: int | None = None
     peak_memory_bytes: int | None = None
     memory_by_phase_bytes: dict[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: int | None = None
     wall_s: float = 0.0
     waited_s: float = 0.0
     lost_attempts: list[str] = field(default_factory=list)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
@@ -21,7 +19,7 @@ class Environment:
     """Machine and libraries of a measurement.
 
     Attributes:
-        accelerator: DeepSpeed's name of the device: `cpu`, `cuda`.
+        accelerator: DeepSpeed's name of the device: `cpu`, `cuda` (ROCm too), and the untested `xpu`, `npu`, `hpu`.
         device_name: Model of the device.
         n_devices: Devices on this machine.
         device_memory_bytes: Memory of one device (of the whole machine on CPU).
@@ -30,6 +28,11 @@ class Environment:
         n_cores: Processor cores that this process may use.
         omp_num_threads: The user's own `OMP_NUM_THREADS`, if set.
         versions: Version of each library that a measurement depends on.
+        capability: CUDA compute capability, or AMD's architecture; empty on a CPU.
+        uuid: Identifier of the first device; a part of a card (MIG) has one of its own.
+        free_memory_bytes: Memory of the fullest visible device that nobody used; None on a CPU.
+        missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason and the remedy.
+        remarks: Sentences for the user: a device that is not used, an accelerator that was never tested.
     """
 
     accelerator: str
@@ -41,12 +44,17 @@ class Environment:
     n_cores: int
     versions: dict[str, str]
     omp_num_threads: str | None = None
+    capability: str = ""
+    uuid: str = ""
+    free_memory_bytes: int | None = None
+    missing_ops: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def share_bytes(self, ranks: int) -> float:
         """Returns the memory of a rank: its device's without CUDA's context, or its share of the host's on a CPU."""
         return (
             max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES)
-            if self.accelerator == "cuda"
+            if self.accelerator != "cpu"
             else self.device_memory_bytes / ranks
         )
 
@@ -56,16 +64,6 @@ def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None)
     if omp_num_threads and omp_num_threads.isdigit() and int(omp_num_threads) > 0:
         return int(omp_num_threads)
     return max(1, n_cores // world_size)
-
-
-def driver_version() -> str:
-    """Returns the version of NVIDIA's kernel driver; empty without one."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"Kernel Module\D*([0-9][0-9.]+)", text)
-    return found[1] if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)

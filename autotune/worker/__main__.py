@@ -1,4 +1,4 @@
-"""`python -m autotune.worker serve | rank DIR RANK FD | build OP...`: the roles of a machine that measures."""
+"""`python -m autotune.worker serve | rank DIR RANK FD | build OP... | device`: the roles of a machine that measures."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def main(arguments: list[str]) -> int:
             from autotune.worker.agent import ops as builder
 
             return builder.build(ops)
+        case ["device"]:
+            from autotune.worker import device
+
+            return device.main()
     print(f"usage: {__doc__}", file=sys.stderr)
     return 2
 

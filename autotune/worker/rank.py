@@ -24,6 +24,8 @@ from autotune.trial.failures import headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import temporary
+from autotune.worker.device import driver_version
+from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
@@ -123,7 +125,7 @@ def versions(*, cuda: bool) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
     if cuda:
         found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        found |= {"driver": driver} if (driver := workload.driver_version()) else {}
+        found |= {"driver": driver} if (driver := driver_version()) else {}
     return found
 
 
@@ -139,8 +141,9 @@ def prepare_device(request: TrialRequest) -> Memory:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    if get_accelerator().device_name() == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    watch = DeviceWatch() if get_accelerator().device_name() == "cuda" else None  # before this rank is on the device
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     if any(name.startswith("activation_checkpointing.") for name in request.changed_from):
         recomputations.watch()
     # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.
@@ -148,7 +151,7 @@ def prepare_device(request: TrialRequest) -> Memory:
     torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on a CPU each rank would leave 66 MiB in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return Memory(get_accelerator().device_name())
+    return Memory(get_accelerator().device_name(), watch)
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -171,8 +174,16 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
     store = dist.TCPStore(
         host, port, request.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, **own
     )
-    backend = "nccl" if cuda else "gloo"
+    backend = "nccl" if cuda else _backend()
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
+
+
+def _backend() -> str:
+    """The backend of an accelerator other than CUDA; DeepSpeed's for the CPU, ccl, is seldom there."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return "gloo" if accelerator.device_name() == "cpu" else str(accelerator.communication_backend_name())
 
 
 def set_seed(seed: int) -> None:

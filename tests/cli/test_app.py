@@ -327,7 +327,7 @@ def test_a_list_has_a_line_for_each_and_says_what_it_is(what, tmp_path):
 
 
 def test_the_doctor_finds_that_trials_can_run_here(tmp_path):
-    done = called("doctor", "--no-build", "--json", cwd=tmp_path)
+    done = called("doctor", "--json", cwd=tmp_path)
     found = {finding["what"]: finding["verdict"] for finding in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout
     assert found["trial"] == "ok" and found["warm server"] == "ok"

@@ -19,7 +19,7 @@ from support.zoo import CLEAN, ENDS, MIB, End, Zoo, assert_nothing_left, build_l
 from autotune.executors import base
 from autotune.executors.base import Status
 from autotune.executors.local import LocalExecutor
-from autotune.system.machine import extensions_dir
+from autotune.system.toolkit import extensions_dir
 from autotune.trial.folder import read_record, result_in, write_record
 from autotune.trial.result import Exit, Outcome
 

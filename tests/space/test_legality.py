@@ -25,12 +25,25 @@ HERE = Setting(world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, globa
 
 
 CPU = Setting(world_size=2, ranks_per_node=2, n_blocks=4, n_samples=10_000)
+ZERO = "zero_optimization."
+ONE_GPU = Setting(accelerator="cuda", fp16=True, n_blocks=24)
+OWN_ADAM, NVME = (("optimizer.type", "AdamW"),), {"zero_stage": 3, "offload_param": "nvme"}
+# Each op of DeepSpeed that may be missing, with a configuration and a candidate that need it.
+NEEDS_OP = [
+    ("fused_adam", OWN_ADAM, {"zero_stage": 1}),
+    ("cpu_adam", OWN_ADAM, {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    ("fused_lamb", (("optimizer.type", "Lamb"),), {}),
+    ("fused_lion", (("optimizer.type", "Lion"),), {"zero_stage": 1}),
+    ("cpu_lion", (("optimizer.type", "Lion"),), {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    ("cpu_adagrad", (("optimizer.type", "Adagrad"),), {"zero_stage": 1, "offload_optimizer": "cpu"}),
+    ("async_io", (("zero_optimization.offload_param.nvme_path", "/fast"),), NVME),
+    ("quantizer", (), {"zero_stage": 3, f"{ZERO}zero_quantized_weights": True}),
+]
 GPUS = Setting(accelerator="cuda", deepspeed_version="0.18.9", world_size=16, ranks_per_node=8, fp16=True, n_blocks=24)
 NODE = replace(GPUS, world_size=8)
 BF16 = {"precision": "bf16", "zero_stage": 1}
 MASTER, STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
-ZERO = "zero_optimization."
 ILLEGAL = [
     ({"precision": "fp16"}, CPU, "fp16"),
     ({"precision": "torch_autocast_fp16"}, CPU, "fp16"),
@@ -62,6 +75,16 @@ ILLEGAL = [
     ({"precision": "bf16", **ACCUMULATED}, GPUS, "stage 0"),
     ({"precision": "bf16"}, Setting(base=tuple(ACCUMULATED.items())), "stage 0"),
     ({WIRE: "bf16"}, Setting(world_size=1), "one rank"),
+    ({"zero_stage": 3}, ONE_GPU, "stage 3: one rank has nothing to share out"),
+    ({"zero_stage": 1, f"{ZERO}overlap_comm": True}, ONE_GPU, "one rank sends no messages"),
+    *(
+        (
+            values,
+            replace(ONE_GPU, world_size=8, base=base, missing_ops=((op, "no nvcc"),)),
+            f"{op}, which cannot be built: no nvcc",
+        )
+        for op, base, values in NEEDS_OP
+    ),
     ({WIRE: "fp16"}, replace(GPUS, fp16=False), "no fp16 on this device"),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
     ({f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3}, NODE, "one node"),
@@ -77,6 +100,15 @@ LEGAL = [
     ({WIRE: "fp16"}, CPU),
     ({"precision": "fp16"}, GPUS),
     ({"precision": "fp32"}, Setting(base=tuple(ACCUMULATED.items()))),
+    ({"zero_stage": 2}, replace(ONE_GPU, base=(("zero_optimization.stage", 2),))),
+    ({"zero_stage": 3, "offload_param": "cpu"}, ONE_GPU),
+    *(
+        (
+            {"zero_stage": 2, "offload_optimizer": "cpu"},
+            replace(ONE_GPU, base=base, missing_ops=(("fused_adam", "no nvcc"),)),
+        )
+        for base in (OWN_ADAM, (*OWN_ADAM, ("optimizer.params.torch_adam", True)))
+    ),
     ({"micro_batch_size": 32}, Setting(global_batch=(32, 32), n_samples=32)),
     (
         {"zero_stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu", f"{ZERO}zero_quantized_gradients": True},

@@ -16,7 +16,7 @@ from autotune.space.legality import why_illegal
 from autotune.study.setup import plan as planning
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
-from autotune.system.machine import extensions_dir
+from autotune.system.toolkit import extensions_dir
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult

@@ -43,7 +43,7 @@ from optuna.trial import TrialState
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.storage import leases, records
 from autotune.study.storage.history import History
-from autotune.system.machine import extensions_dir
+from autotune.system.toolkit import extensions_dir
 from autotune.trial.folder import result_in
 from support import postgres
 

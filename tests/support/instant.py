@@ -137,7 +137,7 @@ class Instant:
     def turn(self, _: object) -> Iterator[None]:
         yield
 
-    def build_ops(self, _: Sequence[str]) -> None:
+    def build_ops(self, _: Sequence[str], on_tick: object = None) -> None:
         return None
 
 

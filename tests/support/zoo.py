@@ -16,7 +16,7 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
-from autotune.system.machine import extensions_dir
+from autotune.system.toolkit import extensions_dir
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult

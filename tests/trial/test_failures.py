@@ -37,6 +37,21 @@ OpenMP: could not allocate memory for its threads
 JAX RESOURCE_EXHAUSTED: failed to allocate request for 4.00GiB
 Triton Error [CUDA]: out of memory
 oneDNN: could not create a memory object: bad allocation
+torch.AcceleratorError: CUDA error: out of memory
+cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY
+CUDNN_BACKEND_EXECUTION_PLAN: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+rocBLAS error: rocblas_status_memory_error
+MIOpen Error: miopenStatusAllocFailed
+HIP error: hipErrorMemoryAllocation
+level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)
+Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)
+Allocation is out of device memory on current platform.
+aclrtMalloc: ACL_ERROR_RT_MEMORY_ALLOCATION, error code is 207001
+FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB
+MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 384.00 KB)
+hipHostMalloc failed with code 2
+NCCL error: unhandled cuda error\\nLast error:\\nFailed to CUDA malloc 4194304 bytes
+MemoryError: Unable to allocate internal buffer
 """.splitlines()
 FULL_DEVICE = """\
 CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
@@ -47,6 +62,8 @@ FIND was unable to find an engine to execute this computation
 GET was unable to find an engine to execute this computation
 Unable to find a valid cuDNN algorithm to run convolution
 CUDA error: CUSOLVER_STATUS_INTERNAL_ERROR when calling `cusolverDnSgetrf`
+HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`
+cuFFT error: CUFFT_INTERNAL_ERROR
 """.splitlines()
 SOMETHING_ELSE = """\
 CUDA error: device-side assert triggered
@@ -62,6 +79,12 @@ cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned
 index 50304 is out of bounds for dimension 0 with size 50304
 [Errno 28] No space left on device
 cannot allocate port 29500 to rank 0
+CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm`
+triton OutOfResources: out of resource: shared memory, Required: 147456, Hardware limit: 101376
+DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that its workers are out of shared memory
+CUDA error: cudaErrorHostMemoryAlreadyRegistered
+unsupported memory format option Preserve
+cuDNN error: CUDNN_STATUS_NOT_SUPPORTED
 """.splitlines()
 
 

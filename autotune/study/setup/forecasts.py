@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import grounds
 from autotune.study.setup.script import inspect_workload
 from autotune.study.spec.spec import StudySpec
-from autotune.system.machine import n_devices
+from autotune.system import device
 from autotune.system.units import format_bytes, format_seconds
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
@@ -268,7 +269,8 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
     folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept on failure, for its logs
     view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
     with executor_for(spec, folder) as executor:
-        ranks, trials = min(spec.ranks or 1, n_devices()) if script else 1, folder / "trials"
+        most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
+        ranks, trials = min(spec.ranks or 1, most) if script else 1, folder / "trials"
         workload = inspect_workload(spec, executor, trials / "inspect", ranks)
         found, notes = profile_cache.measure_missing(
             workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
@@ -287,9 +289,9 @@ def _base_config(spec: StudySpec, workload: Workload) -> DsConfig:
 def _ranks(spec: StudySpec, workload: Workload) -> tuple[int, int]:
     """Returns the ranks, and how many of them this machine can run."""
     environment = workload.environment
-    cuda = environment.accelerator == "cuda"
-    world_size = spec.ranks or (environment.n_devices if cuda else 1)
-    return world_size, min(world_size, environment.n_devices if cuda else max(2, environment.n_cores))
+    devices = environment.accelerator != "cpu"
+    world_size = spec.ranks or (environment.n_devices if devices else 1)
+    return world_size, min(world_size, environment.n_devices if devices else max(2, environment.n_cores))
 
 
 def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | None:

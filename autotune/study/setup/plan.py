@@ -171,10 +171,10 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
     workload = inspect_workload(spec, executor, trials / "inspect", first_ranks, doing)
     environment = workload.environment
     nodes = spec.n_nodes
-    world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator == "cuda" else 1)
+    world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator != "cpu" else 1)
     if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
-    if environment.accelerator == "cuda" and world_size > nodes * environment.n_devices:
+    if environment.accelerator != "cpu" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
         raise UserError(f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices")
@@ -191,7 +191,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
     if not any(c != baseline and why_illegal(c, setting) is None for c in pruned.candidates(baseline)):
         why = next(iter(feasibility.refusals(space, baseline, setting)), "the space holds nothing but the baseline")
         raise UserError(f"no candidate of the search space can run here: {why}")
-    notes = list(workload.caveats)
+    notes = [*environment.remarks, *workload.caveats]
     on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
@@ -238,6 +238,7 @@ def grounds(
         # The optimizer of a configuration takes the place of a model.py's, and gives way to a script's.
         own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
         base=inherited_settings(base_config),
+        missing_ops=tuple(environment.missing_ops.items()),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
     baseline = _baseline(spec, base_config, workload, data_parallel)
@@ -275,9 +276,11 @@ def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
     else:
         config, follows = copy.deepcopy(spec.base_config or {}), True
         if "optimizer" not in config and "optimizer" not in target.defines:
-            # On CPU DeepSpeed would compile its own Adam for a minute; torch's runs at once.
-            extra = {"torch_adam": True} if workload.environment.accelerator == "cpu" else {}
-            config["optimizer"] = {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, **extra}}
+            # Torch's AdamW runs at once; DeepSpeed's own is compiled for a minute, by a toolkit that few machines have.
+            params: dict[str, Any] = {"lr": DEFAULT_LEARNING_RATE, "torch_adam": True}
+            if workload.environment.accelerator == "cuda":  # one kernel for all tensors; on the host, too, if offloaded
+                params["fused"] = True
+            config["optimizer"] = {"type": "AdamW", "params": params}
     if follows and workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
         set_path(config, "data_types.buffer_dtype", "auto")
     return config

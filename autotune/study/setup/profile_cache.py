@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from autotune.executors import base
 from autotune.executors.base import Executor
-from autotune.system.machine import accelerator, cache_dir, processor_name
+from autotune.system import device
+from autotune.system.machine import cache_dir, processor_name
 from autotune.trial.command import Invocation
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.links import Probe
@@ -25,7 +26,7 @@ from autotune.trial.target import sources
 from autotune.trial.workload import Workload
 
 # Part of every key; increase it when the records change.
-FORMAT = 1
+FORMAT = 2
 PROFILE_DEADLINE_S = 180.0
 # Files that a script may read its configuration from, and their largest size in bytes.
 SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
@@ -51,7 +52,7 @@ HERE = Place()
 def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:
     """Returns the cache key of a target: its sources and arguments, the libraries, and the kind of device."""
     texts = [path.read_text(errors="replace") for path in sources(target)]
-    return _digest(FORMAT, *_libraries(), accelerator(), given, str(target.absolute()), *where, *texts)
+    return _digest(FORMAT, *_libraries(), device.here().identity, given, str(target.absolute()), *where, *texts)
 
 
 def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
@@ -73,7 +74,15 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
     if where:
         return _digest(FORMAT, *_libraries(), *where, world_size)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = [accelerator(), platform.node() + processor_name(), cores, os.environ.get("OMP_NUM_THREADS")]
+    # Devices of one model may be linked differently, so these are told apart, too.
+    devices = device.here()
+    machine = [
+        devices.identity,
+        [each.uuid for each in devices.each],
+        platform.node() + processor_name(),
+        cores,
+        os.environ.get("OMP_NUM_THREADS"),
+    ]
     return _digest(FORMAT, *_libraries(), *machine, world_size)
 
 

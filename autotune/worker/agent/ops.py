@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
+
+from autotune.system import toolkit
 
 
 def build(names: Sequence[str]) -> int:
@@ -35,6 +42,54 @@ def build(names: Sequence[str]) -> int:
                 failed = 1
                 print(f"cannot build {name}: {error}", file=sys.stderr)
     return failed
+
+
+# What candidates may need; see `autotune.space.deepspeed.ops_needed`.
+NEEDED = ("fused_adam", "cpu_adam", "fused_lamb", "fused_lion", "cpu_lion", "cpu_adagrad", "async_io", "quantizer")
+
+
+def missing() -> dict[str, str]:
+    """Returns the ops that cannot be compiled here, each with why and what to install; compiles nothing."""
+    return {name: why for name in NEEDED if (why := why_missing(name))}
+
+
+def why_missing(name: str) -> str:
+    """Returns why an op cannot be compiled here, as far as that shows without trying; empty if it can, or if it is."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    if name not in ALL_OPS:
+        return "DeepSpeed has none for this accelerator"
+    if installed_ops.get(name) or list(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/-")).glob(f"{name}/{name}*.so")):
+        return ""
+    if lacks := [program for program in ("c++", "ninja") if shutil.which(program) is None]:
+        return f"no {' and no '.join(lacks)} here: install g++ and ninja"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "no Python.h here: install Python's headers (python3-dev)"
+    cuda = isinstance(ALL_OPS[name], CUDAOpBuilder) and not torch.version.hip and torch.version.cuda
+    if cuda and (why := _why_no_cuda()):
+        return why
+    # Ask DeepSpeed last: it looks for libraries, as libaio, and prints what is missing.
+    return "" if cuda or name != "async_io" or ALL_OPS[name].is_compatible() else "no libaio: install libaio-dev"
+
+
+@functools.cache
+def _why_no_cuda() -> str:
+    """Why nvcc cannot compile for this torch."""
+    from deepspeed.ops.op_builder import builder
+
+    wanted = f"install the CUDA toolkit {torch.version.cuda}, which torch was built with"
+    if toolkit.toolkit(os.environ) is None:
+        return f"no CUDA toolkit here (nvcc): {wanted}, and set CUDA_HOME"
+    for header in ("cuda_runtime.h", "cublas_v2.h", "cusparse.h"):  # what torch's own headers include
+        if not toolkit.has_header(header, os.environ):
+            return f"the CUDA toolkit here lacks {header}: {wanted}"
+    try:
+        builder.assert_no_cuda_mismatch()
+    except Exception as error:
+        return f"{' '.join(str(error).split())}: {wanted}"
+    return ""
 
 
 def remove_stale_locks(folder: Path | None = None) -> list[str]:

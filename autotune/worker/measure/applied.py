@@ -43,6 +43,7 @@ def observe(
         dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
         autocast=str(autocast).removeprefix("torch.") if autocast else None,
         checkpointed_blocks=len(checkpointer.recomputed) if checkpointer else 0,
+        tf32=torch.get_float32_matmul_precision() != "highest" if torch.device(engine.device).type == "cuda" else None,
         draw_size=batches.draw_size,
         parts=batches.parts,
     )

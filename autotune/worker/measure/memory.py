@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from autotune.worker.measure import watched
+from autotune.worker.measure.device_load import DeviceWatch
 
 # DeepSpeed reserves buckets of 5e8 elements that small models hardly touch: two in fp32 take 4 GB of address space.
 RLIMIT_SLACK_BYTES = 8 << 30
@@ -23,8 +24,9 @@ class Memory:
     On a CPU the timed steps, phase `steady`, are not measured: see `keep_freed_memory`.
     """
 
-    def __init__(self, accelerator: str) -> None:
+    def __init__(self, accelerator: str, device_watch: DeviceWatch | None = None) -> None:
         self.cuda = accelerator == "cuda"
+        self.device_watch = device_watch
         self.peaks: dict[str, int] = {}
         self._phase = "initialize"
         self._reserved = 0
@@ -53,6 +55,15 @@ class Memory:
     def alloc_retries(self) -> int | None:
         """Returns how often CUDA's allocator emptied its cache and tried again; None on a CPU."""
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self.cuda else None
+
+    @property
+    def uuid(self) -> str:
+        """Returns the identifier of this rank's device; empty on a CPU and where torch does not tell."""
+        if not self.cuda:
+            return ""
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        uuid = str(getattr(properties, "uuid", ""))
+        return uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
     def _close(self) -> None:
         if self.cuda:

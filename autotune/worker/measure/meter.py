@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import BUSY_CORES, Observed
+from autotune.trial.result import Observed
 from autotune.worker.measure import applied, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
@@ -62,6 +62,8 @@ class Meter:
         if self.request.rivals:
             self.ledger.peak_bytes = self._highest_peak()
         self.recorder.enter("measure")
+        if self.memory.device_watch is not None:
+            self.memory.device_watch.begin(self.memory.uuid)
         self._busyness, self._cpu_before = machine_load.Busyness(), time.process_time()
 
     def finish(self) -> None:
@@ -70,17 +72,16 @@ class Meter:
         Raises:
             NotApplied: The configuration that ran differs from the candidate.
         """
-        self.check_applied()
         report, memory = self.report, self.memory
+        report.device_load = memory.device_watch.end() if memory.device_watch is not None else None
+        self.check_applied()
         report.peak_memory_bytes = memory.finish()
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
         report.reserved_memory_bytes, report.alloc_retries = memory.reserved_bytes, memory.alloc_retries
-        report.other_cores = others = self._cores_used_by_others()
-        if others > BUSY_CORES and report.rank == 0:
-            report.caveats.append(
-                f"the machine was busy: other processes used {others:.1f} cores while this trial was timed"
-            )
+        report.other_cores = self._cores_used_by_others()
+        if (why := report.disturbed) and (report.rank == 0 or memory.cuda):
+            report.caveats.append(f"the machine was busy: {why} while this trial was timed")
 
     def backward(self) -> None:
         """Notes that a micro-batch went backward."""

@@ -12,10 +12,13 @@ from pathlib import Path
 import torch
 
 from autotune.errors import UserError
+from autotune.system.device import Devices
+from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
+from autotune.worker.device import found_devices
 from autotune.worker.model import model_file, samples
-from autotune.worker.rank import device_name, versions
+from autotune.worker.rank import versions
 
 
 def inspect_model(request: TrialRequest) -> Workload:
@@ -95,19 +98,51 @@ def _has_float_buffers(model: torch.nn.Module) -> bool:
 def _environment() -> Environment:
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    cuda = accelerator.device_name() == "cuda"
-    n_cores = len(os.sched_getaffinity(0))
+    from autotune.worker.agent import ops
+
+    accelerator, devices = get_accelerator(), found_devices()
+    first = devices.each[0] if devices.each else None
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Environment(
-        accelerator=accelerator.device_name(),
-        device_name=device_name(cuda=cuda),
-        n_devices=torch.cuda.device_count() if cuda else 1,
-        device_memory_bytes=torch.cuda.get_device_properties(0).total_memory
-        if cuda
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        bf16=bool(accelerator.is_bf16_supported()),
+        accelerator=devices.accelerator,
+        device_name=first.name if first else processor_name(),
+        n_devices=len(devices.each) or 1,
+        # A trial has as much as its smallest device.
+        device_memory_bytes=min((each.memory_bytes for each in devices.each), default=host_bytes),
+        bf16=_computes_in_bf16(first.capability) if first else bool(accelerator.is_bf16_supported()),
         fp16=bool(accelerator.is_fp16_supported()),
-        n_cores=n_cores,
+        n_cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        versions=versions(cuda=cuda),
+        versions=versions(cuda=devices.accelerator == "cuda"),
+        capability=first.capability if first else "",
+        uuid=first.uuid if first else "",
+        free_memory_bytes=_free_memory_bytes(len(devices.each)),
+        missing_ops=ops.missing(),
+        remarks=tuple(filter(None, [devices.problem, devices.untested, _unlike(devices)])),
+    )
+
+
+def _computes_in_bf16(capability: str) -> bool:
+    """Whether a device has bf16 arithmetic: CUDA from capability 8.0 on; torch counts emulation on older ones, too."""
+    from deepspeed.accelerator import get_accelerator
+
+    major = capability.partition(".")[0]
+    return int(major) >= 8 if major.isdigit() else bool(get_accelerator().is_bf16_supported())
+
+
+def _free_memory_bytes(n_devices: int) -> int | None:
+    """Free memory of the fullest device; None where torch does not tell."""
+    with contextlib.suppress(Exception):
+        return min((int(torch.cuda.mem_get_info(index)[0]) for index in range(n_devices)), default=None)
+    return None
+
+
+def _unlike(devices: Devices) -> str:
+    models = list(dict.fromkeys(each.name for each in devices.each))
+    memory = {each.memory_bytes for each in devices.each}
+    if len(models) < 2 and len(memory) < 2:
+        return ""
+    return (
+        f"the visible devices differ ({', '.join(models)}): a trial is as slow as its slowest and has the memory of its"
+        " smallest; choose like ones by CUDA_VISIBLE_DEVICES"
     )

@@ -39,6 +39,8 @@ TINY = 64
 # In mode `machine`: products of several sizes, messages up to the size of a bucket of gradients.
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# A CPU without fp16 arithmetic takes seconds for such a product.
+QUICK_TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
 LARGEST_MESSAGE = {"cpu": 1 << 24, "cuda": 1 << 28}
 MESSAGE_S = 0.3
 # A larger product is not tried after one that takes longer.
@@ -60,7 +62,7 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     products = (
         _products(device, caveats)
         if at_length
-        else {name: (MATRIX[device.type], _product(device, name)) for name in ("fp32", "bf16")}
+        else {name: (MATRIX[device.type], _product(device, name)) for name in QUICK_TYPES[device.type]}
     )
     links = _links(device, request.world_size, at_length=at_length)
     flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}

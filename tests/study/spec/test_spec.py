@@ -189,7 +189,7 @@ def test_a_written_study_names_no_preset_and_keeps_numbers_and_switches(study):
         ("objectives: []", "at least one"),
         ("goal: throughputs", "Did you mean 'throughput'?"),
         ("goal: memory\nobjectives: [latency]", "says otherwise; leave one of the two out"),
-        ("objectives: [speed]", "Known: convergence, latency, memory, throughput"),
+        ("objectives: [speed]", "Known: convergence, energy, latency, memory, throughput"),
         ("objectives: [latency, latency]", "'latency' is there twice"),
         ("objectives: [latency, {metric: step_time_s}]", "metric 'step_time_s' is there twice"),
         ("objectives: [{metric: step_tim_s}]", "Did you mean 'step_time_s'?"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.paths import MODELS
 
-from autotune.system.machine import extensions_dir
+from autotune.system.toolkit import extensions_dir
 from autotune.trial.result import Outcome
 
 pytestmark = pytest.mark.process

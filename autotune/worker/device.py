@@ -1,0 +1,95 @@
+"""The devices that a rank sees, through DeepSpeed's accelerator and torch; run in a process of its own or in a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.system.device import CHOOSE, Device, Devices, unused_device
+
+# Versions of kernel drivers, by the file that states them.
+_DRIVERS = {"/proc/driver/nvidia/version": r"Kernel Module\D*([0-9][0-9.]+)", "/sys/module/amdgpu/version": r"(\S+)"}
+
+
+def main() -> int:
+    """Prints the devices as one line of JSON; returns an exit status."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # libraries print to standard output, too
+    found = found_devices()
+    os.write(answers, json.dumps(asdict(found)).encode() + b"\n")
+    return 0
+
+
+def found_devices() -> Devices:
+    """Returns what trials compute on here; initialises the accelerator."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    kind = str(accelerator.device_name())
+    if kind == "cpu":
+        return Devices(problem=_why_cpu())
+    each = tuple(_device(accelerator, kind, index) for index in range(accelerator.device_count()))
+    return Devices(accelerator=kind, each=each, driver=driver_version(), platform=_platform())
+
+
+def _device(accelerator: Any, kind: str, index: int) -> Device:
+    """One device; what its library does not state stays empty."""
+    properties: Any = None
+    with contextlib.suppress(Exception):
+        properties = getattr(torch, kind).get_device_properties(index)
+    name = str(getattr(properties, "name", "") or kind)
+    capability = str(getattr(properties, "gcnArchName", "")).partition(":")[0]
+    if not torch.version.hip:
+        major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
+        capability = f"{major}.{minor}" if major is not None else ""
+    memory = getattr(properties, "total_memory", 0)
+    if not memory:
+        with contextlib.suppress(Exception):
+            memory = accelerator.total_memory(index)
+    return Device(name=name, uuid=_uuid(properties), capability=capability, memory_bytes=int(memory or 0))
+
+
+def _uuid(properties: Any) -> str:
+    uuid = str(getattr(properties, "uuid", "") or "")
+    mig = " MIG " in str(getattr(properties, "name", ""))
+    return f"{'MIG' if mig else 'GPU'}-{uuid}" if uuid and "-" in uuid and not uuid.startswith(("GPU", "MIG")) else uuid
+
+
+def driver_version() -> str:
+    """Returns the version of the kernel's driver for NVIDIA's or AMD's devices; empty without one."""
+    for path, pattern in _DRIVERS.items():
+        with contextlib.suppress(OSError):
+            if found := re.search(pattern, Path(path).read_text()):
+                return found[1]
+    return ""
+
+
+def _platform() -> str:
+    version = torch.version
+    for name in ("hip", "cuda", "xpu"):
+        if value := getattr(version, name, None):
+            return f"{'rocm' if name == 'hip' else name} {value}"
+    return ""
+
+
+def _why_cpu() -> str:
+    """Why DeepSpeed computes on the CPU although there is a device; empty without one, or where the user wants that."""
+    hidden = [name for names in CHOOSE.values() for name in names if os.environ.get(name, "?").strip() in ("", "-1")]
+    found = unused_device()
+    if not found or hidden or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return ""
+    why = f"torch {torch.__version__} is not built for it: install a build that is"
+    if torch.version.cuda or torch.version.hip:
+        try:
+            torch.cuda.init()
+            why = "DeepSpeed does not take it: set DS_ACCELERATOR=cuda"
+        except Exception as error:
+            why = f"torch {torch.__version__} ({_platform()}) cannot use it: {str(error).strip().splitlines()[0]}"
+    return f"this machine has {found}, but {why}; or set DS_ACCELERATOR=cpu to mean the CPU"

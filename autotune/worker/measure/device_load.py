@@ -1,0 +1,96 @@
+"""What NVIDIA's management library says of a rank's device: others on it, clocks, throttling, power, energy, heat."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from autotune.trial.result import DeviceLoad
+
+# Reasons for lower clocks that a tuner's user can do something about, by the name of NVML's constant.
+THROTTLE = {
+    "SwThermalSlowdown": "heat", "HwThermalSlowdown": "heat", "HwPowerBrakeSlowdown": "the power supply",
+    "SwPowerCap": "the power limit", "HwSlowdown": "heat or power", "SyncBoost": "a slower device beside it",
+}  # fmt: skip
+
+
+class DeviceWatch:
+    """Readings of one device through `pynvml` (nvidia-ml-py): before the rank uses it, and over its timed steps.
+
+    Everything is optional: without the library, in a container without its rights, or on a part of a card, what cannot
+    be read is None.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._before: dict[str, tuple[int | None, int | None, float | None]] = {}
+        self._handle: Any = None
+        self._began: tuple[float, float | None] | None = None
+        with contextlib.suppress(Exception):  # not installed, or no driver
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                self._before[self._uuid(handle)] = self._occupation(handle)
+
+    def begin(self, uuid: str) -> None:
+        """Starts to watch the device that this rank has; call it where the timed steps begin."""
+        if self._nvml is None or not uuid:
+            return
+        self._handle = self._read(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
+        self._uuid_of_rank, self._began = uuid, (time.monotonic(), self._energy_j())
+
+    def end(self) -> DeviceLoad | None:
+        """Returns the readings; None where there is no NVML. Call it while the device still computes."""
+        if self._handle is None or self._began is None:
+            return None
+        handle, (began, energy_j) = self._handle, self._began
+        free, others, used = self._before.get(self._uuid_of_rank, (None, None, None))
+        spent_j, seconds = self._energy_j(), time.monotonic() - began
+        watts = self._read(lambda nvml: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+        if energy_j is not None and spent_j is not None and seconds > 0:
+            watts = (spent_j - energy_j) / seconds  # a mean, where the other is one moment's
+        return DeviceLoad(
+            uuid=self._uuid_of_rank,
+            free_bytes=free,
+            n_others=others,
+            used_by_others=used if others else 0.0 if others == 0 else None,
+            sm_clock_mhz=self._read(lambda nvml: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            max_sm_clock_mhz=self._read(lambda nvml: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            throttled_by=self._throttled(),
+            power_w=watts,
+            temperature_c=self._read(lambda n: n.nvmlDeviceGetTemperature(handle, n.NVML_TEMPERATURE_GPU)),
+        )
+
+    def _energy_j(self) -> float | None:
+        joules: float | None = self._read(lambda n: n.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3)
+        return joules
+
+    def _throttled(self) -> tuple[str, ...]:
+        mask = self._read(lambda nvml: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)) or 0
+        found = []
+        for name, why in THROTTLE.items():
+            bit = getattr(self._nvml, f"nvmlClocksThrottleReason{name}", 0)
+            found += [why] if mask & bit else []
+        return tuple(dict.fromkeys(found))
+
+    def _occupation(self, handle: Any) -> tuple[int | None, int | None, float | None]:
+        """Free bytes, processes on it, and the share of time that it was busy lately."""
+        return (
+            self._read(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(handle).free)),
+            self._read(lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
+            self._read(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0),
+        )
+
+    def _uuid(self, handle: Any) -> str:
+        uuid = self._nvml.nvmlDeviceGetUUID(handle)
+        return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+
+    def _read(self, of: Callable[[Any], Any]) -> Any:
+        with contextlib.suppress(Exception):  # not supported on this card, or not permitted
+            return of(self._nvml)
+        return None

@@ -1,0 +1,242 @@
+"""A stand-in for GPUs, for every process that has this folder on PYTHONPATH: CUDA's faces in torch and DeepSpeed, on a CPU.
+
+`STAND_IN` is JSON: `n`, `name`, `capability`, `memory_gib`, `hip` (a version), `log` (a file that gets a line for each
+device that a process takes). Tensors that ask for `cuda` are made on the CPU; memory is the process's own.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import time
+import types
+
+GIVEN = {"n": 2, "name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 80, "hip": None, "log": None}
+GIVEN |= json.loads(os.environ.get("STAND_IN", "{}"))
+TAKEN = {"initialised": False, "device": 0, "peak": 0}
+
+
+def visible():
+    """Numbers of the visible devices, as the driver reads CUDA_VISIBLE_DEVICES: numbers or UUIDs, up to a wrong one."""
+    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if stated is None:
+        return list(range(GIVEN["n"]))
+    names = {str(i): i for i in range(GIVEN["n"])} | {uuid(i): i for i in range(GIVEN["n"])}
+    found = []
+    for part in stated.split(","):
+        if part.strip() not in names:
+            break
+        found.append(names[part.strip()])
+    return found
+
+
+def uuid(index):
+    return f"GPU-0000000{index}-aaaa-bbbb-cccc-000000000000"
+
+
+def note(what):
+    if GIVEN["log"]:
+        physical = visible()[TAKEN["device"]] if visible() else None
+        line = {"what": what, "pid": os.getpid(), "device": physical, "argv": sys.orig_argv[-3:]}
+        with open(GIVEN["log"], "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def take(index=None):
+    index = getattr(index, "index", index) if not isinstance(index, str) else int(index.partition(":")[2] or 0)
+    if index is not None and index >= len(visible()):
+        raise RuntimeError("CUDA error: invalid device ordinal")
+    first, moved = not TAKEN["initialised"], index is not None and index != TAKEN["device"]
+    TAKEN["initialised"], TAKEN["device"] = True, TAKEN["device"] if index is None else index
+    if first or moved or index is not None:
+        note("set_device" if index is not None else "init")
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def patch_torch(torch):
+    memory = int(GIVEN["memory_gib"] * 2**30)
+    major, _, minor = GIVEN["capability"].partition(".")
+
+    def properties(index=0):
+        take()
+        physical = visible()[index if isinstance(index, int) else 0]
+        more = {"gcnArchName": GIVEN["capability"] + ":sramecc+"} if GIVEN["hip"] else {}
+        numbers = {} if GIVEN["hip"] else {"major": int(major), "minor": int(minor or 0)}
+        return types.SimpleNamespace(
+            name=GIVEN["name"],
+            total_memory=memory,
+            uuid=uuid(physical)[4:],
+            multi_processor_count=132,
+            **more,
+            **numbers,
+        )
+
+    def limited():
+        return memory * TAKEN.get("fraction", 1.0)
+
+    def peak():
+        TAKEN["peak"] = max(TAKEN["peak"], resident())
+        return TAKEN["peak"]
+
+    class Event:
+        def __init__(self, **_):
+            self.at = None
+
+        def record(self, *_):
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, later):
+            return (later.at - self.at) * 1e3
+
+    # Functions of their own: torch's compiler refuses one object under two names.
+    def init():
+        take()
+
+    def set_device(device):
+        take(device)
+
+    faces = {
+        "is_available": lambda: bool(visible()), "device_count": lambda: len(visible()), "init": init,
+        "is_initialized": lambda: TAKEN["initialised"], "current_device": lambda: TAKEN["device"],
+        "set_device": set_device, "get_device_properties": properties,
+        "get_device_name": lambda *_: properties().name, "get_device_capability": lambda *_: (int(major), int(minor or 0)),
+        "synchronize": lambda *_: None, "mem_get_info": lambda *_: (int(limited() - resident()), memory),
+        "memory_allocated": lambda *_: resident(), "max_memory_allocated": lambda *_: peak(),
+        "memory_reserved": lambda *_: resident(), "max_memory_reserved": lambda *_: peak() + (4 << 20),
+        "memory_stats": lambda *_: {"num_alloc_retries": 0}, "reset_peak_memory_stats": lambda *_: TAKEN.update(peak=0),
+        "set_per_process_memory_fraction": lambda share, *_: TAKEN.update(fraction=share), "empty_cache": lambda: None,
+        "is_bf16_supported": lambda *_, **__: True, "Event": Event, "manual_seed_all": lambda *_: None,
+        "manual_seed": lambda *_: None, "is_current_stream_capturing": lambda: False,
+    }  # fmt: skip
+    for name, face in faces.items():
+        setattr(torch.cuda, name, face)
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    torch.version.cuda, torch.version.hip = (None, GIVEN["hip"]) if GIVEN["hip"] else ("12.8", None)
+    join = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend=None, *args, **more: join("gloo", *args, **more)
+
+    factories = (
+        "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones",
+        "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
+    )  # fmt: skip
+    for place, names in (
+        (torch, factories),
+        (torch.Tensor, ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")),
+    ):
+        for name in names:
+            setattr(place, name, on_the_host(getattr(place, name), torch))
+    torch.Tensor.cuda = lambda self, *_, **__: self
+
+
+def on_the_host(function, torch):
+    """The function, with the CPU where its caller says `cuda`. No TorchFunctionMode: hooks in backward run outside it."""
+
+    def on_cpu(value):
+        if (isinstance(value, torch.device) and value.type == "cuda") or (
+            isinstance(value, str) and value[:4] == "cuda"
+        ):
+            return torch.device("cpu")
+        return value
+
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        return function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
+
+    return called
+
+
+def patch_accelerator(module):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    class StandIn(CPU_Accelerator):
+        def __init__(self):
+            super().__init__()
+            self._name, self._real = "cuda", CUDA_Accelerator.__new__(CUDA_Accelerator)
+            self._real.class_dict = None
+
+        def device_name(self, device_index=None):
+            return "cuda" if device_index is None else f"cuda:{device_index}"
+
+        def device(self, device_index=None):
+            return contextlib.nullcontext()
+
+        def set_device(self, device_index):
+            take(device_index)
+
+        def current_device(self):
+            return TAKEN["device"]
+
+        def current_device_name(self):
+            return f"cuda:{TAKEN['device']}"
+
+        def device_count(self):
+            return len(visible())
+
+        def is_available(self):
+            return bool(visible())
+
+        def is_fp16_supported(self):
+            return True
+
+        def is_bf16_supported(self):
+            return True
+
+        def supported_dtypes(self):
+            return [*super().supported_dtypes(), sys.modules["torch"].float16]
+
+        def on_accelerator(self, tensor):
+            return True
+
+        def op_builder_dir(self):
+            return "deepspeed.ops.op_builder"
+
+        def create_op_builder(self, name):
+            return self._real.create_op_builder(name)
+
+        def get_op_builder(self, name):
+            return self._real.get_op_builder(name)
+
+    if visible() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        module.set_accelerator(StandIn())
+
+
+def shrink_probe(module):
+    """The machine's rates are measured at sizes for a device, which take a CPU minutes."""
+    module.MATRIX["cuda"], module.MATRICES["cuda"] = 128, (64, 128)
+    module.COPIED_BYTES["cuda"], module.OPTIMISED["cuda"], module.LARGEST_MESSAGE["cuda"] = 1 << 20, 1 << 16, 1 << 16
+
+
+WANTED = {
+    "torch": patch_torch,
+    "deepspeed.accelerator.real_accelerator": patch_accelerator,
+    "autotune.worker.profile.machine": shrink_probe,
+}
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function on a module right after its import."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in WANTED:
+            return None
+        call = WANTED.pop(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            call(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, AfterImport())

@@ -16,6 +16,7 @@ from autotune.errors import UserError
 # By command: its module in this package, whose function has the command's name, and its help.
 COMMANDS = {
     "run": ("run", "Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."),
+    "submit": ("submit", "Run TARGET inside an engine, driver and trials: as a job of Slurm, in Ray, or in Kubernetes."),
     "worker": ("worker", "Help `autotune run`, on another machine, with the trials of STUDY; takes a database server"
                " and the study's folder."),
     "check": ("check", "Load TARGET, run two real steps, and say what would be tuned."),

@@ -17,13 +17,15 @@ from autotune.system import redaction
 from autotune.system.files import shown
 from autotune.system.signals import status_of
 
-
-@takes_settings(
+SETTINGS_OF_A_RUN = (
     "name", "space", "goal", "objectives", "quick", "trials", "time_budget_s", "ranks", "executor", "nodes", "executor_options",
     "patience_s", "hostfile", "base_config", "global_batch", "device_memory_bytes", "sampler", "stop_below", "memory_filter",
     "stop_trials", "parallel", "overlap", "storage", "seed", "learning_rate_rule", "branch", "branch_tokens",
     "from_checkpoint", "script_set",
 )  # fmt: skip
+
+
+@takes_settings(*SETTINGS_OF_A_RUN)
 def run(
     target: Target,
     settings: Mapping[str, Any],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status, no_turn
@@ -28,6 +30,7 @@ OPTIONS = {
     "mem": "memory of a node (default: all of it)",
     "exclusive": "yes (default) or no: nodes that nobody else uses meanwhile",
     "hold": "yes (default): one job for the whole study; no: one for each trial",
+    "allocation": "auto (default): use the allocation inside of which autotune runs, if any; new: ask for another one",
     "container": "a command that runs what follows it in a container, as `apptainer exec --nv IMAGE`",
     "python": "the interpreter on the nodes (default: this one)",
     "sbatch": "more arguments of sbatch, as they are",
@@ -104,14 +107,22 @@ class Slurm:
             raise UserError(f"--executor slurm: Slurm has {what}; `sinfo` lists them")
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Submits the batch job; returns its number.
+        """Submits the batch job of the agents; returns its number.
+
+        Raises:
+            Refused: sbatch refuses it; quotes sbatch.
+        """
+        return self.submit(self._script(spool), spool.path / "job.log", nodes, "--no-requeue")
+
+    def submit(self, script: str, log: Path, nodes: int, *more: str) -> str:
+        """Submits a batch script with what the user's options ask for; returns the job's number.
 
         Raises:
             Refused: sbatch refuses it; quotes sbatch.
         """
         arguments = [
-            "--parsable", "--no-requeue", f"--job-name={self.job_name}", f"--nodes={nodes}", f"--ntasks={nodes}",
-            "--ntasks-per-node=1", f"--output={spool.path / 'job.log'}", "--open-mode=append",
+            "--parsable", f"--job-name={self.job_name}", f"--nodes={nodes}", f"--ntasks={nodes}", *more,
+            "--ntasks-per-node=1", f"--output={log}", "--open-mode=append",
             *(f"--{name}={self.options[name]}" for name in PASSED if name in self.options),
         ]  # fmt: skip
         if self._exclusive:
@@ -123,7 +134,7 @@ class Slurm:
         if n_gpus := self._gpus_per_node():
             arguments += [f"--gres=gpu:{n_gpus}"]
         arguments += shlex.split(self.options.get("sbatch", ""))
-        done = _call("sbatch", *arguments, given=self._script(spool))
+        done = _call("sbatch", *arguments, given=script)
         if done.returncode:
             raise Refused(_said(done), at_present=AT_PRESENT.search(done.stderr) is not None)
         return done.stdout.strip().splitlines()[-1].partition(";")[0]
@@ -171,7 +182,7 @@ class Slurm:
         ]
         return (self.ranks_per_node or min(counts)) if counts else 0
 
-    def _script(self, spool: Spool) -> str:
+    def _script(self, spool: Spool, nodes: str = '"$SLURM_JOB_NUM_NODES"') -> str:
         """Returns the batch script: it finds the first node's address and starts an agent on every node."""
         python = self.options.get("python", sys.executable)
         command = f"{shlex.quote(python)} -m autotune.executors.node_agent {shlex.quote(str(spool.path))}"
@@ -179,9 +190,64 @@ class Slurm:
         return f"""#!/bin/sh
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
-  --mpi=none --input=none {agent} --address "${{address:-$first}}"
+exec srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+  --mpi=none --input=none --overlap {agent} --address "${{address:-$first}}"
 """
+
+
+class Steps(Slurm):
+    """The engine inside an allocation that the user has (`SLURM_JOB_ID`): agents are steps of that job."""
+
+    hold = True
+
+    def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
+        super().__init__(options, ranks_per_node, job_name)
+        self.hold, self._job = True, os.environ["SLURM_JOB_ID"]
+        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        """Starts a step on nodes of the allocation; returns its name.
+
+        Raises:
+            Refused: The allocation has fewer nodes.
+        """
+        there = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+        if nodes > there:
+            raise Refused(
+                f"{nodes} nodes are needed, and job {self._job}, inside of which this runs, has {there};"
+                " --executor-option allocation=new asks for other ones"
+            )
+        with open(spool.path / "job.log", "ab") as log:
+            step = subprocess.Popen(
+                ["sh", "-c", self._script(spool, str(nodes))], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        name = f"{self._job}-{step.pid}"
+        self._steps[name] = step
+        return name
+
+    def standing(self, job: str) -> JobState:
+        """Returns `running` while the step does; else what became of the whole job, if it is over."""
+        step = self._steps.get(job)
+        if step is None:
+            return JobState(Status.TAKEN, "slurm: the run that started the step is over")
+        if step.poll() is None:
+            return JobState(Status.RUNNING)
+        whole = super().standing(self._job)
+        if whole.status is Status.TAKEN:
+            return whole
+        return JobState(Status.LOST, f"slurm: a step of job {self._job} ended with status {step.returncode}")
+
+    def end(self, job: str) -> None:
+        """Ends a step with all its processes."""
+        step = self._steps.pop(job, None)
+        if step is not None and step.poll() is None:
+            step.terminate()
+            try:
+                step.wait(COMMAND_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                step.kill()
+                step.wait()
 
 
 def _standing(job: str, state: str, reason: str, code: str) -> JobState:

@@ -367,12 +367,12 @@ class CandidateOptimizer:
         share = np.eye(n_metrics)[n_told // 3 % n_metrics] if n_told % 3 == 2 else self.shares
         return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
 
-    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> Floats:
-        """How many levels each row has that no trial had; 0 for rows that are far behind, or unlikely to run."""
+    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> NDArray[np.bool_]:
+        """Which rows have a level that no trial had, are not far behind by the goal, and likely to run."""
         tried = self.catalogue.present[sorted(state.known)].any(axis=0)
         behind, _ = state.goal(rows, self.shares)
         near = (behind - behind.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
-        return np.asarray(near * self.catalogue.present[rows][:, ~tried].sum(axis=1), dtype=float)
+        return np.asarray(near & self.catalogue.present[rows][:, ~tried].any(axis=1), dtype=bool)
 
     def _hopeful(self, state: CostModel, rows: Rows) -> Rows:
         """The rows without those far behind the best measured on every objective of time, once one such has been tried."""

@@ -22,6 +22,8 @@ from autotune.trial.result import Outcome
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
 MAX_RESERVED_SHARE = 0.4
+# Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
+FIRST_TRIALS = 4
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
 CHECK_SHARE = 0.15
 # Reserved for them: the time of this number of usual trials at most.
@@ -42,6 +44,8 @@ class Budget:
 
     def __init__(self, state: StudyState) -> None:
         self._state = state
+        began_s = state.plan.began
+        self._began_s = time.monotonic() if began_s is None else began_s
         self._earlier_s, self._search_ended_s = 0.0, 0.0
         self._checks_s: float | None = None
 
@@ -57,7 +61,7 @@ class Budget:
 
     def spent_s(self) -> float:
         """Seconds that the study has taken so far."""
-        return self._earlier_s + time.monotonic() - self._state.plan.began
+        return self._earlier_s + time.monotonic() - self._began_s
 
     def search_ended(self) -> None:
         """Notes that what is left is the end of the study."""
@@ -75,7 +79,7 @@ class Budget:
         if budget_s is None:
             return False
         # A short budget serves the search first: without it there is nothing to confirm.
-        reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * budget_s)
+        reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * budget_s) if self.n_spent() >= FIRST_TRIALS else 0.0
         return self.spent_s() + self.usual_s() + reserve_s >= budget_s
 
     def affords(self, needed_s: float) -> bool:

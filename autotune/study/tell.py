@@ -33,6 +33,11 @@ from autotune.trial.result import RAN, Outcome, TrialResult
 # The constraint that a trial has completed, in Optuna's study.
 COMPLETED = "completed"
 ABANDONED = "the run ended before the trial did"
+# Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
+READABLE = (
+    ("step_time_s", "step time (ms)", 1e-3, 2), ("samples_per_s", "throughput (samples/s)", 1.0, 2),
+    ("peak_memory_bytes", "peak memory (MiB)", 2**20, 1),
+)  # fmt: skip
 
 
 class Teller:
@@ -61,7 +66,7 @@ class Teller:
         with records.snapshot(state.study, news=False):
             measured = _measured_data(result, score) | {"forecast": self._forecast(candidate)}
             attrs[records.MEASURED_ATTR] = json.dumps(measured)
-            attrs |= records.readable_attrs(candidate, measured)
+            attrs |= _readable_attrs(candidate, measured)
         constraints = {COMPLETED: 0.0 if done else 1.0}
         constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}
         ended = TrialState.COMPLETE if done else TrialState.PRUNED
@@ -165,6 +170,23 @@ class Teller:
         plan = self._state.plan
         prior = generic_prior(plan.workload, plan.setting)
         return Predictor(prior.profile, prior.machine, settings_of(plan.base_config))
+
+
+def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
+
+    A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
+
+    Args:
+        candidate: The trial's configuration.
+        data: Its result, as in `told_data`.
+    """
+    found: dict[str, Any] = {"configuration": candidate.describe()}
+    measured = data["metrics"]
+    for name, key, scale, digits in READABLE:
+        if name in measured:
+            found[key] = round(measured[name] / scale, digits)
+    return found
 
 
 def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:

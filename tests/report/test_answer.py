@@ -8,7 +8,7 @@ from rich.console import Console
 from support.study_report import EVIL, MIB, OBJECTIVES, study_report
 
 from autotune.report.answer import render_answer
-from autotune.report.data import StudyReport, metric_scale
+from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
 from autotune.system.units import format_duration
@@ -125,6 +125,18 @@ def test_the_answer_shows_picks_speedup_interval_and_what_was_written_in_plain_a
     low, high = pick["speedup_ci95"]
     assert f"{pick['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput" in text
     assert all(words in text for words in ("<- baseline", "recommended", "studies/code-gpt/ds_config.json"))
+
+
+def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):
+    pick = next(p for p in report.front if not report.is_baseline(p))
+    own, base = pick["metrics"], report.baseline["metrics"]
+    ratio = own["peak_memory_bytes"] / base["peak_memory_bytes"]
+    words = pick_words(report, ["lowest_memory"], pick)
+    assert words.startswith(f"{ratio:.2f}x the baseline's peak memory, at ") and " the throughput" in words
+    assert (
+        leading_metric(replace(report, study={**report.study, "weights": {"step_time_s": 1.0}}), ["recommended"])
+        == "step_time_s"
+    )
 
 
 def test_a_path_longer_than_the_line_goes_on_in_the_next(report):

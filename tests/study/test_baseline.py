@@ -64,6 +64,13 @@ def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
     assert not any(request.noise for request in executor.requests)
 
 
+@pytest.mark.parametrize(("limit", "scarce"), [(10**9, False), (150_000_000, True)])
+def test_memory_is_an_objective_of_a_balanced_goal_where_it_is_scarce(tmp_path, limit, scarce):
+    runner, _, watcher = run(tmp_path, trials=2, finalists=0, device_memory_bytes=limit)
+    assert ("memory" in [o.name for o in runner.objectives]) == scarce
+    assert any("memory is scarce here (the baseline takes 72%" in text for text in watcher.said) == scarce
+
+
 def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recommended(tmp_path):
     base = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     executor = Instant()

@@ -113,3 +113,12 @@ def test_branch_tokens_say_how_long_a_branch_is(tmp_path):
     _, executor, _ = branching(tmp_path, branch_tokens=1600)  # these samples are no sequences
     branches = [request for request in executor.requests if request.weights is not None]
     assert branches and all(r.max_steps * r.candidate["micro_batch_size"] == 1600 for r in branches)
+
+
+def test_a_branch_that_would_take_most_of_the_study_is_not_begun_and_said_so(tmp_path):
+    """Its samples alone would take minutes: the answer keeps the baseline's batch."""
+    runner, executor, watcher = branching(tmp_path, trial_budget_s=0.1, branch_tokens=10**8)
+    assert not [request for request in executor.requests if request.weights is not None]
+    assert any("more than the checks' share of the study's time" in text for text in watcher.said)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8

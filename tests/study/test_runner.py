@@ -80,7 +80,7 @@ def test_the_time_budget_ends_a_study_and_says_so(tmp_path, monkeypatch):
 def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tmp_path, monkeypatch):
     """Three rounds of all finalists would take longer than there is."""
     executor = Instant(Clock(monkeypatch).takes(0.3))
-    runner, _, _ = run(tmp_path, executor, trials=50, time_budget_s=7.0, objectives=["latency"])
+    runner, _, _ = run(tmp_path, executor, trials=50, time_budget_s=4.0, objectives=["latency"])
     told = [m for m in runner.measured() if m.usable]
     assert len(told) >= 3
     assert max(len(m.repeats) for m in told) <= 2

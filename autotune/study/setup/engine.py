@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
             from autotune.executors import slurm
 
             _check(spec.executor, options, slurm.OPTIONS)
-            engine = slurm.Slurm(options, ranks_per_node, f"autotune-{spec.name}")
+            inside = "SLURM_JOB_ID" in os.environ and options.get("allocation", "auto") == "auto"
+            engine = (slurm.Steps if inside else slurm.Slurm)(options, ranks_per_node, f"autotune-{spec.name}")
         case "ray":
             from autotune.executors import ray
 

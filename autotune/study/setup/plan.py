@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,7 +50,8 @@ class Plan:
         full_space: The search space with them.
         setting: Everything that legality depends on.
         notes: Remarks for the user.
-        began: When the run began, in seconds of the monotonic clock; budgets count from there.
+        began: When the command began, in seconds of the monotonic clock; budgets count from there, else from the run's
+            first moment.
     """
 
     spec: StudySpec
@@ -64,7 +64,7 @@ class Plan:
     full_space: SearchSpace
     setting: Setting
     notes: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    began: float | None = None
 
     @property
     def memory_limit_bytes(self) -> float | None:

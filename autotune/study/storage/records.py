@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -61,11 +61,6 @@ SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
 T = TypeVar("T")
-# Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
-READABLE = (
-    ("step_time_s", "step time (ms)", 1e-3, 2), ("samples_per_s", "throughput (samples/s)", 1.0, 2),
-    ("peak_memory_bytes", "peak memory (MiB)", 2**20, 1),
-)  # fmt: skip
 
 
 def default_url(studies: Path) -> str:
@@ -291,23 +286,6 @@ def told_data(told: FrozenTrial) -> dict[str, Any]:
 
 def _measured_text(told: FrozenTrial) -> str | None:
     return told.system_attrs.get(MEASURED_ATTR) or told.user_attrs.get(OLD_MEASURED_ATTR)
-
-
-def readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
-
-    A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
-
-    Args:
-        candidate: The trial's configuration.
-        data: Its result, as in `told_data`.
-    """
-    found: dict[str, Any] = {"configuration": candidate.describe()}
-    measured = data["metrics"]
-    for name, key, scale, digits in READABLE:
-        if name in measured:
-            found[key] = round(measured[name] / scale, digits)
-    return found
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -48,14 +48,17 @@ def note_imports(before: Collection[str]) -> None:
     """In a rank: leaves the names of the library modules that were imported since, which the server then preloads."""
     if os.environ.get("LOCAL_RANK") != "0" or "TMPDIR" not in os.environ:
         return
-    names = [
-        name
-        for name, module in list(sys.modules.items())
-        if name not in before and getattr(getattr(module, "__spec__", None), "name", "") == name
-        and not name.startswith(OWN_MODULES) and not project.holds(getattr(module, "__file__", None) or "")
-    ]  # fmt: skip
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # a module may run code when it is asked for its name; the trial is over
+        names = [
+            name for name, module in sys.modules.copy().items() if name not in before and _is_library(name, module)
+        ]
         (Path(os.environ["TMPDIR"]) / IMPORTS).write_text("\n".join(names))
+
+
+def _is_library(name: str, module: object) -> bool:
+    """Returns whether a module can be imported by its name, and is neither ours nor the user's."""
+    found = getattr(getattr(module, "__spec__", None), "name", "") == name and not name.startswith(OWN_MODULES)
+    return found and not project.holds(getattr(module, "__file__", None) or "")
 
 
 def noted_imports(folder: Path | None) -> list[str]:

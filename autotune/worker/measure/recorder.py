@@ -29,7 +29,7 @@ class Recorder:
         self.folder = folder
         self.report = RankReport(rank=rank, outcome=Outcome.CRASHED, phase="start")
         self.check_memory: Callable[[], object] = lambda: None
-        self.imported = frozenset(sys.modules)
+        self.imported = frozenset(sys.modules.copy())  # other threads may import
         self._entered = time.monotonic()
         self._lock = threading.Lock()
 

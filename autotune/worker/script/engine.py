@@ -27,7 +27,7 @@ from autotune.worker.model import model_file, weights
 from autotune.worker.model.inspect import workload_of
 from autotune.worker.script import ds_config, pipeline
 from autotune.worker.script.context import ScriptContext, ScriptError
-from autotune.worker.script.patching import patch, users_caller, users_frame
+from autotune.worker.script.patching import patch, patch_everywhere, users_caller, users_frame
 
 # Arguments of torch's checkpoint that it does not pass on to the function.
 CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -78,9 +78,10 @@ class EngineHooks:
         """Patches the entry points."""
         import deepspeed
 
-        patch(deepspeed, "initialize", self._initialize)
+        # Everywhere: libraries that the server has imported may have bound them already.
+        patch_everywhere(deepspeed, "initialize", self._initialize)
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
-        patch(checkpointing, "checkpoint", self._checkpoint)
+        patch_everywhere(checkpointing, "checkpoint", self._checkpoint)
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context, place = self._context, ds_config.places(users_frame())

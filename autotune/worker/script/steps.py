@@ -82,8 +82,8 @@ class StepHooks:
         if n < (PROBE_STEPS if context.candidate is None else needed):
             limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
             raise ScriptError(
-                f"the script ended after {n} optimizer steps, and {needed} are needed: give it more steps or more"
-                f" data{limits}"
+                f"the script ended after {n} optimizer steps, and {needed} are needed:"
+                f" give it more steps or more data{limits}"
             )
         context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")
         self._end()

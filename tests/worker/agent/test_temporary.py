@@ -1,7 +1,10 @@
 """The folder for a trial's temporary files."""
 
+import importlib
+import sys
 import tempfile
 
+from autotune.worker import project
 from autotune.worker.agent import temporary
 
 
@@ -18,3 +21,23 @@ def test_a_cache_that_the_user_has_moved_stays_there(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it is asked for the folder
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "/data/tokens")
     assert temporary.environment(tmp_path / "t").keys() == {"TMPDIR", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def test_a_rank_leaves_the_names_of_the_libraries_that_it_imported_and_not_of_the_users_modules(tmp_path, monkeypatch):
+    monkeypatch.setattr(project, "_roots", [])
+    project.settle(tmp_path / "project" / "train.py")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for folder, name in (("project", "of_the_user"), ("library", "of_a_library")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    before = set(sys.modules)
+    for name in ("of_the_user", "of_a_library"):
+        importlib.import_module(name)
+    for rank, left in (("1", []), ("0", ["of_a_library"])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        temporary.note_imports(before)
+        assert temporary.noted_imports(tmp_path) == left
+    assert temporary.noted_imports(None) == temporary.noted_imports(tmp_path / "nowhere") == []
+    for name in ("of_the_user", "of_a_library"):
+        del sys.modules[name]

@@ -174,7 +174,7 @@ class _Adapter:
         n_epochs = batch * self._context.request.world_size / len(data)  # of one step
         if arguments.num_train_epochs < LEAST_STEPS * n_epochs:
             self._context.lift("num_train_epochs", arguments.num_train_epochs)
-            arguments.num_train_epochs = math.ceil(self._context.request.max_steps * max(n_epochs, 1))
+            arguments.num_train_epochs = math.ceil(self._context.request.max_steps * min(1.0, n_epochs))
 
     def on_saved_class(self, module: ModuleType, name: str) -> None:
         saved = getattr(module, name, None)

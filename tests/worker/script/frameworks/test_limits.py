@@ -35,7 +35,7 @@ def test_lightnings_limits(context, given, left, lifted):
 
 @pytest.mark.parametrize(
     ("n_samples", "epochs", "max_steps", "left"),
-    [(1000, 0.01, -1, 16), (1000, 3.0, -1, 3.0), (4, 1.0, -1, 4000), (4, 1.0, 100, 1.0), (None, 0.01, -1, 0.01)],
+    [(1000, 0.01, -1, 16), (1000, 3.0, -1, 3.0), (4, 1.0, -1, 1000), (4, 1.0, 100, 1.0), (None, 0.01, -1, 0.01)],
 )
 def test_epochs_of_the_trainer_that_have_too_few_steps(context, n_samples, epochs, max_steps, left):
     arguments = SimpleNamespace(

@@ -1,0 +1,70 @@
+"""The command `submit`: run a study inside an engine, driver and trials."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autotune.cli.options import Target, takes_settings
+from autotune.cli.run import SETTINGS_OF_A_RUN
+from autotune.errors import UserError, unknown
+from autotune.study.setup.capture import wanted_study
+from autotune.study.setup.plan import studies_folder
+
+
+@takes_settings(*(name for name in SETTINGS_OF_A_RUN if name != "executor"))
+def submit(
+    target: Target,
+    settings: Mapping[str, Any],
+    *,
+    executor: Annotated[
+        str, typer.Option(metavar="slurm|ray|kubernetes", help="The engine that runs the driver and its trials.")
+    ],
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not start from what related studies found.")
+    ] = False,
+) -> None:
+    """Submit a run of a target with the options of `autotune run`, and print what became of it."""
+    from autotune.executors import submit as engines
+
+    if executor not in engines.ENGINES:
+        raise UserError(f"--executor: {unknown(executor, engines.ENGINES)}")
+    if executor == "kubernetes":
+        for name in settings["executor_options"] or {}:
+            if name not in engines.OPTIONS:
+                raise UserError(f"--executor-option {unknown(name, engines.OPTIONS)}")
+    own = {"executor": "local", "executor_options": None} if executor == "kubernetes" else {"executor": executor}
+    wanted, _ = wanted_study(target, {**settings, **own})
+    job = engines.DriverJob(
+        name=wanted.name,
+        arguments=run_arguments(sys.argv[2:], executor),
+        folder=Path.cwd(),
+        log=studies_folder(Path(target)).absolute() / wanted.name / "driver.log",
+        options=settings["executor_options"] or wanted.executor_options,
+        nodes=wanted.n_nodes,
+        ranks=wanted.stated_ranks,
+    )
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    print(engines.ENGINES[executor](job))
+
+
+def run_arguments(given: list[str], executor: str) -> list[str]:
+    """The arguments of `autotune run` for those of `submit`; in a pod the trials are local."""
+    if executor != "kubernetes":
+        return given
+    left, script = list[str](), False
+    words = iter(given)
+    for word in words:
+        script = script or word == "--"
+        name, has_value, _ = word.partition("=")
+        if not script and name in ("--executor", "--executor-option"):
+            if not has_value:
+                next(words, None)
+        else:
+            left.append(word)
+    return left

@@ -32,7 +32,7 @@ from autotune.report import files, load
 from autotune.retune.decision import RetuneVerdict
 from autotune.retune.fingerprint import PARTS, narrowed
 from autotune.retune.retuning import RetuneRequest, Retuning
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.transfer import Transferred
 from autotune.space.candidate import Candidate

@@ -14,7 +14,7 @@ from optuna.study import Study
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import Outlook, chance_needed
 from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from autotune.scoring.convergence.quality_gate import numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialToBeat

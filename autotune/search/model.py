@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,16 +22,15 @@ from autotune.forecast.regression import (
     MEMORY_NOISE,
     MEMORY_SMOOTH,
     STOPPED_SD,
-    Z95,
     CalibratedGP,
     Data,
     Design,
     expected_noise,
     fit,
-    interval_sd,
     probability_below,
 )
 from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.search.observation import CENSORED_SD, Observation
 from autotune.space.candidate import Candidate
 from autotune.trial.result import RAN, Outcome
 
@@ -47,47 +46,11 @@ DERIVED_SD = 0.03
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost
 # is cubic.
 MOST_DERIVED, DERIVED_TRIALS = 2, 50
-CENSORED_SD, SAMPLES_SD = 0.5, 0.1
+SAMPLES_SD = 0.1
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}
 FATAL = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """A trial as the search sees it.
-
-    Attributes:
-        candidate: What was measured.
-        outcome: How it ended.
-        metrics: What it yielded, as in `objective.METRICS`.
-        ci95: 95 % intervals, where they are known.
-        censored: Metrics that are extrapolated.
-        inner_s: Time of a micro-step that ends no optimizer step; with `boundary_s` it prices every accumulation.
-        boundary_s: Time of the micro-step that ends one, the optimizer included.
-    """
-
-    candidate: Candidate
-    outcome: Outcome = Outcome.COMPLETE
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    ci95: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    censored: Sequence[str] = ()
-    inner_s: float | None = None
-    boundary_s: float | None = None
-
-    def step_time_s(self, world_size: int) -> float | None:
-        """Seconds of a step: told, or from the throughput."""
-        if self.good("step_time_s"):
-            return self.metrics["step_time_s"]
-        if self.good("samples_per_s"):
-            return self.candidate.global_batch_size(world_size) / self.metrics["samples_per_s"]
-        return None
-
-    def good(self, metric: str) -> bool:
-        """Whether the metric is there and a logarithm can be taken of it."""
-        value = self.metrics.get(metric)
-        return value is not None and math.isfinite(value) and value > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +274,7 @@ def learn(
             _time_data(catalogue, memory, limit, world_size, ran),
             time_sd,
             catalogue.time_spread,
-            expected_noise([_own_noise(t) for t in ran]),
+            expected_noise([t.own_noise() for t in ran]),
         ),
         memory=memory,
         samples=_learn_samples(catalogue, world_size, done),
@@ -373,7 +336,7 @@ def _time_data(
     for n, t in enumerate(ran):
         derive = n >= len(ran) - DERIVED_TRIALS
         stopped = STOPPED_SD if t.outcome is Outcome.STOPPED_EARLY else 0.0
-        own = _own_noise(t)
+        own = t.own_noise()
         for candidate, seconds, sd in _priced(catalogue, t, world_size, derive=derive):
             row = catalogue.row.get(candidate)
             if row is not None and seconds > 0:
@@ -431,7 +394,7 @@ def _learn_samples(catalogue: FeatureTable, world_size: int, done: Sequence[Obse
         seconds = t.step_time_s(world_size)
         assert seconds is not None
         y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(world_size)))
-        extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else _spread(t, "time_to_loss_s", SAMPLES_SD))
+        extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else t.spread("time_to_loss_s", SAMPLES_SD))
     return fit(
         Data.of(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0])
     )
@@ -454,18 +417,6 @@ def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
         bad += present * (t.outcome in FATAL)
         good += present * (t.outcome in RAN)
     return np.asarray(bad / (bad + good + 0.25) * (good < bad), dtype=float)
-
-
-def _own_noise(t: Observation) -> float:
-    """Noise of the step time as the trial's own steps show it; 0 where no interval was told."""
-    return interval_sd(*t.ci95["step_time_s"]) if "step_time_s" in t.ci95 else 0.0
-
-
-def _spread(t: Observation, metric: str, otherwise: float) -> float:
-    low, high = t.ci95.get(metric, (0.0, 0.0))
-    if not (0 < low <= high < math.inf):
-        return otherwise
-    return float(np.clip(math.log(high / low) / (2 * Z95), 0.01, CENSORED_SD))
 
 
 def _sign(metric: str) -> float:

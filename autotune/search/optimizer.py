@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.search import acquisition
-from autotune.search.model import Bound, CostModel, Observation, TransferredCorrections, learn
+from autotune.search.model import Bound, CostModel, TransferredCorrections, learn
+from autotune.search.observation import Observation
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.result import Outcome
@@ -41,8 +42,7 @@ ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
 # Each level of a knob whose best candidate is expected within this factor of the best by the goal is tried once, if it
-# is likely to fit and complete: a
-# confident prior that is wrong about a level is never corrected otherwise.
+# is likely to fit and complete: a confident prior that is wrong about a level is never corrected otherwise.
 COVERED_WITHIN, LIKELY = 2.5, 0.5
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
@@ -179,11 +179,11 @@ class CandidateOptimizer:
         if not open_rows.any():
             return None
         rng = np.random.default_rng(len(told))
-        rows = self._hopeful(state, self._pool(state, open_rows, rng))
+        rows = _hopeful(state, self.metrics, self._pool(state, open_rows, rng))
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
-            rows = self._hopeful(state, np.flatnonzero(open_rows))
+            rows = _hopeful(state, self.metrics, np.flatnonzero(open_rows))
             fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
         if not (fits >= least).any():
             least = min(least, LAST_RESORT)
@@ -195,9 +195,7 @@ class CandidateOptimizer:
             allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
         scores = self._worth(state, rows, allowed, len(told)) * allowed
         # Where nothing promises an improvement, what is most likely to fit and fast is next.
-        best = (
-            int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * self._regret(state, rows)))
-        )
+        best = int(np.argmax(scores)) if scores.max() > 0 else int(np.argmax(allowed - 1e-3 * _regret(state, rows)))
         chosen: Candidate = self.catalogue.candidates[int(rows[best])]
         return chosen
 
@@ -255,18 +253,13 @@ class CandidateOptimizer:
         is no reason to go on.
         """
         state = self._learn(told)
-        open_rows, held = self._open(state, busy), self._held_rows(state)
+        open_rows, held = self._open(state, busy), _held_rows(state)
         covered, n_ran = state.time.covered, state.n_ran
         if not len(held) or not open_rows.any():
             loss = 0.0 if len(held) else math.inf
             return Outlook(
-                loss=loss,
-                next_gain=loss,
-                n_left=int(open_rows.sum()),
-                covered_levels=True,
-                n_ran=n_ran,
-                covered=covered,
-            )
+                loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, covered_levels=True
+            )  # fmt: skip
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
         fits = state.fits(rows)
@@ -277,12 +270,9 @@ class CandidateOptimizer:
         measured = measured[np.argsort(state.goal(measured, self.shares)[0])][:MOST_DRAWN]
         rows, allowed = rows[hopeful], (fits * state.held(rows) * state.completes(rows))[hopeful]
         drawn = state.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
-        seen, unseen = drawn[:, : len(measured)], drawn[:, len(measured) :]
-        kept = seen[:, :FINALISTS].min(axis=1)
-        better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
-        loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
+        loss, next_gain = _loss_of_stopping(drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng)
         return Outlook(
-            loss=float(loss), next_gain=float(better.mean(axis=0).max()), n_left=n_left, n_ran=n_ran, covered=covered,
+            loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered,
             covered_levels=not self._untried(state, rows, allowed).any(),
         )  # fmt: skip
 
@@ -335,17 +325,12 @@ class CandidateOptimizer:
             chosen.append(best)
         return rows[np.unique(np.concatenate(chosen))]
 
-    def _regret(self, state: CostModel, rows: Rows) -> Floats:
-        """How far each row is expected to be from the best, on the objective that it serves best."""
-        mean, _ = state.costs(rows)
-        return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
-
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
         """The acquisition whose turn it is: the hypervolume (or a level that nothing had), the goal, one objective."""
         mean, sd = state.costs(rows)
         if not len(state.rows):
-            return np.exp(-self._regret(state, rows))
-        held = self._held_rows(state)
+            return np.exp(-_regret(state, rows))
+        held = _held_rows(state)
         if not len(held):
             return state.held(rows)
         seen, _ = state.costs(held)
@@ -374,22 +359,6 @@ class CandidateOptimizer:
         near = (behind - behind.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
         return np.asarray(near & self.catalogue.present[rows][:, ~tried].any(axis=1), dtype=bool)
 
-    def _hopeful(self, state: CostModel, rows: Rows) -> Rows:
-        """The rows without those far behind the best measured on every objective of time, once one such has been tried."""
-        timed = [n for n, metric in enumerate(self.metrics) if metric != MEMORY]
-        if not timed or not len(state.rows) or not len(rows):
-            return rows
-        (seen, _), (mean, sd) = state.costs(state.rows), state.costs(rows)
-        best = seen.min(axis=0)[timed]
-        if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
-            return rows
-        near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
-        return np.asarray(rows[near], dtype=np.intp)
-
-    def _held_rows(self, state: CostModel) -> Rows:
-        """What completed and seems to keep the bounds."""
-        return state.rows[state.held(state.rows) > 0.5] if len(state.rows) else state.rows
-
 
 def chance_needed(told: Sequence[Observation]) -> float:
     """The lowest probability of fitting at which a candidate is run; it rises with each trial that ran out of memory."""
@@ -403,3 +372,42 @@ def _lowest(values: Floats, where: NDArray[np.bool_], n: int) -> Rows:
 
 def _parts(rows: Rows, size: int = 4000) -> list[Rows]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _held_rows(state: CostModel) -> Rows:
+    """What completed and seems to keep the bounds."""
+    return state.rows[state.held(state.rows) > 0.5] if len(state.rows) else state.rows
+
+
+def _regret(state: CostModel, rows: Rows) -> Floats:
+    """How far each row is expected to be from the best, on the objective that it serves best."""
+    mean, _ = state.costs(rows)
+    return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
+
+
+def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
+    """The rows without those far behind the best measured on every objective of time, once one such has been tried."""
+    timed = [n for n, metric in enumerate(metrics) if metric != MEMORY]
+    if not timed or not len(state.rows) or not len(rows):
+        return rows
+    (seen, _), (mean, sd) = state.costs(state.rows), state.costs(rows)
+    best = seen.min(axis=0)[timed]
+    if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
+        return rows
+    near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
+    return np.asarray(rows[near], dtype=np.intp)
+
+
+def _loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.random.Generator) -> tuple[float, float]:
+    """What stopping loses, and what the most promising single trial gains, over joint draws of the goal.
+
+    Args:
+        seen: The goal of the measured candidates, the best first, one row a draw; the first few are measured again.
+        unseen: The goal of those not measured.
+        allowed: Probability of each of these that it runs and keeps the bounds.
+        rng: Draws which of them do.
+    """
+    kept = seen[:, :FINALISTS].min(axis=1)
+    better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
+    loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
+    return float(loss), float(better.mean(axis=0).max())

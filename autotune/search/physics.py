@@ -23,7 +23,8 @@ from autotune.errors import UserError
 from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
 from autotune.search import early_stopping, stopping
-from autotune.search.model import Bound, Observation
+from autotune.search.model import Bound
+from autotune.search.observation import Observation
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autotune.forecast.features import Prior, PriorPrediction
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
 

@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.forecast.features import Prior
 from autotune.forecast.predictor import generic_prior
 from autotune.search import transfer
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
 from autotune.search.transfer import Transferred

@@ -12,7 +12,7 @@ import pytest
 from autotune.forecast.features import PriorPrediction, flat, from_logs
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import encoded

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.forecast.features import flat
 from autotune.forecast.predictor import AnalyticPrior
-from autotune.search.model import Observation
+from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.transfer import Transferred
 from autotune.space.candidate import Candidate

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autotune.worker.measure.wire import wire
+
 PHASES = ("data", "forward", "backward", "step")
 # Collectives in forward and backward; those in the optimizer's step; waiting until all ranks have come to them.
 BETWEEN_RANKS = ("reduce", "gather", "wait")
@@ -32,6 +34,7 @@ class PhaseClock:
         self._inside = self._coalescing = False
         self._start = 0.0
         self._originals: dict[str, Any] = {}
+        wire.clear()
         if world_size > 1:
             # All collectives of torch.distributed end here; DeepSpeed binds the functions above them.
             for name in COLLECTIVES:
@@ -84,6 +87,8 @@ class PhaseClock:
 
     def _collective(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, group, *args, **kwargs)
+        if self.phase and not self._inside and group.size() > 1:
+            wire.note(self.phase, (args, kwargs))
         if not self.phase or self._inside or self._coalescing or group.size() == 1:
             return run()
         return self._timed(group, run, meet=True)

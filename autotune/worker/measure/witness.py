@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import Scalar
+from autotune.worker.measure.wire import wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
 # release of DeepSpeed, or this stage, does not show what it asks for.
@@ -150,7 +151,23 @@ def _wire_dtype(engine: Any, value: Scalar) -> str | None:
     found, own = holder.communication_data_type, next(engine.module.parameters()).dtype
     if found != _dtype(value):
         return f"gradients travel as {_names({found})}"
+    sent = wire.types("backward", "step")  # empty where no step was taken apart
+    if sent and found not in sent:
+        return f"what ranks sent in backward and step was {_names(sent)}"
     return "gradients have that type anyway" if found == own else None
+
+
+def _quantized(name: str, phases: tuple[str, ...], read: Callable[[Any], Any]) -> Witness:
+    """A witness of a quantised collective: the engine is set to it, and integers of 8 bits were sent."""
+    holds = _equal(read)
+
+    def ask(engine: Any, value: Scalar) -> str | None:
+        why, sent = holds(engine, value), wire.types(*phases)
+        if why is None and value and sent and not sent & {torch.int8, torch.uint8}:
+            return f"{name}: what ranks sent was {_names(sent)}"
+        return why
+
+    return ask
 
 
 def _persistence(engine: Any, value: Scalar) -> str | None:
@@ -272,8 +289,10 @@ WITNESSES: dict[str, Witness] = {
     f"{ZERO}stage3_max_reuse_distance": _equal(_offload("_max_reuse_distance_in_numel")),
     f"{ZERO}stage3_param_persistence_threshold": _persistence,
     f"{ZERO}zero_hpz_partition_size": _equal(_zero("zero_hpz_partition_size")),
-    f"{ZERO}zero_quantized_weights": _equal(_offload("zero_quantized_weights")),
-    f"{ZERO}zero_quantized_gradients": _equal(lambda engine: engine.optimizer.all2all_process_group is not None),
+    f"{ZERO}zero_quantized_weights": _quantized("weights", ("forward", "backward"), _offload("zero_quantized_weights")),
+    f"{ZERO}zero_quantized_gradients": _quantized(
+        "gradients", ("backward",), lambda engine: engine.optimizer.all2all_process_group is not None
+    ),
     "bf16.bf16_master_weights_and_grads": _master_weights,
     "bf16.bf16_optimizer_states": _state_dtype,
     "bf16.immediate_grad_update": _equal(_zero("immediate_grad_update")),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.paths import ROOT
 from support.zoo import CLEAN, Zoo
 from yaml import safe_load
@@ -12,6 +15,7 @@ from yaml import safe_load
 from autotune.space.candidate import FIELDS
 from autotune.trial.result import Outcome
 from autotune.worker.measure import witness
+from autotune.worker.measure.wire import Wire
 
 ZERO = "zero_optimization."
 ACTING: list[tuple[int, str, dict[str, Any]]] = [
@@ -51,6 +55,44 @@ def test_an_inert_setting_is_not_applied(zoo: Zoo, stage: int, precision: str, w
     result = run(zoo, stage, precision, what)
     assert result.outcome is Outcome.NOT_APPLIED
     assert said in result.reason and next(iter(what)) in result.reason
+
+
+@pytest.fixture
+def sent() -> Iterator[Wire]:
+    """What a rank sent in its second step."""
+    witness.wire.clear()
+    yield witness.wire
+    witness.wire.clear()
+
+
+def test_a_collective_is_known_by_its_phase_type_and_bytes(sent: Wire) -> None:
+    sent.note("backward", ([torch.zeros(4), torch.zeros(8, dtype=torch.bfloat16)], {"options": None}))
+    sent.note("step", ((torch.zeros(2, dtype=torch.int8),), {}))
+    sent.note("step", ((), {}))
+    assert sent.types("backward") | sent.types("step") == {torch.float32, torch.int8}
+    assert sent.sent_bytes["backward", torch.float32] == 16 and sum(sent.calls.values()) == 2
+
+
+@pytest.mark.parametrize(("travelled", "said"), [(torch.bfloat16, None), (torch.float32, "float32")])
+def test_a_wire_type_is_believed_where_it_travelled(sent: Wire, travelled: torch.dtype, said: str | None) -> None:
+    sent.note("backward", torch.zeros(4, dtype=travelled))
+    engine = SimpleNamespace(
+        dp_world_size=2, zero_optimization_stage=lambda: 0, communication_data_type=torch.bfloat16,
+        module=torch.nn.Linear(2, 2),
+    )  # fmt: skip
+    why = witness.judge(engine, {"communication_data_type": "bf16"}, {}).inert.get("communication_data_type")
+    assert why is None if said is None else said in str(why)
+
+
+@pytest.mark.parametrize(("travelled", "inert"), [(torch.int8, False), (torch.bfloat16, True)])
+def test_quantised_weights_are_believed_where_integers_travelled(
+    sent: Wire, travelled: torch.dtype, inert: bool
+) -> None:
+    sent.note("forward", torch.zeros(4, dtype=travelled))
+    offload = SimpleNamespace(zero_quantized_weights=True)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload))
+    name = f"{ZERO}zero_quantized_weights"
+    assert (name in witness.judge(engine, {name: True}, {}).inert) == inert
 
 
 @pytest.mark.process

@@ -101,7 +101,7 @@ def test_a_study_ends_with_an_answer_and_its_files_and_leaves_no_process(finishe
     found = json.loads((study / "recommended.json").read_text())
     pick = found["picks"]["recommended"]
     point = set("trial candidate ds_config metrics ci95".split())
-    keys = point | set("speedup speedup_ci95 reasons script_side_changes".split())
+    keys = point | set("speedup speedup_ci95 gains measurements reasons script_side_changes".split())
     assert set(pick) == keys and "drop_in" in found["picks"] and set(found["baseline"]) == keys
     assert all(set(each) == point for each in json.loads((study / "front.json").read_text()))
     assert json.loads((study / "ds_config.json").read_text()) == pick["ds_config"]

@@ -115,8 +115,8 @@ def next_round(
     hopeful = [m for m in ranked if not m.barred]
     races = [race(some, estimates, objectives) for some in (hopeful, [m for m in ranked if not m.doubt])]
     new = [m for m in ranked if m.trial in found and not tried.get(m.trial)]
-    needed = [*(each.runners[0] for each in races if each.runners), *([baseline] if baseline and ranked else [])]
-    due = bool(new) or any(tried.get(m.trial, 0) < least for m in needed)
+    short = [each.runners[0] for each in races if each.runners and tried.get(each.runners[0].trial, 0) < least]
+    due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)
     if not due and (not more or all(each.settled for each in races)):
         return []
     if due:
@@ -125,5 +125,6 @@ def next_round(
         races += [race(same, estimates, objectives), race(finalists, estimates, [THROUGHPUT])]
     leaders = [each.runners[0] for each in races if each.runners]
     chasers = [m for each in races if due or not each.settled for m in each.runners[1:]]
-    wanted = {m.trial: m for m in [*new, *leaders, *chasers]}
-    return list(wanted.values())[: max(n, len(new))]
+    first = {m.trial: m for m in [*new, *short]}  # all of them, or a leader could wait for its rounds for ever
+    wanted = first | {m.trial: m for m in [*leaders, *chasers]}
+    return list(wanted.values())[: max(n, len(first))]

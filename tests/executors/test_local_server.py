@@ -101,7 +101,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(own: Zoo) -> None:
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
-    (helper,) = own.server.children(recursive=True)  # the module's process is not the trial's to end
+    # The module's process is not the trial's to end; the server's own short ones end by themselves.
+    assert wait_until(lambda: len(own.server.children(recursive=True)) == 1)
+    (helper,) = own.server.children(recursive=True)
     mark = own.executor.mark
 
     killed = []

@@ -105,6 +105,7 @@ def test_a_whole_study_is_replayed_from_a_file(tmp_path: Path) -> None:
         spec_of(
             sampler="physics",
             trials=14,
+            stop_below=0,
             finalists=2,
             repeats=1,
             space=[SPACE],

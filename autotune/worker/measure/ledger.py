@@ -108,11 +108,10 @@ class StepLedger:
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
         table = torch.stack(rows).cpu().reshape(self.request.world_size, 4 + len(TAKEN_IN), n)
-        # The window lasts as long as its slowest rank takes; the mean over ranks divides it among the steps.
-        own_s = table[:, 0].sum(dim=1)
-        shares = table[:, 0].mean(dim=0) / own_s.mean().clamp(min=1e-12)
-        self.elapsed_s += float(own_s.max())
-        times, means = (shares * own_s.max()).tolist(), table[:, 3].mean(dim=0).tolist()
+        # The ranks began the window together; a step ends when the last of them has ended it.
+        ends_s = table[:, 0].cumsum(dim=1).max(dim=0).values
+        self.elapsed_s += float(ends_s[-1])
+        times, means = ends_s.diff(prepend=ends_s.new_zeros(1)).tolist(), table[:, 3].mean(dim=0).tolist()
         skips, smaller = (table[:, row].max(dim=0).values.tolist() for row in (1, 2))
         taken_in = table[:, 4:].sum(dim=0).round().long().T.tolist()
         if self.noise is not None:

@@ -103,16 +103,24 @@ def test_who_watches_is_told_once_a_window(ledger):
     assert [each["step"] for each in told] == [2] and told[0]["step_time_s"] == pytest.approx(0.02)
 
 
-def test_together_steps_last_as_long_as_on_the_slowest_rank(monkeypatch, tmp_path):
-    def slower(own):
-        seen = own.clone()
-        seen[:3] = torch.tensor([0.03, 0.01, 0.02])
+@pytest.mark.parametrize(
+    ("own", "others", "steps"),
+    [
+        ([0.01, 0.03, 0.01], [0.03, 0.01, 0.02], [0.03, 0.01, 0.02]),
+        # The first rank waits for the second one's work of the step before: each step takes as long as the second's.
+        ([0.01, 0.05, 0.05], [0.05, 0.05, 0.05], [0.05, 0.05, 0.05]),
+        ([0.02, 0.02, 0.02], [0.01, 0.01, 0.05], [0.02, 0.02, 0.03]),
+    ],
+)
+def test_a_step_ends_when_its_last_rank_has_ended_it(monkeypatch, tmp_path, own, others, steps):
+    def slower(sent):
+        seen = sent.clone()
+        seen[:3] = torch.tensor(others)
         return [seen]
 
     ledger = made(monkeypatch, tmp_path, slower)
-    add(ledger, 0.01, 0.03, 0.01)
-    assert sum(ledger.report.step_times_s) == pytest.approx(0.06)
-    assert ledger.report.step_times_s[0] == pytest.approx(ledger.report.step_times_s[1])  # who waits for whom changes
+    add(ledger, *own)
+    assert ledger.report.step_times_s == pytest.approx(steps) and ledger.elapsed_s == pytest.approx(sum(steps))
 
 
 def test_the_end_of_an_epoch_costs_its_own_step_only(ledger):

@@ -23,8 +23,8 @@ FORMS = (".py", ".sh", ".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What all kinds of devices are asked about."""
+class _Question:
+    """The model and how it is trained: what is asked of each kind of devices."""
 
     model: str
     source: str
@@ -45,7 +45,7 @@ Model = Annotated[
     ),
 ]
 Gpus = Annotated[str | None, _option("gpus", "8xA100-40", "Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.")]
-Nodes = Annotated[int | None, _option("nodes", "N", "Nodes of so many devices each.")]
+Nodes = Annotated[int | None, _option("nodes", "N", "Nodes, each with the devices of --gpus.")]
 Compare = Annotated[str | None, _option("compare", "H100,4090", "Other cards, as many of each.")]
 GoalName = Annotated[str, _option("goal", "GOAL", "throughput, latency, memory or cost.")]
 GlobalBatch = Annotated[
@@ -57,7 +57,7 @@ LoraRank = Annotated[int, _option("lora-rank", "N", "Rank of adapters, on every 
 Attention = Annotated[str, _option("attention", "NAME", "eager, sdpa or flash.")]
 Loss = Annotated[str, _option("loss", "NAME", "plain (fp32 logits), fused, or none (logits never whole).")]
 Optimizer = Annotated[str, _option("optimizer", "NAME", "adamw, fused-adamw, adamw-8bit, lion, muon, sgd, ...")]
-Tokens = Annotated[str | None, _option("tokens", "10B", "Say the time for so many tokens.")]
+Tokens = Annotated[str | None, _option("tokens", "10B", "Say the time that this number of tokens takes.")]
 Price = Annotated[str | None, _option("price", "2.10/h", "Of a device; says the cost of the tokens.")]
 DeviceMemory = Annotated[str | None, _option("device-memory", "80GiB", "Memory of a device, over the table's.")]
 PeakFlops = Annotated[str | None, _option("peak-flops", "400T", "Peak of 16-bit products, over the table's.")]
@@ -156,7 +156,7 @@ def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:
     return 0 if found[0].verdict == "fits" else 1
 
 
-def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Asked:
+def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
     """A model of which the architecture is known."""
     from autotune.advise import architecture
     from autotune.advise.answer import amount
@@ -172,7 +172,7 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Asked:
         notes.append(f"adapters of rank {training.lora_rank} on every linear layer")
     said = f"{shape.name} ({amount(shape.n_parameters)} parameters), {how['method']} fine-tuning"
     profile = profile_of(shape, training)
-    return _Asked(
+    return _Question(
         model=said,
         source=shape.source if shape.parameters else name,
         profile=profile,
@@ -182,7 +182,7 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Asked:
     )
 
 
-def _measured(target: str) -> _Asked:
+def _measured(target: str) -> _Question:
     """A model.py or a script, profiled here as `autotune predict` does."""
     from autotune.advise.answer import amount
     from autotune.report.progress import ProgressView
@@ -195,7 +195,7 @@ def _measured(target: str) -> _Asked:
     profile = found.profile
     said = f"{Path(target).name} ({amount(profile.n_parameters)} parameters, profiled here)"
     sequence = max(1, profile.sequence)
-    return _Asked(
+    return _Question(
         model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / sequence,
         base=found.base_config,
         notes=(*found.notes, "method, attention, optimizer and length are those of the target"),
@@ -203,7 +203,7 @@ def _measured(target: str) -> _Asked:
 
 
 def _advice(
-    asked: _Asked, devices: Any, *, goal: str, global_batch: int | None, settings: Mapping[str, Any],
+    asked: _Question, devices: Any, *, goal: str, global_batch: int | None, settings: Mapping[str, Any],
     tokens: float | None, price: float | None,
 ) -> Any:  # fmt: skip
     """Advice on one kind of devices."""

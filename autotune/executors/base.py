@@ -50,7 +50,7 @@ class Status(StrEnum):
 UNDER_WAY = (Status.QUEUED, Status.RUNNING)
 
 
-class Then(StrEnum):
+class NextStep(StrEnum):
     """What follows the end of an attempt at a trial.
 
     `TELL`: its result is told. `ONCE_MORE`: it runs again; a second such end is the configuration's crash. `AGAIN`: it
@@ -64,7 +64,12 @@ class Then(StrEnum):
 
 
 # The policy of all engines; an engine only says in which state its job is.
-THEN = {Status.EXITED: Then.TELL, Status.LOST: Then.ONCE_MORE, Status.TAKEN: Then.AGAIN, Status.REFUSED: Then.REFUSE}
+THEN = {
+    Status.EXITED: NextStep.TELL,
+    Status.LOST: NextStep.ONCE_MORE,
+    Status.TAKEN: NextStep.AGAIN,
+    Status.REFUSED: NextStep.REFUSE,
+}
 
 
 class MachinesGone(Unavailable):
@@ -226,7 +231,7 @@ def has_begun(folder: TrialDir) -> bool:
 
 
 def _submitted(executor: Executor, folder: TrialDir, request: TrialRequest) -> Job:
-    """Starts a trial in a folder of its own."""
+    """Starts a trial; each has its own folder."""
     forget(executor, folder.path)
     # Only the ranks may read a secret that the user put on the command line.
     secret = request.script is not None and redaction.redact(request.script.arguments) != request.script.arguments
@@ -291,11 +296,11 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
             if not over:  # the user stopped it: nothing to resume
                 folder.job.unlink(missing_ok=True)
     shutil.rmtree(folder.scratch, ignore_errors=True)
-    then = THEN.get(status, Then.TELL)  # its deadline has passed if it is under way
-    if then is Then.REFUSE:
+    then = THEN.get(status, NextStep.TELL)  # its deadline has passed if it is under way
+    if then is NextStep.REFUSE:
         raise UserError(shown(job.reason))
-    result = conclude(folder, request, "" if then is Then.TELL else job.reason)
-    if result.outcome is Outcome.LOST and then is Then.AGAIN:
+    result = conclude(folder, request, "" if then is NextStep.TELL else job.reason)
+    if result.outcome is Outcome.LOST and then is NextStep.AGAIN:
         raise MachinesGone(shown(job.reason), time.monotonic() - started if started is not None else 0.0)
     if result.outcome in (Outcome.CRASHED, Outcome.LOST):
         files.check_space(folder.path, result.reason)

@@ -233,14 +233,14 @@ class ClusterExecutor:
         return allocation.at_work
 
     def was_granted(self, nodes: int) -> bool:
-        """Whether the engine has run a trial of this study on so many machines: then it can again, once they are back.
+        """Whether the engine has run a trial of this study on this number of machines, and can again once they are back.
 
         A later run of the study knows it, too.
         """
         return self._granted().get(self._asked_for(), 0) >= nodes
 
     def granted(self, nodes: int) -> None:
-        """Notes that the engine runs a trial on so many machines."""
+        """Notes that the engine runs a trial on this number of machines."""
         if not self.was_granted(nodes):
             write_record(self.root / GRANTED, self._granted() | {self._asked_for(): nodes})
 

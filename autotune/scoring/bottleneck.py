@@ -296,7 +296,7 @@ def _memory(evidence: Evidence, others: Sequence[StepObservation]) -> tuple[Part
 
 
 def _reserved(evidence: Evidence) -> list[str]:
-    """What the CUDA allocator took beside what tensors needed, and what is left of the device."""
+    """What the CUDA allocator took beside what tensors needed, and how much of the device is free."""
     held, used, limit = evidence.reserved_bytes, evidence.allocated_bytes, evidence.memory_limit_bytes
     if not held or not used:
         return []

@@ -96,7 +96,7 @@ class _Model:
     """The covariances of some readings, by the parts that the grid scales.
 
     log reading = level + forecast + effect of the trial + state of the machine + noise. The state is a random walk over
-    the first measurements, in order, and a level of its own for each round of re-measurements.
+    the first measurements, in order, and a separate level for each round of re-measurements.
     """
 
     def __init__(self, readings: Readings, positions: Floats, effect_sd: Floats, extra_var: Floats) -> None:

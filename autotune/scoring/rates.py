@@ -22,7 +22,7 @@ MOST_BLOCKS = 20
 N_RESAMPLES = 1000
 # Of the steps, this share may be shortened as disturbed by the machine, and at least one.
 DISTURBED_SHARE = 0.05
-# Disturbed is what exceeds the time expected for its size by so many robust standard deviations, and by so much.
+# A step is disturbed if it exceeds the time expected for its size by 5 robust standard deviations and by 10 %.
 DISTURBED_SDS, DISTURBED_EXCESS = 5.0, 0.1
 
 

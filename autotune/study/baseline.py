@@ -24,7 +24,7 @@ from autotune.trial.result import Outcome, TrialResult
 
 # Micro-gradients of a step that the noise probe takes at least.
 MIN_NOISE_MICROS = 4
-# From this share of a device's memory on, which the baseline's peak takes, memory is scarce: an objective of its own.
+# Memory is scarce, and becomes an objective, where the baseline's peak takes this share of the device's.
 SCARCE_SHARE = 0.6
 
 

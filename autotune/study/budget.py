@@ -64,7 +64,7 @@ class Budget:
         return self._earlier_s + time.monotonic() - self._began_s
 
     def search_ended(self) -> None:
-        """Notes that what is left is the end of the study."""
+        """Notes that the search is over: repeats and checks follow."""
         self._search_ended_s = self.spent_s()
 
     def n_spent(self) -> int:

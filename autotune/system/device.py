@@ -1,4 +1,4 @@
-"""The accelerator devices that trials see here: DeepSpeed is asked in a process of its own, once per boot."""
+"""The accelerator devices that trials see here: DeepSpeed is asked in a separate process, once per boot."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def here(environment: Mapping[str, str] | None = None) -> Devices:
 
 
 def ask(variables: Mapping[str, str]) -> Devices:
-    """Asks DeepSpeed in a process of its own, so that this one never touches a device."""
+    """Asks DeepSpeed in a separate process, so that this one never touches a device."""
     command = [sys.executable, "-m", "autotune.worker", "device"]
     environment = {**variables, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     try:

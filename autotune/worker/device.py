@@ -1,4 +1,4 @@
-"""The devices that a rank sees, through DeepSpeed's accelerator and torch; run in a process of its own or in a rank."""
+"""The devices that a rank sees, through DeepSpeed's accelerator and torch; run in a separate process or in a rank."""
 
 from __future__ import annotations
 

@@ -340,16 +340,16 @@ class CandidateOptimizer:
             # next.
             expected = mean @ self.shares
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        untried = self._untried(state, rows, allowed)
-        if n_told % (2 if n_metrics == 1 else 3) == 0 and untried.any():
+        untried, turn = self._untried(state, rows, allowed), n_told % (2 * n_metrics + 2)
+        if turn == 2 * n_metrics and untried.any():
             expected = mean @ self.shares
             return np.asarray(untried * np.exp(expected.min() - expected), dtype=float)
-        if n_metrics > 1 and n_told % 3 == 0:
+        if n_metrics > 1 and turn % 2 == 0:
             rng = np.random.default_rng(n_told)
             gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
             if gain.max() > 0:
                 return gain
-        share = np.eye(n_metrics)[n_told // 3 % n_metrics] if n_told % 3 == 2 else self.shares
+        share = np.eye(n_metrics)[turn // 2] if turn < 2 * n_metrics else self.shares
         return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
 
     def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> NDArray[np.bool_]:

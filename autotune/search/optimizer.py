@@ -47,7 +47,7 @@ COVERED_WITHIN, LIKELY = 2.5, 0.5
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
-WORTH_A_TRIAL = 0.3
+WORTH_A_TRIAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def cluster_of(engine: str, root: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
 @pytest.mark.smoke
-def test_trials_run_at_once_on_nodes_of_their_own_and_each_is_told_once(tmp_path: Path, engine: str) -> None:
+def test_trials_run_at_once_and_each_is_told_once_and_a_shared_machine_is_said(tmp_path: Path, engine: str) -> None:
     changes = {"executor": engine, "executor_options": {}, "nodes": 1, "ranks": 1, "parallel": 2, "trials": 4}
     changes["space"] = {"micro_batch_size": {"choices": [2, 4, 6, 8]}}
     file = tmp_path / "studies" / "s" / "study.yaml"
@@ -101,7 +101,7 @@ def test_trials_run_at_once_on_nodes_of_their_own_and_each_is_told_once(tmp_path
     spans = [(folder.request.stat().st_mtime, folder.result.stat().st_mtime) for folder in folders]
     together = [max(a[0], b[0]) < min(a[1], b[1]) for a, b in itertools.combinations(spans, 2)]
     assert len(spans) == 4 and any(together), "no two trials ran at once"
-    assert "at the same time" not in done.stdout, "they had nodes of their own"
+    assert "at the same time" in done.stdout  # the engine's nodes are this one machine
 
 
 def _read(path: Path) -> str:

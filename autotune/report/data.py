@@ -263,13 +263,15 @@ def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
 def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
 
-    What keeps it from being a result is said at the end. Empty where the baseline did not run, or cannot be compared
-    with it.
+    Where its own metric has no gain to state, the throughput's is. What keeps it from being a result is said at the
+    end. Empty where the baseline did not run, or cannot be compared with it.
     """
     if report.is_baseline(pick):
         return "the baseline itself"
     lead, gains = leading_metric(report, names), pick.get("gains") or {}
-    said = speedup_words(pick) if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
+    said = "" if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
+    if not said:  # its interval says nothing, or it was not measured
+        lead, said = THROUGHPUT, speedup_words(pick)
     if not said:
         return ""
     ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}

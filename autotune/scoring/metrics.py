@@ -11,7 +11,7 @@ from autotune.errors import nearest
 from autotune.scoring.convergence.noise_scale import efficiency
 from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
 from autotune.scoring.rates import Estimate, rate_of
-from autotune.scoring.step_times import _half_width
+from autotune.scoring.step_times import half_width
 from autotune.trial.result import TrialResult
 
 Direction = Literal["minimize", "maximize"]
@@ -61,7 +61,7 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
 def _step_time(result: TrialResult, _: Reference | None) -> Estimate | None:
     if result.steps is None or not result.steps.median_s > 0:
         return None
-    median, half = result.steps.median_s, _half_width(result.steps)
+    median, half = result.steps.median_s, half_width(result.steps)
     return Estimate(value=median, low=max(0.0, median - half), high=median + half)
 
 

@@ -137,7 +137,7 @@ class _Model:
 
     def effects(self, scales: _Scales) -> tuple[Floats, Floats]:
         """Mean and covariance of all trials' logarithms in the machine's average state."""
-        n, own = len(self.y), self.readings.trial
+        own = self.readings.trial
         state = self.state + scales.drift**2 * self.walk
         prior = scales.effect**2 * self.effect_var
         level = LEVEL_SD**2 * (self.group[:, None] == self.group[None, :])
@@ -146,7 +146,6 @@ class _Model:
         solved = np.linalg.solve(self.covariance(scales), np.column_stack([self.y, across.T]))
         mean = self.prior_mean + across @ solved[:, 0]
         cov = level + np.diag(prior) + mean_state_var - across @ solved[:, 1:]
-        assert len(solved) == n
         return mean, cov
 
 

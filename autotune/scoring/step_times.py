@@ -141,7 +141,7 @@ def t95(degrees: int) -> float:
     return float(special.stdtrit(max(1, degrees), 0.975))
 
 
-def _half_width(steps: StepStats) -> float:
+def half_width(steps: StepStats) -> float:
     """The interval's half-width; the median itself where two steps are too few for an interval."""
     return steps.ci95_s if math.isfinite(steps.ci95_s) else steps.median_s
 

@@ -139,6 +139,18 @@ def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):
     )
 
 
+def test_a_pick_whose_own_gain_says_nothing_is_stated_by_its_throughput(report):
+    """The time to a loss may be known within a factor of ten only; the page then has no words of its own to begin with."""
+    pick = report.picks["recommended"]
+    wide = pick | {"gains": pick["gains"] | {"time_to_loss_s": [2.0, 0.5, 8.0]}}
+    recommended = report.recommended | {"picks": {"recommended": wide}}
+    unsure = replace(report, recommended=recommended, study=report.study | {"weights": {"time_to_loss_s": 1.0}})
+    assert leading_metric(unsure, ["recommended"]) == "time_to_loss_s"
+    said = f"{pick['speedup']:.2f}x ("
+    assert pick_words(unsure, ["recommended"], wide).startswith(said) and said in render(unsure)
+    assert said in report_page.render(unsure)
+
+
 def test_a_path_longer_than_the_line_goes_on_in_the_next(report):
     path = "/very" + "/long" * 30 + "/ds_config.json"
     assert path in printed(report, 80, [path]).replace("\n", "")

@@ -42,7 +42,7 @@ COMMANDS = {
               " loading."),
     "dashboard": ("dashboard", "Serve the Optuna dashboard: the recommendation and why, the front, every trial with"
                   " its files."),
-    "doctor": ("doctor", "Say what this machine has and what would fail, and build DeepSpeed's ops once."),
+    "doctor": ("doctor", "Say what this machine has and what would fail."),
     "changes": ("retune", "Say what has changed since STUDY found its answer: device, libraries, model, data, ranks,"
                 " search space."),
     "retune": ("retune", "Measure whether STUDY's answer is still right; search again, in few trials, if it is not."

@@ -215,7 +215,7 @@ def at_path(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-# DeepSpeed's compiled ops of its own optimizers, on the device and on the host.
+# Compiled ops of DeepSpeed's optimizers: on the device, and on the host if the optimizer is offloaded.
 _OPTIMIZER_OPS = {
     "adam": ("fused_adam", "cpu_adam"), "adamw": ("fused_adam", "cpu_adam"), "lamb": ("fused_lamb", "fused_lamb"),
     "lion": ("fused_lion", "cpu_lion"), "adagrad": ("", "cpu_adagrad"),
@@ -223,7 +223,7 @@ _OPTIMIZER_OPS = {
 
 
 def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
-    """DeepSpeed's compiled ops that a configuration calls for, by builder name.
+    """Returns DeepSpeed's compiled ops that a configuration calls for, by builder name.
 
     Args:
         value_at: Returns the configuration's value at a dotted path, None where there is none.

@@ -132,6 +132,15 @@ def _older(setting: Setting, *release: int) -> bool:
     return version(setting.deepspeed_version) < release
 
 
+OP_RULES = tuple(
+    Rule(
+        partial(_lacks_op, op),
+        f"needs DeepSpeed's {op}, which cannot be built: {{missing_{op}}}{otherwise}",
+        ("offload_optimizer", "offload_param", "zero_stage", *QUANTISED, *OPTIMIZER),
+    )
+    for op, otherwise in OPS.items()
+)
+
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
@@ -220,9 +229,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
-    *(OP_RULES := tuple(Rule(partial(_lacks_op, op), f"needs DeepSpeed's {op}, which cannot be built: {{missing_{op}}}{otherwise}",
-           ("offload_optimizer", "offload_param", "zero_stage", *QUANTISED, *OPTIMIZER))
-      for op, otherwise in OPS.items())),
+    *OP_RULES,
 )  # fmt: skip
 
 

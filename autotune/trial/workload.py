@@ -29,7 +29,7 @@ class Environment:
         omp_num_threads: The user's own `OMP_NUM_THREADS`, if set.
         versions: Version of each library that a measurement depends on.
         capability: CUDA compute capability, or AMD's architecture; empty on a CPU.
-        uuid: Identifier of the first device; a part of a card (MIG) has one of its own.
+        uuid: Identifier of the first device; of a part of a card (MIG), the part's.
         free_memory_bytes: Memory of the fullest visible device that nobody used; None on a CPU.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason and the remedy.
         remarks: Sentences for the user: a device that is not used, an accelerator that was never tested.

@@ -53,10 +53,11 @@ def _device(accelerator: Any, kind: str, index: int) -> Device:
     if not memory:
         with contextlib.suppress(Exception):
             memory = accelerator.total_memory(index)
-    return Device(name=name, uuid=_uuid(properties), capability=capability, memory_bytes=int(memory or 0))
+    return Device(name=name, uuid=uuid_of(properties), capability=capability, memory_bytes=int(memory or 0))
 
 
-def _uuid(properties: Any) -> str:
+def uuid_of(properties: Any) -> str:
+    """Returns the identifier of a device as NVIDIA's tools write it; empty where torch does not tell."""
     uuid = str(getattr(properties, "uuid", "") or "")
     mig = " MIG " in str(getattr(properties, "name", ""))
     return f"{'MIG' if mig else 'GPU'}-{uuid}" if uuid and "-" in uuid and not uuid.startswith(("GPU", "MIG")) else uuid

@@ -39,7 +39,7 @@ def holds(path: str) -> bool:
 def _is_users(path: str) -> bool:
     if path.startswith(INSTALLED_FOLDERS):
         return False
-    # Below the longest root, so that a project within another one's environment is still one.
+    # The innermost root counts: a project may lie inside another project's environment.
     root = max((root for root in _roots if path.startswith(root)), key=len, default="")
     return bool(root) and not _is_library(Path(path), Path(root))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
 import socket
 import time
@@ -59,7 +58,7 @@ class MemoryWatch:
         self.due = now + MAX_INTERVAL_S / 10
         with contextlib.suppress(OSError, ValueError, IndexError):
             if not self._most:
-                self._most = int(json.loads(self._own.recv(64)))
+                self._most = int(self._own.recv(64))
             left = self._most - int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
             self.due = now + (interval_s(left) if left >= 0 else ASK_INTERVAL_S)
             if left < 0:

@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from autotune.space.legality import OPS
 from autotune.system import toolkit
 
 
@@ -44,17 +43,14 @@ def build(names: Sequence[str]) -> int:
     return failed
 
 
-# What candidates may need; see `autotune.space.deepspeed.ops_needed`.
-NEEDED = ("fused_adam", "cpu_adam", "fused_lamb", "fused_lion", "cpu_lion", "cpu_adagrad", "async_io", "quantizer")
-
-
 def missing() -> dict[str, str]:
     """Returns the ops that cannot be compiled here, each with why and what to install; compiles nothing."""
-    return {name: why for name in NEEDED if (why := why_missing(name))}
+    return {name: why for name in OPS if (why := why_missing(name))}
 
 
 def why_missing(name: str) -> str:
     """Returns why an op cannot be compiled here, as far as that shows without trying; empty if it can, or if it is."""
+    import torch
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
@@ -76,7 +72,8 @@ def why_missing(name: str) -> str:
 
 @functools.cache
 def _why_no_cuda() -> str:
-    """Why nvcc cannot compile for this torch."""
+    """Returns why nvcc cannot compile for this torch; empty if it can."""
+    import torch
     from deepspeed.ops.op_builder import builder
 
     wanted = f"install the CUDA toolkit {torch.version.cuda}, which torch was built with"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import select
 import shutil
@@ -79,8 +80,8 @@ class _Running:
 
     def wait_s(self) -> float:
         """Returns the longest sleep until a rank's memory is to be looked at."""
-        next_look = min((watch.due for watch in self.watches.values()), default=0.0) - time.monotonic()
-        return min(WAIT_S, max(memory_watch.MIN_INTERVAL_S, next_look))
+        due = min((watch.due for rank, watch in self.watches.items() if rank not in self.codes), default=math.inf)
+        return min(WAIT_S, max(memory_watch.MIN_INTERVAL_S, due - time.monotonic()))
 
     def failed_elsewhere(self) -> bool:
         """Returns whether the trial failed on another machine."""

@@ -24,8 +24,6 @@ N_CHECKSUMS = 2
 N_SHAPES = 32
 # Batches that a loader may draw ahead of their use.
 MOST_AHEAD = 1024
-
-
 # Fields of `StepCount` that are summed over ranks.
 TAKEN_IN = ("samples", "tokens", "real_tokens", "elements")
 
@@ -74,8 +72,8 @@ class StepCount:
 class BatchObserver:
     """Counts samples at the engine's forward and backward calls per optimizer step.
 
-    A loader's figure is believed only where each micro-batch had a draw of its own. Else the tensors that went forward
-    count: by their leading dimension, or by the one that counts the samples of the loader's batches.
+    The loader's count holds only where each micro-batch is exactly one draw. Otherwise the tensors that went forward are
+    counted: by their leading dimension, or by the one that counts the samples of the loader's batches.
 
     Args:
         engine: The DeepSpeed engine.
@@ -128,7 +126,7 @@ class BatchObserver:
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensor = counted_tensor(args, kwargs)
         shape = tuple(tensor.shape) if tensor is not None else ()
-        drawn, partial = self._use(shape) if self._fresh else (None, False)
+        drawn, same_kind = self._use(shape) if self._fresh else (None, False)
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
         is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
@@ -136,7 +134,7 @@ class BatchObserver:
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:
-            self._micro.append(MicroBatch(rows, rows, drawn, partial))
+            self._micro.append(MicroBatch(rows, rows, drawn, same_kind))
             self._n_first += rows
             if shape and self._forgiving:
                 self._note(tensor, args, kwargs)
@@ -171,7 +169,8 @@ class BatchObserver:
             return False
         self._steps = self._engine.global_steps
         micro = tuple(self._micro)
-        samples, way = self._count(micro), self._way(micro)
+        way = self._way(micro)
+        samples = sum(getattr(one, way) for one in micro)
         ragged = self._ragged(samples)
         i = int(way == "every")
         self.last = StepCount(

@@ -27,6 +27,7 @@ class DeviceWatch:
         self._nvml: Any = None
         self._before: dict[str, tuple[int | None, int | None, float | None]] = {}
         self._handle: Any = None
+        self._uuid_of_rank = ""
         self._began: tuple[float, float | None] | None = None
         with contextlib.suppress(Exception):  # not installed, or no driver
             import pynvml

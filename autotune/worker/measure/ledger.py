@@ -21,8 +21,8 @@ from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 
 # Ranks compare clocks once a window, not after each step: waiting for the device and for each other would hide what
-# overlaps between steps (the next batch is drawn while the device computes), and charge every step with its slowest rank
-# although ranks make up for one another. Long steps too come in twos, unless two would take seconds.
+# overlaps between steps (the next batch is drawn while the device computes), and a rank that is late in one step could
+# not catch up in the next. A window has at least two steps, unless a step takes seconds.
 WINDOW_S = 0.2
 LONG_STEP_S = 2.0
 MAX_WINDOW_STEPS = 100
@@ -200,7 +200,7 @@ class Window:
         self._skipped: list[bool] = []
         self._counts: list[StepCount] = []
         self._skipped_before = engine.skipped_steps
-        # Between windows ranks do unequal work (one writes events); who is late would be waited for in the others' time.
+        # Between windows ranks do unequal work (one writes events): here they wait for the last, not in a timed step.
         dist.barrier()
         self._laps, self._cpu_start = Laps(ledger.device), time.process_time()
         self._laps.start()

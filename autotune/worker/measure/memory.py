@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from autotune.worker.device import uuid_of
 from autotune.worker.measure import watched
 from autotune.worker.measure.device_load import DeviceWatch
 
@@ -61,9 +62,7 @@ class Memory:
         """Returns the identifier of this rank's device; empty on a CPU and where torch does not tell."""
         if not self.cuda:
             return ""
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        uuid = str(getattr(properties, "uuid", ""))
-        return uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return uuid_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
 
     def _close(self) -> None:
         if self.cuda:

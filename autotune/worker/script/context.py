@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from autotune.errors import UserError
-from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import OWNED_PATHS, DsConfig
 from autotune.trial.request import TrialRequest
@@ -23,8 +22,6 @@ from autotune.worker.script import ds_config, execute
 if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
 
-# A run of fewer optimizer steps is too short to be measured.
-LEAST_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
 INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from autotune.trial import folder
 from autotune.worker import random_fills, rank
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
-from autotune.worker.measure.ledger import Window
+from autotune.worker.measure.ledger import MIN_STEPS, Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model import weights
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script import pipeline, probe
-from autotune.worker.script.context import LEAST_STEPS, ScriptContext, ScriptError
+from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import PreparedModel
 from autotune.worker.script.patching import patch
 
@@ -78,7 +78,7 @@ class StepHooks:
         if context.meter is None:
             raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
         self._gather_rest()
-        n, needed = len(context.report.step_times_s), min(context.request.max_steps, LEAST_STEPS)
+        n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < (PROBE_STEPS if context.candidate is None else needed):
             limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
             raise ScriptError(

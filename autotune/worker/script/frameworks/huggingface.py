@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from autotune.trial.workload import TRAINER
-from autotune.worker.script.context import LEAST_STEPS, ScriptContext
+from autotune.worker.measure.ledger import MIN_STEPS
+from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.frameworks import accelerate
 from autotune.worker.script.patching import after_import, patch, patch_everywhere
 
@@ -114,7 +115,7 @@ class _Adapter:
         if not self._context.memory.cuda:
             arguments.use_cpu = False  # else Accelerate would not use DeepSpeed
         self._inject_deepspeed(arguments)
-        if 0 < arguments.max_steps < LEAST_STEPS:
+        if 0 < arguments.max_steps < MIN_STEPS:
             self._context.lift("max_steps", arguments.max_steps)
             arguments.max_steps = self._context.request.max_steps
         for field, flag in FLAGS.items():
@@ -172,7 +173,7 @@ class _Adapter:
             return
         batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         n_epochs = batch * self._context.request.world_size / len(data)  # of one step
-        if arguments.num_train_epochs < LEAST_STEPS * n_epochs:
+        if arguments.num_train_epochs < MIN_STEPS * n_epochs:
             self._context.lift("num_train_epochs", arguments.num_train_epochs)
             arguments.num_train_epochs = math.ceil(self._context.request.max_steps * min(1.0, n_epochs))
 

@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from autotune.space.deepspeed import DsConfig
-from autotune.worker.script.context import LEAST_STEPS, ScriptContext
+from autotune.worker.measure.ledger import MIN_STEPS
+from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch
 
 # Both names under which Lightning is distributed; each package has all the code.
@@ -74,11 +75,11 @@ class _Adapter:
 
     def _lift_limits(self, given: dict[str, Any]) -> None:
         """Takes away what ends a run before it can be measured."""
-        few = LEAST_STEPS * (given.get("accumulate_grad_batches") or 1)
+        few = MIN_STEPS * (given.get("accumulate_grad_batches") or 1)
         for name, instead, least in (
             ("fast_dev_run", False, few),
             ("limit_train_batches", None, few),
-            ("max_steps", self._context.request.max_steps, LEAST_STEPS),
+            ("max_steps", self._context.request.max_steps, MIN_STEPS),
         ):
             value = given.get(name)
             if isinstance(value, int) and 0 < value < least:

@@ -109,7 +109,7 @@ def inspect_workload(
         log = TrialDir(path).log(result.failed_rank or 0)
         hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
         if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()):
-            hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor`"
+            hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor --build`"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)
     if workload.script is not None:

@@ -229,8 +229,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
     written = list[Path]()
     try:
         with records.failing_in_words(url):
-            for path in write_answer(report, folder):
-                written.append(path)
+            written.extend(write_answer(report, folder))
             if report.study["stored_as"] == wanted.name:
                 warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
                 store_notes(records.load_study(storage, wanted.name), report)

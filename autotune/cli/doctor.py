@@ -27,7 +27,7 @@ from autotune.trial.workload import Environment, Workload
 
 OPS = ("fused_adam", "cpu_adam")
 LEAST_SHARED_BYTES = 64 << 20
-# Less free memory of an idle device means that another process holds some; a context of its own takes half a GiB.
+# An idle device has at least this share free beside our CUDA context (0.5 GiB); with less, another process uses it.
 LEAST_FREE_SHARE = 0.9
 PROBE = '''\
 """The smallest target there is: shows that a trial can run here."""
@@ -142,7 +142,9 @@ def _trial(folder: Path, *, build: bool) -> list[Finding]:
         findings.append(Finding("ok" if good else "fail", "trial", detail))
         for op in OPS:
             if why := here.missing_ops.get(op):
-                findings.append(Finding("warn", op, f"cannot be built, so what needs it is not tried: {why}"))
+                findings.append(
+                    Finding("warn", op, f"cannot be built, so configurations that need it are not tried: {why}")
+                )
             elif build:
                 print(f"- building DeepSpeed's {op} (a minute or two the first time)", file=sys.stderr)
                 findings.append(_built(executor, op))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import UNDER_WAY, Status
 from autotune.executors.node_agent import Settings, Spool
@@ -422,15 +421,3 @@ def settings_for(modules: Sequence[str], environment: dict[str, str], idle_s: fl
     return Settings(
         modules=[*modules], environment={**environment}, exported=exported, working_dir=where, idle_s=idle_s
     )
-
-
-def seconds(options: dict[str, str], name: str, usual: float) -> float:
-    """Returns an option that is a number of seconds.
-
-    Raises:
-        UserError: It is not a number.
-    """
-    try:
-        return float(options.get(name, usual))
-    except ValueError:
-        raise UserError(f"--executor-option {name}={options[name]}: a number of seconds is needed") from None

@@ -23,6 +23,7 @@ from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
+from autotune.executors.options import is_yes
 from autotune.system import files
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
@@ -196,7 +197,7 @@ class Ray:
 
     def _whole(self, bundle: dict[str, float], fit: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Returns the resources with all processors of a machine, so that no other job of Ray shares it."""
-        if self.options.get("exclusive", "yes") != "yes" or not fit:
+        if not is_yes(self.options, "exclusive") or not fit:
             return bundle
         return bundle | {"CPU": min(node["Resources"].get("CPU", 0.0) for node in fit)}
 

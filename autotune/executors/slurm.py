@@ -14,6 +14,7 @@ from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
+from autotune.executors.options import is_yes, whole
 from autotune.trial.folder import TrialDir
 
 # Names and descriptions of `--executor-option`.
@@ -84,8 +85,8 @@ class Slurm:
 
     def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
         self.options, self.ranks_per_node, self.job_name = options, ranks_per_node, job_name
-        self.hold = _yes(options, "hold")
-        self._exclusive = _yes(options, "exclusive")
+        self.hold = is_yes(options, "hold")
+        self._exclusive = is_yes(options, "exclusive")
 
     def check(self, nodes: int) -> None:
         """Checks that Slurm answers and knows the partition.
@@ -130,7 +131,7 @@ class Slurm:
         elif "mem" in self.options:
             arguments += [f"--mem={self.options['mem']}"]
         if "cpus_per_rank" in self.options:
-            arguments += [f"--cpus-per-task={(self.ranks_per_node or 1) * _whole(self.options, 'cpus_per_rank')}"]
+            arguments += [f"--cpus-per-task={(self.ranks_per_node or 1) * whole(self.options, 'cpus_per_rank')}"]
         if n_gpus := self._gpus_per_node():
             arguments += [f"--gres=gpu:{n_gpus}"]
         arguments += shlex.split(self.options.get("sbatch", ""))
@@ -148,7 +149,7 @@ class Slurm:
         if done.returncode:
             return self._past(job)
         said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-        return _standing(job, said.get("JobState", ""), said.get("Reason", "None"), said.get("ExitCode", ""))
+        return standing_of(job, said.get("JobState", ""), said.get("Reason", "None"), said.get("ExitCode", ""))
 
     def end(self, job: str) -> None:
         """Cancels a job."""
@@ -165,13 +166,13 @@ class Slurm:
         if done.returncode or not done.stdout.strip():
             return lost
         state, _, code = done.stdout.strip().splitlines()[-1].partition("|")
-        return _standing(job, state.split()[0], "None", code)
+        return standing_of(job, state.split()[0], "None", code)
 
     def _gpus_per_node(self) -> int:
         """Returns the GPUs that a node's ranks need; without a number of ranks, all GPUs of the partition's nodes."""
         partition = self.options.get("partition")
         if self.ranks_per_node and "gpus_per_rank" in self.options:
-            return self.ranks_per_node * _whole(self.options, "gpus_per_rank")
+            return self.ranks_per_node * whole(self.options, "gpus_per_rank")
         done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
         # An asterisk marks the default partition.
         lines = [line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")]
@@ -197,8 +198,6 @@ exec srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none -
 
 class Steps(Slurm):
     """The engine inside an allocation that the user has (`SLURM_JOB_ID`): agents are steps of that job."""
-
-    hold = True
 
     def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
         super().__init__(options, ranks_per_node, job_name)
@@ -250,7 +249,8 @@ class Steps(Slurm):
                 step.wait()
 
 
-def _standing(job: str, state: str, reason: str, code: str) -> JobState:
+def standing_of(job: str, state: str, reason: str, code: str) -> JobState:
+    """Returns the state of a job from what Slurm says of it: its state, the reason, and its exit code."""
     why = "" if reason in ("None", "") else f": {reason}"
     if state in WAITING:
         if NEVER.fullmatch(reason):
@@ -281,16 +281,3 @@ def _call(*command: str, given: str | None = None) -> subprocess.CompletedProces
 def _said(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return re.sub(r"^\w+: (error|fatal): ", "", lines[-1]) if lines else f"exit status {done.returncode}"
-
-
-def _yes(options: dict[str, str], name: str) -> bool:
-    value = options.get(name, "yes")
-    if value not in ("yes", "no"):
-        raise UserError(f"--executor-option {name}={value}: yes or no is needed")
-    return value == "yes"
-
-
-def _whole(options: dict[str, str], name: str) -> int:
-    if not options[name].isdigit():
-        raise UserError(f"--executor-option {name}={options[name]}: a whole number is needed")
-    return int(options[name])

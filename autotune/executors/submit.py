@@ -16,6 +16,7 @@ from typing import Any
 
 from autotune.errors import Unavailable, UserError
 from autotune.executors.cluster import EXPORTED
+from autotune.executors.options import is_yes, whole
 from autotune.executors.ray import NAMESPACE, Ray
 from autotune.executors.slurm import Slurm
 
@@ -145,6 +146,30 @@ def to_ray(job: DriverJob) -> str:
     return f"ray: actor {name} runs study {job.name} as process {pid}; its output: {job.log}"
 
 
+def object_name(name: str, most: int = 63) -> str:
+    """Returns a name as Kubernetes takes it: at most so many small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:most].strip("-")
+
+
+def pod(container: Mapping[str, Any], folder: str, claim: str) -> dict[str, Any]:
+    """Returns the pod of a container that works in a folder on a PersistentVolumeClaim.
+
+    Args:
+        container: Its name, image, command, variables and limits.
+        folder: The folder at which the claim is mounted.
+        claim: The claim.
+    """
+    mounts = [{"name": "project", "mountPath": folder}, {"name": "shm", "mountPath": "/dev/shm"}]
+    return {
+        "restartPolicy": "Never",
+        "containers": [{**container, "workingDir": folder, "volumeMounts": mounts}],
+        "volumes": [
+            {"name": "project", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # ranks and data loaders share memory in it
+        ],
+    }
+
+
 def manifest(job: DriverJob) -> dict[str, Any]:
     """Returns the Kubernetes Job of a run: one pod holds the driver and all ranks of its trials.
 
@@ -159,9 +184,9 @@ def manifest(job: DriverJob) -> dict[str, Any]:
     if missing:
         raise UserError(f"submit --executor kubernetes: give --executor-option {missing[0]}=...: {OPTIONS[missing[0]]}")
     ranks, folder = job.ranks or 1, str(job.folder)
-    n_gpus = ranks * int(job.options.get("gpus_per_rank", 1))
+    n_gpus = ranks * whole(job.options, "gpus_per_rank")
     limits = {"nvidia.com/gpu": str(n_gpus)} if n_gpus else {}
-    limits |= {"cpu": str(ranks * int(job.options["cpus_per_rank"]))} if "cpus_per_rank" in job.options else {}
+    limits |= {"cpu": str(ranks * whole(job.options, "cpus_per_rank"))} if "cpus_per_rank" in job.options else {}
     limits |= {"memory": job.options["mem"]} if "mem" in job.options else {}
     variables = {
         key: os.environ[key] for key in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "AUTOTUNE_CACHE") if key in os.environ
@@ -169,19 +194,16 @@ def manifest(job: DriverJob) -> dict[str, Any]:
     container = {
         "name": "driver",
         "image": job.options["image"],
-        "workingDir": folder,
         "command": ["autotune", "run", *job.arguments],
         "env": [{"name": key, "value": value} for key, value in variables.items()],
         "resources": {"limits": limits},
-        "volumeMounts": [{"name": "work", "mountPath": folder}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
     queue = {"kueue.x-k8s.io/queue-name": job.options["queue"]} if "queue" in job.options else {}
-    name = re.sub(r"[^a-z0-9-]+", "-", f"autotune-{job.name}".lower())[:63].strip("-")
     again = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": {"containerName": "driver", "operator": "In", "values": [TEMPORARY, 143]}},
     ]
-    meta: dict[str, Any] = {"name": name} | ({"labels": queue} if queue else {})
+    meta: dict[str, Any] = {"name": object_name(f"autotune-{job.name}")} | ({"labels": queue} if queue else {})
     meta |= {"namespace": job.options["namespace"]} if "namespace" in job.options else {}
     return {
         "apiVersion": "batch/v1",
@@ -191,16 +213,7 @@ def manifest(job: DriverJob) -> dict[str, Any]:
             "backoffLimit": 0,
             **({"suspend": True} if queue else {}),  # Kueue starts it
             "podFailurePolicy": {"rules": again},
-            "template": {
-                "spec": {
-                    "restartPolicy": "Never",
-                    "containers": [container],
-                    "volumes": [
-                        {"name": "work", "persistentVolumeClaim": {"claimName": job.options["claim"]}},
-                        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # ranks and data loaders share memory in it
-                    ],
-                }
-            },
+            "template": {"spec": pod(container, folder, job.options["claim"])},
         },
     }
 
@@ -212,7 +225,7 @@ def to_kubernetes(job: DriverJob) -> str:
         UserError: kubectl is not here, or refuses it.
     """
     text = json.dumps(manifest(job), indent=2)
-    if job.options.get("apply", "yes") == "no":
+    if not is_yes(job.options, "apply"):
         return text
     if shutil.which("kubectl") is None:
         raise UserError("submit --executor kubernetes: there is no kubectl here; --executor-option apply=no prints it")

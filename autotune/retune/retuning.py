@@ -105,8 +105,7 @@ class Retuning:
                 " so there is nothing to re-tune"
             )
         self.incumbent = Candidate.of(pick["candidate"])
-        stored_as = str(self.report.study["stored_as"])
-        self.current: Study = records.load_study(self.storage, stored_as)
+        self.current: Study = records.load_study(self.storage, str(self.report.study["stored_as"]))
         kept = records.record(self.current)
         assert kept is not None  # or there were no report
         self.kept: StudyRecord = kept

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import yaml
 from apscheduler.triggers.cron import CronTrigger
 
 from autotune.errors import UserError
+from autotune.executors.submit import object_name, pod
 from autotune.retune.schedule import Schedule
 
 HOUR_S, DAY_S = 3600.0, 86400.0
+# Folder of the container; characters of a CronJob's name, to whose runs Kubernetes gives longer ones.
+MOUNTED_AT, MOST_OF_A_NAME = "/project", 52
 PLAIN = re.compile(r"[\w./:@+=-]+")  # a word that needs no quotes
 # Variables that change the measurements or that the command needs; another scheduler does not set them.
 CARRIED = ("PATH", "AUTOTUNE_CACHE", "OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
@@ -135,35 +140,31 @@ def _systemd(job: Job) -> str:
 def _kubernetes(job: Job) -> str:
     retune = f"{shlex.join(['autotune', 'retune', job.schedule.study, '--if-due'])}; s=$?; [ $s -eq 3 ] || exit $s"
     # The image has its own PATH; kernels and profiles are kept on the volume.
-    kept = _environment(("OMP_NUM_THREADS", "DS_ACCELERATOR")) | {"AUTOTUNE_CACHE": "/work/.cache/autotune"}
-    variables = json.dumps([{"name": name, "value": value} for name, value in kept.items()])
-    limits = f"\n              resources: {{limits: {{nvidia.com/gpu: {job.n_gpus}}}}}" if job.n_gpus else ""
-    return f"""apiVersion: batch/v1
-kind: CronJob
-metadata:
-  name: {job.name.lower().replace("_", "-").replace(".", "-")}
-spec:
-  schedule: {json.dumps(job.fields)}
-  timeZone: {json.dumps(time_zone())}
-  concurrencyPolicy: Forbid
-  jobTemplate:
-    spec:
-      backoffLimit: 0
-      template:
-        spec:
-          restartPolicy: Never
-          containers:
-            - name: retune
-              image: YOUR-IMAGE  # with autotune, torch and DeepSpeed
-              workingDir: /work
-              # 3 says that a better configuration was put in place, which is no failure
-              command: ["sh", "-c", {json.dumps(retune)}]
-              env: {variables}{limits}
-              volumeMounts: [{{name: work, mountPath: /work}}, {{name: shm, mountPath: /dev/shm}}]
-          volumes:
-            - {{name: work, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}  # holds the studies folder
-            - {{name: shm, emptyDir: {{medium: Memory}}}}  # ranks and data loaders share memory through it
-"""
+    kept = _environment(("OMP_NUM_THREADS", "DS_ACCELERATOR")) | {"AUTOTUNE_CACHE": f"{MOUNTED_AT}/.cache/autotune"}
+    container: dict[str, Any] = {
+        "name": "retune",
+        "image": "YOUR-IMAGE",
+        "command": ["sh", "-c", retune],
+        "env": [{"name": name, "value": value} for name, value in kept.items()],
+    }
+    container |= {"resources": {"limits": {"nvidia.com/gpu": job.n_gpus}}} if job.n_gpus else {}
+    template = {"spec": pod(container, MOUNTED_AT, "YOUR-CLAIM")}
+    manifest = {
+        "apiVersion": "batch/v1",
+        "kind": "CronJob",
+        "metadata": {"name": object_name(job.name, MOST_OF_A_NAME)},
+        "spec": {
+            "schedule": job.fields,
+            "timeZone": time_zone(),
+            "concurrencyPolicy": "Forbid",
+            "jobTemplate": {"spec": {"backoffLimit": 0, "template": template}},
+        },
+    }
+    return (
+        "# YOUR-IMAGE: with autotune, torch and DeepSpeed. YOUR-CLAIM: the volume that holds the studies folder.\n"
+        "# Exit status 3 says that a better configuration was put in place, which is no failure.\n"
+        + yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=math.inf)
+    )
 
 
 # By form: the text between two schedules, and what writes one of them.

@@ -127,7 +127,9 @@ class TrialMeasurer:
             self._built.add(op)
             self._events.doing(compiling(op))
             if failure := self.executor.build_ops([op], self._events.tick):
-                self._events.say(f"DeepSpeed's {op} cannot be built here, so nothing that needs it is tried: {failure}")
+                self._events.say(
+                    f"DeepSpeed's {op} cannot be built here, so configurations that need it are not tried: {failure}"
+                )
                 self._state.forbid_op(op, failure)
 
     def run(

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.clusters import SlurmCluster, slurm, until, why_no_slurm
+from support.clusters import SlurmCluster, until
 from support.paths import MODELS, ROOT
 
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Status
 from autotune.executors.cluster import ClusterExecutor, Refused, Spool, settings_for
-from autotune.executors.slurm import Slurm, _standing
+from autotune.executors.slurm import Slurm, standing_of
 from autotune.system import processes
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest
@@ -24,14 +24,6 @@ from autotune.trial.result import Outcome
 
 STAND_IN = ROOT / "tests" / "support" / "stand_in_agent.py"
 REQUEST = TrialRequest(target=str(MODELS / "ok.py"), world_size=2, nodes=2, deadline_s=1.0)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    if why := why_no_slurm():
-        pytest.skip(why)
-    with slurm(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
-        yield cluster
 
 
 class Trials:
@@ -234,7 +226,7 @@ def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_state_of_a_job_means_something(state: str, reason: str, status: Status, words: str) -> None:
-    standing = _standing("7", state, reason, "1:0")
+    standing = standing_of("7", state, reason, "1:0")
     assert (standing.status, standing.reason) == (status, words)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.clusters import SlurmCluster, ray_cluster, slurm, until, why_no_ray, why_no_slurm
+from support.clusters import SlurmCluster, ray_cluster, until, why_no_ray
 
 from autotune.cli.submit import run_arguments
 from autotune.errors import UserError
@@ -35,14 +34,6 @@ def job(tmp_path: Path) -> submit.DriverJob:
 
 def runs(folder: Path) -> list[str]:
     return (folder / "runs").read_text().splitlines() if (folder / "runs").exists() else []
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    if why := why_no_slurm():
-        pytest.skip(why)
-    with slurm(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
-        yield cluster
 
 
 @pytest.mark.system
@@ -112,7 +103,12 @@ def test_a_manifest_is_what_the_official_client_takes(job) -> None:
 
 @pytest.mark.parametrize(
     ("options", "nodes", "words"),
-    [({"image": "i"}, 1, "give --executor-option claim="), ({"image": "i", "claim": "c"}, 2, "a pod is one machine")],
+    [
+        ({"image": "i"}, 1, "give --executor-option claim="),
+        ({"image": "i", "claim": "c"}, 2, "a pod is one machine"),
+        ({"image": "i", "claim": "c", "gpus_per_rank": "two"}, 1, "gpus_per_rank=two: a whole number is needed"),
+        ({"image": "i", "claim": "c", "apply": "maybe"}, 1, "apply=maybe: yes or no is needed"),
+    ],
 )
 def test_what_a_pod_cannot_be_is_said(job, options, nodes, words) -> None:
     with pytest.raises(UserError, match=words):

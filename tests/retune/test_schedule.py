@@ -348,7 +348,7 @@ def test_a_pod_gets_the_gpus_of_the_study_its_variables_and_shared_memory(two, n
     limits = {"limits": {"nvidia.com/gpu": 4}} if n_gpus else None
     assert container.get("resources") == limits
     assert {each["name"]: each["value"] for each in container["env"]} == {
-        "OMP_NUM_THREADS": "3", "AUTOTUNE_CACHE": "/work/.cache/autotune",
+        "OMP_NUM_THREADS": "3", "AUTOTUNE_CACHE": "/project/.cache/autotune",
     }  # fmt: skip
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]

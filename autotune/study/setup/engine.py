@@ -12,6 +12,7 @@ from autotune.executors import cluster
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, Engine
 from autotune.executors.local import LocalExecutor
+from autotune.executors.options import seconds
 from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 
@@ -55,7 +56,7 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
             if nodes > 1:
                 raise UserError("--nodes: several machines take --executor slurm or ray, or --hostfile")
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
-    idle_s = cluster.seconds(options, "idle", 600.0)
+    idle_s = seconds(options, "idle", 600.0)
     return ClusterExecutor(
         engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue,
         patience_s=spec.patience_s,

@@ -14,7 +14,7 @@ DRIVERS = {
     "postgresql": ("postgresql+psycopg", "psycopg[binary]"),
     "postgres": ("postgresql+psycopg", "psycopg[binary]"),
     "mysql": ("mysql+pymysql", "pymysql"),
-    "mariadb": ("mariadb+pymysql", "mysql"),
+    "mariadb": ("mariadb+pymysql", "pymysql"),
 }
 redact_url = redaction.redact_url
 _HIDDEN_OPTION = re.compile(rf"([?&])[^=&]*={re.escape(HIDDEN)}(?:&|$)")

@@ -35,6 +35,11 @@ def test_the_study_file_does_not_keep_the_password():
     assert "secret" not in text and "postgresql://ann:***@host/db" in text
 
 
+@pytest.mark.parametrize(("dialect", "package"), [("postgres", "psycopg[binary]"), ("mariadb", "pymysql"), ("x", None)])
+def test_the_package_of_a_driver_is_the_one_to_install(dialect, package):
+    assert urls.package(f"{dialect}://host/db") == package
+
+
 @pytest.mark.system
 def test_a_wrong_password_is_said_in_one_line_without_it(server):
     wrong = server.url.replace(postgres.QUOTED, "guessed")

@@ -1,0 +1,43 @@
+"""Values of `--executor-option`: numbers, seconds, yes or no."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.errors import UserError
+
+
+def seconds(options: Mapping[str, str], name: str, usual: float) -> float:
+    """Returns an option that is a number of seconds.
+
+    Raises:
+        UserError: It is not a number.
+    """
+    try:
+        return float(options.get(name, usual))
+    except ValueError:
+        raise UserError(f"--executor-option {name}={options[name]}: a number of seconds is needed") from None
+
+
+def is_yes(options: Mapping[str, str], name: str) -> bool:
+    """Returns an option that is yes, as it is by default, or no.
+
+    Raises:
+        UserError: It is neither.
+    """
+    value = options.get(name, "yes")
+    if value not in ("yes", "no"):
+        raise UserError(f"--executor-option {name}={value}: yes or no is needed")
+    return value == "yes"
+
+
+def whole(options: Mapping[str, str], name: str, usual: int = 1) -> int:
+    """Returns an option that is a whole number.
+
+    Raises:
+        UserError: It is none.
+    """
+    value = options.get(name, str(usual))
+    if not value.isdecimal():
+        raise UserError(f"--executor-option {name}={value}: a whole number is needed")
+    return int(value)

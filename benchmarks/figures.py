@@ -115,6 +115,22 @@ def ask(found: Results) -> Rows:
     return [(what, f"{found['median_s']:.2f} s")]
 
 
+def stopping(found: Results) -> Rows:
+    every = found["overall"]
+    ended, ran_all = every["ended"], every["ran_all"]
+    what = f"{every['studies']} simulated studies of up to {found['trials']} trials, goals balanced and throughput: ended by themselves"
+    rows = (
+        [(what, f"{ended['studies']}, after {ended['trials_mean']:.1f} trials on average")] if ended["studies"] else []
+    )
+    for name, some in (("those that ended", ended), ("those that ran all trials", ran_all)):
+        if some["studies"]:
+            regret = (
+                f"{percent(some['regret_mean'])}, {percent(some['regret_worst'])}; {percent(some['within_1_percent'])}"
+            )
+            rows.append((f"of {name}: answer behind the best, mean and worst; within 1 %", regret))
+    return rows
+
+
 def retune(found: Results) -> Rows:
     rows = []
     if "warm" in found:
@@ -299,6 +315,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
     "estimates": ("python benchmarks/estimates.py", estimates),
+    "stopping": ("python benchmarks/search_simulated.py --stopping --seeds 5", stopping),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "project": ("python benchmarks/project.py", project),

@@ -26,7 +26,7 @@ from scipy.optimize import least_squares
 from autotune.advise.architecture import PLAIN, TIED, Architecture
 from autotune.advise.constants import CONSTANTS, FILE, Constants
 from autotune.advise.devices import GENERATIONS, GIB, Devices, device_card
-from autotune.advise.forecast import Z95, Forecasts, forecast, host_terms
+from autotune.advise.forecast import SURE, Z95, Forecasts, forecast, host_terms
 from autotune.advise.shape import Training, profile_of
 from autotune.forecast.knobs import Knobs
 from autotune.space.candidate import Candidate
@@ -34,6 +34,8 @@ from autotune.trial.profile import Profile
 
 ROWS = Path(__file__).parent / "truth" / "published.csv"
 ZERO = "zero_optimization."
+# Number, card, and memory of one.
+DEVICES = re.compile(r"(\d+) x (\S+) x (\S+)")
 # What is known of a source's trainer and not in its rows. `loss`: llm-foundry and llm.c fuse the cross-entropy in
 # place; classifiers have no output layer over the vocabulary.
 TRAINERS: Mapping[str, Mapping[str, Any]] = {
@@ -91,7 +93,7 @@ def _case(row: Mapping[str, str]) -> Case | None:
         or row["outcome"] == "host_oom"
     ):
         return None
-    found = re.fullmatch(r"(\d+) x (\S+) x (\S+)", row["devices"])
+    found = DEVICES.fullmatch(row["devices"])
     devices = _devices(found, int(row["nodes"] or 1), _capacity(row)) if found else None
     # Float8 products, and checkpoints in host memory, are no settings of DeepSpeed.
     if devices is None or "float8" in row["precision"] or "checkpoint offload" in row["other"]:
@@ -283,7 +285,7 @@ def host_figures(path: Path = ROWS) -> dict[str, Any]:
             row for row in csv.DictReader(file) if row["host_gb"] and row["offload_optimizer"] + row["offload_param"]
         ]
     for row in rows:
-        found = re.fullmatch(r"(\d+) x (\S+) x (\S+)", row["devices"])
+        found = DEVICES.fullmatch(row["devices"])
         if found is None or "cpu" not in row["offload_optimizer"] + row["offload_param"]:
             continue
         count, total = int(found[1]), int(float(row["params_b"]) * 1e9)
@@ -345,9 +347,6 @@ def _tau(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _share(truths: Iterable[bool]) -> float:
     found = list(truths)
     return round(sum(found) / len(found), 4) if found else math.nan
-
-
-SURE = 0.9
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +225,7 @@ def typical(parameters: float) -> Architecture:
     said = (
         f"a typical shape of {best.name} is assumed: {best.layers} blocks of width {best.hidden}, vocabulary {vocab:,}"
     )
-    return Architecture(**{**vars(best), "note": said})
+    return replace(best, note=said)
 
 
 def read(path: Path) -> Architecture:

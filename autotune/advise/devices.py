@@ -22,6 +22,8 @@ LINK_LATENCY_S, PCIE_LATENCY_S = 1e-5, 2e-5
 # Share of the stated bandwidth that a collective, or a copy, reaches.
 REACHED = 0.75
 NVLINK_BYTES_PER_S = 100 * GB
+# Of a host with two sockets, for an optimizer that runs there; its ranks share it.
+HOST_MEMORY_BYTES_PER_S = 2e11
 # By compute capability: generations of which published runs tell how much of the peak products reach.
 GENERATIONS = {"8.0": "ampere", "8.6": "ampere", "9.0": "hopper"}
 
@@ -99,10 +101,6 @@ class Devices:
             node_bytes_per_s=self.stated.get("network_bytes_per_s", card.network_bytes_per_s),
             node_alpha_s=NODE_LATENCY_S, algorithm="ring",
         )  # fmt: skip
-
-
-# Of a host with two sockets, for an optimizer that runs there; its ranks share it.
-HOST_MEMORY_BYTES_PER_S = 2e11
 
 
 def device_card(name: str, stated: Mapping[str, float]) -> Card:

@@ -71,11 +71,6 @@ class Forecasts:
         """Time of an optimizer step."""
         return np.asarray(sum(self.time.values()), dtype=float)
 
-    @property
-    def host_bytes(self) -> Floats:
-        """Memory of a node's host."""
-        return np.asarray(sum(self.host.values()), dtype=float)
-
 
 def forecast(
     candidates: Sequence[Candidate],
@@ -130,5 +125,5 @@ def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Fl
 
 
 def normal(z: Floats) -> Floats:
-    """The standard normal distribution function."""
+    """The standard normal distribution function, without scipy, whose import takes as long as all of `advise`."""
     return np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in np.atleast_1d(z)])

@@ -24,7 +24,7 @@ FORMS = (".py", ".sh", ".yaml", ".yml")
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """The model and how it is trained: what is asked of each kind of devices."""
+    """The part of a question that is the same for all devices: the model, its profile, and the user's configuration."""
 
     model: str
     source: str

@@ -13,7 +13,7 @@ import typer
 from autotune.cli.answer import print_answer
 from autotune.cli.options import AsJson, Storage
 from autotune.errors import UserError
-from autotune.report import load
+from autotune.report import attempts, load
 from autotune.report.progress import ProgressView
 from autotune.retune import fingerprint
 from autotune.session import STUDIES, open_study
@@ -139,6 +139,8 @@ def status(
     print(lines(data))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     print_answer(report, [], as_json=False)
+    for line in attempts.lines(report):
+        print(f"note: {line}")
     if changed:
         print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
         print(f"is the answer still right? autotune retune {name}")

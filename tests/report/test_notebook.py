@@ -79,7 +79,7 @@ def test_the_figures_are_those_of_the_page(study):
         assert drawn.data
     with pytest.raises(UserError, match="unknown metric 'latency'"):
         study.plot_front("latency")
-    with pytest.raises(UserError, match="unknown axis 'sample'. Did you mean 'samples'"):
+    with pytest.raises(UserError, match=r"unknown axis 'sample'\. Did you mean 'samples'"):
         study.plot_losses("sample")
 
 

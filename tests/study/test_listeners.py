@@ -24,7 +24,9 @@ def run(folder, *callbacks, **changes):
 
 def test_a_callback_is_called_once_for_each_trial_with_what_it_measured(tmp_path):
     seen = []
-    runner = run(tmp_path, lambda study, trial: seen.append((study.study_name, trial.number, trial.state, trial.values)))
+    runner = run(
+        tmp_path, lambda study, trial: seen.append((study.study_name, trial.number, trial.state, trial.values))
+    )
     told = runner.study.trials
     assert seen == [("s", trial.number, trial.state, trial.values) for trial in told] and len(seen) >= 4
 

@@ -56,7 +56,8 @@ def rate_of(result: TrialResult, counted: str) -> Estimate | None:
     n, cut = len(result.step_times_s), result.steps.n_warmup
     # Of steps that are all alike, one stands for all.
     known = {name: (each * n if len(each) == 1 else each)[cut:n] for name, each in result.taken_in.items()}
-    times, amounts = result.step_times_s[cut:], known[counted]
+    times: Sequence[float] = result.step_times_s[cut:]
+    amounts: Sequence[float] = known[counted]
     if result.expected and known.get("tokens"):
         times = as_expected(times, known["tokens"], result.expected["tokens"])
         amounts = [result.expected.get(counted, statistics.fmean(amounts))] * len(times)

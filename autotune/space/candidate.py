@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autotune.errors import nearest
+from autotune.space import data
 from autotune.space.deepspeed import (
     DEVICES,
     DTYPES,
@@ -51,6 +52,7 @@ class Candidate:
         offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
         offload_param: Where ZeRO-3 parameters live between uses.
         config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
+            Paths that begin with `data.` are settings of the data and its loader, which DeepSpeed does not get.
     """
 
     micro_batch_size: int
@@ -139,8 +141,14 @@ class Candidate:
         self._set_precision(config)
         self._set_zero(config)
         for path, value in self.config:
-            set_path(config, path, value)
+            if not data.is_data(path):
+                set_path(config, path, value)
         return config
+
+    @property
+    def data_changes(self) -> dict[str, Scalar]:
+        """Its settings of the data, without their prefix."""
+        return data.changes(dict(self.config))
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}
@@ -204,6 +212,9 @@ def check_knob(name: str) -> None:
     """
     if name in FIELDS:
         return
+    if data.is_data(name):
+        data.check_knob(name)
+        return
     if name in OWNED_PATHS:
         raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
     if name in SECTIONS:
@@ -224,7 +235,9 @@ def check_value(name: str, value: Scalar) -> None:
         ConfigError: It lists the values that the field takes.
     """
     check_plain(value, name)
-    if name in CHOICES:
+    if data.is_data(name):
+        data.check_value(name, value)
+    elif name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
     elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):

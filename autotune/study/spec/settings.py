@@ -129,6 +129,15 @@ SETTINGS: dict[str, Setting] = {
         more="Bytes, or a text such as `4GiB`. On a CPU a watchdog holds the"
         " resident memory of each rank to it.", metavar="4GiB", flag="--device-memory",
         comment="Memory limit of a device; null is what it has."),
+    "max_length": Setting(
+        "Length that samples may reach, where the data cannot be read whole.",
+        more="In tokens; the longest samples are extended to it for the check of what fits.", metavar="N", optional=True,
+        comment="What fits is tried on the longest samples; the length that they may reach, and what else must fit."),
+    "with_eval": Setting(
+        "Check that one evaluation step fits, too.", more="In the finalists' re-measurements.", optional=True),
+    "with_save": Setting(
+        "Check that a checkpoint can be saved, too.",
+        more="In the finalists' re-measurements; it is removed at once.", optional=True),
     "sampler": Setting("What proposes the next candidate; see `autotune ls samplers`.", metavar="NAME", default="physics"),
     "memory_filter": Setting("Do not run what surely does not fit the memory.", flag="--filter", off="--no-filter", default=True),
     "stop_below": Setting(
@@ -182,9 +191,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What to tune": ("name", "goal", "objectives", "space", "base_config", "global_batch", "script_set", "from_checkpoint"),
     "When to stop": ("quick", "trials", "time_budget_s", "stop_below"),
     "Where it runs": (
-        "ranks", "nodes", "executor", "executor_options", "hostfile", "device_memory_bytes", "parallel", "overlap",
+        "ranks", "nodes", "executor", "executor_options", "hostfile", "parallel", "overlap",
         "patience_s", "storage",
     ),
+    "What must fit": ("device_memory_bytes", "max_length", "with_eval", "with_save"),
     "How it searches": ("sampler", "seed", "memory_filter", "stop_trials", "branch", "branch_tokens", "learning_rate_rule"),
 }  # fmt: skip
 

@@ -99,6 +99,9 @@ class StudySpec(BaseModel):
     checkpoint_every: Natural = SETTINGS["checkpoint_every"].default
     global_batch: GlobalBatch = "free"
     device_memory_bytes: Bytes | None = None
+    max_length: Count | None = None
+    with_eval: bool = False
+    with_save: bool = False
     sampler: str = SETTINGS["sampler"].default
     memory_filter: bool = SETTINGS["memory_filter"].default
     stop_below: Share = SETTINGS["stop_below"].default

@@ -10,40 +10,33 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.cli.status import SCALING
 from autotune.errors import UserError
-from autotune.executors import base
-from autotune.executors.base import Executor
-from autotune.report import diagnosis
-from autotune.report.progress import ProgressView
-from autotune.scoring import scaling
-from autotune.scoring.scaling import Mode, Run, Scale
-from autotune.session import open_study
-from autotune.space.candidate import Candidate
-from autotune.study.events import Broadcast, EventSink, Journal
 from autotune.study.lock import study_lock
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import Plan, plan, studies_folder
 from autotune.system.files import shown
 from autotune.system.signals import terminable
-from autotune.trial.folder import TrialDir
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
 
-Configurations: TypeAlias = Mapping[int, Candidate]
-Asked: TypeAlias = tuple[int, Candidate]
+if TYPE_CHECKING:
+    from autotune.executors.base import Executor
+    from autotune.scoring.scaling import Mode, Run, Scale
+    from autotune.space.candidate import Candidate
+    from autotune.study.events import EventSink
+    from autotune.study.setup.plan import Plan
+
+    Configurations: TypeAlias = Mapping[int, Candidate]
+    Asked: TypeAlias = tuple[int, Candidate]
+
 # What helps where a rank count does not run.
 REMEDIES = {
-    Outcome.OOM: "Fewer ranks hold larger shards: raise zero_stage, offload, or leave that number of ranks out",
-    Outcome.TIMEOUT: "Raise trial_deadline_s in study.yaml, or look in the log for what the ranks wait for",
-    Outcome.NOT_APPLIED: "The target does not follow its configuration on so many ranks; `autotune check` says why",
-    Outcome.DIVERGED: "Its loss is no number there; try a lower learning rate or fp32",
+    "oom": "Fewer ranks hold larger shards: raise zero_stage, offload, or leave that number of ranks out",
+    "timeout": "Raise trial_deadline_s in study.yaml, or look in the log for what the ranks wait for",
+    "not_applied": "The target does not follow its configuration on so many ranks; `autotune check` says why",
+    "diverged": "Its loss is no number there; try a lower learning rate or fp32",
 }
 
 
@@ -96,6 +89,8 @@ def configurations(base: Candidate, counts: Sequence[int], mode: Mode | None) ->
     Raises:
         ScalingError: The rank counts cannot be compared in the way that was asked for.
     """
+    from autotune.scoring import scaling
+
     if mode is not None:
         return {mode: scaling.candidates(base, counts, mode)}, ""
     weak = scaling.candidates(base, counts, "weak")
@@ -121,9 +116,18 @@ def measure(
     Returns:
         The runs by rank count and configuration, and a sentence for each that failed.
     """
+    from autotune.executors import base
+    from autotune.report import diagnosis
+    from autotune.scoring.scaling import Run
+    from autotune.trial.folder import TrialDir
+    from autotune.trial.request import TrialRequest
+    from autotune.trial.result import Outcome
+
     asked: list[Asked] = list(dict.fromkeys((n, candidate) for each in wanted for n, candidate in each.items()))
     asked.sort(key=lambda each: each[0])
-    runs, failures, spec = dict[Asked, list[Run]](), dict[Asked, str](), plan.spec
+    runs: dict[Asked, list[Run]] = {}
+    failures: dict[Asked, str] = {}
+    spec = plan.spec
     for number in range(rounds):
         for n, candidate in asked:
             if (n, candidate) in failures:
@@ -158,6 +162,8 @@ def measure(
 
 def noise_samples(name: str, storage: str | None, studies: Path) -> float | None:
     """The gradient noise scale that the study of this name has measured; None without such a study, or where it is not known."""
+    from autotune.session import open_study
+
     with contextlib.suppress(UserError):
         reference = open_study(name, storage, studies).record.reference
         if reference is not None and reference.noise is not None and reference.noise.resolved:
@@ -195,11 +201,19 @@ def scale(
     Returns:
         Exit status: 0 all of them ran, 1 not.
     """
-    from autotune.report.page import scaling as page
+    from autotune.report.progress import ProgressView
 
     mode: Mode | None = None if weak is None else "weak" if weak else "strong"
     counts = rank_counts(ranks)
     with ProgressView() as view:
+        view.opening(target)
+        from autotune.report.page import scaling as page
+        from autotune.scoring import scaling
+        from autotune.study.events import Broadcast, Journal
+        from autotune.study.setup.capture import wanted_study
+        from autotune.study.setup.engine import executor_for
+        from autotune.study.setup.plan import plan, studies_folder
+
         wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
     studies = studies_folder(Path(target))
     folder, on_each = studies / wanted.name / SCALING, max(counts) // wanted.nodes_for(max(counts))

@@ -100,6 +100,19 @@ def test_a_candidate_is_described_in_words():
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 113)] == "1st 2nd 3rd 4th 11th 12th 21st 113th".split()
 
 
+def test_a_change_is_said_in_words():
+    before = Candidate(micro_batch_size=2, gradient_accumulation_steps=4, zero_stage=3, checkpoint_every=1)
+    after = Candidate.of(
+        {"micro_batch_size": 8, "precision": "bf16", "offload_optimizer": "cpu", "communication_data_type": "fp16"}
+    )
+    assert after.changes_from(before) == [
+        "micro-batch 8 x 1 instead of 2 x 4", "ZeRO 0 instead of 3", "precision bf16 instead of fp32",
+        "recomputation of no block instead of every block", "optimizer on the host instead of the device",
+        "communication_data_type fp16 instead of DeepSpeed's default",
+    ]  # fmt: skip
+    assert before.changes_from(before) == []
+
+
 def test_candidates_differ_in_the_knobs_whose_values_do():
     baseline = Candidate(micro_batch_size=2, checkpoint_every=1)
     assert differing(baseline.values(), Candidate.of(VALUES).values()) == [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
+from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
 
 # Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
@@ -72,13 +73,37 @@ class DataShape:
 
     Attributes:
         fields: Each tensor of a sample: name, type and shape, with `*` for a size that varies between samples.
-        lengths: Histogram of the samples' largest dimension: share by upper edge, two bins per doubling.
+        lengths: Histogram of the samples' lengths (tokens that count, else the largest dimension): share by upper edge,
+            two bins per doubling.
         n_seen: Samples in the histogram.
+        n_samples: Samples in the data set; None for a stream.
+        table: Lengths with the number of samples that have them, ascending; see `lengths.table`.
+        longest_at: Positions of the longest samples, longest first; empty for a stream.
+        cannot: Settings of the data that the target cannot follow, each with the reason.
     """
 
     fields: tuple[str, ...]
     lengths: dict[str, float]
     n_seen: int
+    n_samples: int | None = None
+    table: lengths_of.Table = ()
+    longest_at: tuple[int, ...] = ()
+    cannot: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Returns the length of the longest sample that was seen; 0 if lengths were not kept."""
+        return lengths_of.longest(self.table)
+
+    @property
+    def varies(self) -> bool:
+        """Returns whether samples of different lengths were seen."""
+        return len(self.table) > 1
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether every sample was read."""
+        return self.n_samples is not None and self.n_seen >= self.n_samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,6 +127,15 @@ SETTINGS: dict[str, Setting] = {
         more="Bytes, or a text such as `4GiB`; by default what it has. On a CPU a watchdog holds the"
         " resident memory of each rank to it.", metavar="4GiB", flag="--device-memory",
         comment="Memory limit of a device; null is what it has."),
+    "max_length": Setting(
+        "Length that samples may reach, where the data cannot be read whole.",
+        more="In tokens; the longest samples are extended to it for the check of what fits.", metavar="N", optional=True,
+        comment="What fits is tried on the longest samples; the length that they may reach, and what else must fit."),
+    "with_eval": Setting(
+        "Check that one evaluation step fits, too.", more="In the finalists' re-measurements.", optional=True),
+    "with_save": Setting(
+        "Check that a checkpoint can be saved, too.",
+        more="In the finalists' re-measurements; it is removed at once.", optional=True),
     "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
     "memory_filter": Setting("Skip candidates that surely do not fit memory.", flag="--filter", off="--no-filter"),
     "stop_below": Setting(

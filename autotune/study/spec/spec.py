@@ -99,6 +99,9 @@ class StudySpec(BaseModel):
     checkpoint_every: Natural = 0
     global_batch: GlobalBatch = "free"
     device_memory_bytes: Bytes | None = None
+    max_length: Count | None = None
+    with_eval: bool = False
+    with_save: bool = False
     sampler: str = "physics"
     memory_filter: bool = True
     stop_below: Share = 0.01

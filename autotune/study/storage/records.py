@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,6 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
 from autotune.errors import UserError
-from autotune.scoring import metrics
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
@@ -27,15 +26,16 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.data import retraining
 from autotune.space.deepspeed import DsConfig
 from autotune.space.legality import Setting
 from autotune.study.spec.spec import StudySpec, check_name
-from autotune.study.storage import database, history
+from autotune.study.storage import database, history, repeats
 from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
-from autotune.trial.folder import read_record, result_in
+from autotune.trial.folder import read_record
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
@@ -320,13 +320,7 @@ def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Meas
 
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
-    repeats = {}
-    # Re-measurements time steps; they are too short for a loss curve.
-    reference = replace(kept.reference, loss_target=None) if kept.reference is not None else None
-    for n, path in repeat_paths(folder, told.number).items():
-        result = result_in(path)
-        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
-            repeats[n] = {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
+    paths = repeat_paths(folder, told.number)
     ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
@@ -339,11 +333,13 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == own_numerics,
+        numerics_kept=numerics(ds_config) == own_numerics
+        and retraining(dict(candidate.config)) == retraining(dict(baseline.config)),
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
-        repeats=repeats,
+        repeats=repeats.metrics_of(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
+        unfit=repeats.unfit(paths.values(), candidate),
         forecast=data.get("forecast", {}).get("step_time_s"),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),

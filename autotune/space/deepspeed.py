@@ -145,9 +145,9 @@ def _check_keys(section: str, keys: Iterable[str], place: str = "") -> None:
 
 def _check_section(section: str, keys: Iterable[str], place: str = "") -> None:
     """Refuses keys of a section, or of one within it, that DeepSpeed does not read."""
-    known = SECTION_KEYS.get(section)
-    for key in keys if known else ():
-        if key not in known:
+    known = SECTION_KEYS.get(section, frozenset())
+    for key in keys:
+        if known and key not in known:
             raise ConfigError(f"DeepSpeed's {section!r} has no key {key!r}{place}.{nearest(key, known)}")
 
 

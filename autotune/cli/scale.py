@@ -10,29 +10,23 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.cli.status import SCALING
 from autotune.errors import UserError
-from autotune.executors import base
-from autotune.executors.base import Executor
-from autotune.report import diagnosis
-from autotune.report.progress import ProgressView
-from autotune.scoring.scaling import Run
-from autotune.space.candidate import Candidate
-from autotune.study.events import Broadcast, EventSink, Journal
 from autotune.study.lock import study_lock
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import Plan, plan, studies_folder
 from autotune.system.files import shown
 from autotune.system.signals import terminable
-from autotune.trial.folder import TrialDir
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
+
+if TYPE_CHECKING:
+    from autotune.executors.base import Executor
+    from autotune.scoring.scaling import Run
+    from autotune.space.candidate import Candidate
+    from autotune.study.events import EventSink
+    from autotune.study.setup.plan import Plan
 
 
 def rank_counts(text: str) -> list[int]:
@@ -89,6 +83,13 @@ def measure(
     Returns:
         The runs, and a sentence for each rank count that failed.
     """
+    from autotune.executors import base
+    from autotune.report import diagnosis
+    from autotune.scoring.scaling import Run
+    from autotune.trial.folder import TrialDir
+    from autotune.trial.request import TrialRequest
+    from autotune.trial.result import Outcome
+
     runs, failures, spec = list[Run](), dict[int, str](), plan.spec
     for number in range(rounds):
         for n, candidate in candidates.items():
@@ -138,12 +139,19 @@ def scale(
     Returns:
         Exit status: 0 all of them ran, 1 not.
     """
-    from autotune.report.page import scaling as page
-    from autotune.scoring import scaling
+    from autotune.report.progress import ProgressView
 
     mode: Literal["weak", "strong"] = "weak" if weak else "strong"
     counts = rank_counts(ranks)
     with ProgressView() as view:
+        view.opening(target)
+        from autotune.report.page import scaling as page
+        from autotune.scoring import scaling
+        from autotune.study.events import Broadcast, Journal
+        from autotune.study.setup.capture import wanted_study
+        from autotune.study.setup.engine import executor_for
+        from autotune.study.setup.plan import plan, studies_folder
+
         wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
     folder = studies_folder(Path(target)) / wanted.name / SCALING
     with ProgressView() as view, terminable(), equal_threads(max(counts)) as threads, study_lock(folder, wanted.name):

@@ -210,7 +210,8 @@ def inert(found: Results) -> Rows:
 
 
 def claims(found: Results) -> Rows:
-    what = f"what trials claim over what plain torchrun measures, {found['cases']} cases of 8 ms to 1 s a step: median; median error; 95 % intervals hold"
+    what = f"what trials claim over what plain torchrun measures, {found['cases']} cases of 8 ms to 1 s a step"
+    what += ": median; median error; 95 % intervals hold"
     value = f"{found['claim_over_measured']:.3f}; {percent(found['error_median'])}; {found['held']} of {found['cases']}"
     rows = [(what, value)]
     if found["hooks"]:

@@ -390,7 +390,7 @@ def check_setting(path: str, value: Any, where: str) -> None:
     Raises:
         ConfigError: It says what is needed.
     """
-    if value is None:
+    if value is None or path.startswith("data."):  # those of the data are none of DeepSpeed's
         return
     words, kinds = _KIND_OF.get(path, ("", (object,)))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):

@@ -108,6 +108,8 @@ class TrialMeasurer:
     def _changed_from(self, candidate: Candidate) -> dict[str, Scalar]:
         """The baseline's values of the knobs in which a candidate differs from it."""
         own, base = self._state.plan.baseline.values(), self._state.plan.base_config
+        loader = self._state.plan.setting.loader
+        base = base | {"data": dict(loader)} if loader else base
         before = {name: own[name] if name in own else at_path(base, name) for name in candidate.values()}
         return {name: before[name] for name, value in candidate.values().items() if value != before[name]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig
+from autotune.space.deepspeed import DsConfig, Scalar
 from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
 
@@ -79,6 +79,7 @@ class DataShape:
         n_samples: Samples in the data set; None for a stream.
         table: Lengths with the number of samples that have them, ascending; see `lengths.table`.
         longest_at: Positions of the longest samples, longest first; empty for a stream.
+        loader: Arguments of the target's own DataLoader, where it has one.
         cannot: Settings of the data that the target cannot follow, each with the reason.
     """
 
@@ -88,6 +89,7 @@ class DataShape:
     n_samples: int | None = None
     table: lengths_of.Table = ()
     longest_at: tuple[int, ...] = ()
+    loader: dict[str, Scalar] = field(default_factory=dict)
     cannot: dict[str, str] = field(default_factory=dict)
 
     @property

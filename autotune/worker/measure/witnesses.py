@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
+from autotune.worker.data import witness as loading
 from autotune.worker.measure import sizes
 from autotune.worker.measure.wire import wire
 
@@ -374,6 +375,7 @@ SECTIONS: dict[str, Callable[[str], Witness]] = {
     "compile": _compiled,
     "optimizer": _optimizer_param,
     "activation_checkpointing": _recomputing,
+    "data": loading.witness,
     "pipeline": _only_where(lambda engine: hasattr(engine, "stage_id"), "the model is no PipelineModule"),
     "data_efficiency": _only_where(
         lambda engine: engine.training_dataloader is not None, "DeepSpeed makes no loader: the script has its own"

@@ -43,6 +43,12 @@ KNOBS: dict[str, Knob] = {
 }  # fmt: skip
 
 
+# Arguments of torch's DataLoader.
+OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+# Settings against padding, and what becomes of the samples of a micro-batch.
+AGAINST_PADDING = ("packing", "pad_to_multiple_of", "group_by_length")
+
+
 def is_data(name: str) -> bool:
     """Whether a knob is one of the data."""
     return name.startswith(PREFIX)
@@ -67,6 +73,8 @@ def check_value(name: str, value: Scalar) -> None:
     Raises:
         ConfigError: It says what is taken.
     """
+    if value is None:
+        return
     least = KNOBS[name.removeprefix(PREFIX)].least
     if least is None and not isinstance(value, bool):
         raise ConfigError(f"{name}: {value!r} is not true or false")
@@ -75,12 +83,9 @@ def check_value(name: str, value: Scalar) -> None:
 
 
 def changes(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The settings of the data among a candidate's, without their prefix; switched off ones are left out."""
-    return {
-        name.removeprefix(PREFIX): value
-        for name, value in config.items()
-        if is_data(name) and value not in (None, False)
-    }
+    """The settings of the data among a candidate's, without their prefix; left out is what is as without it."""
+    named = {name.removeprefix(PREFIX): value for name, value in config.items() if is_data(name) and value is not None}
+    return {name: value for name, value in named.items() if value is not False or name in OF_LOADER}
 
 
 def retraining(config: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -108,6 +108,8 @@ class TrialMeasurer:
     def _changed_from(self, candidate: Candidate) -> dict[str, Scalar]:
         """The baseline's values of the knobs in which a candidate differs from it."""
         own, base = self._state.plan.baseline.values(), self._state.plan.base_config
+        loader = self._state.plan.setting.loader
+        base = base | {"data": dict(loader)} if loader else base
         before = {name: own[name] if name in own else at_path(base, name) for name in candidate.values()}
         return {name: before[name] for name, value in candidate.values().items() if value != before[name]}
 
@@ -195,7 +197,8 @@ class TrialMeasurer:
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
         folder, baseline = self._state.folder, self._state.plan.baseline
-        if placement.wants_baseline(folder, result, executor):
-            self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
-            path = placement.baseline_path(folder, result.place)
-            base.run(executor, path, self.request(baseline, "repeat"), ticked)
+        with self._state.leases.alone_with(f"place {result.place}", ticked):
+            if placement.wants_baseline(folder, result, executor):
+                self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+                path = placement.baseline_path(folder, result.place)
+                base.run(executor, path, self.request(baseline, "repeat"), ticked)

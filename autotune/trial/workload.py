@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig
+from autotune.space.deepspeed import DsConfig, Scalar
 from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
 
@@ -79,6 +79,7 @@ class DataShape:
         n_samples: Samples in the data set; None for a stream.
         table: Lengths with the number of samples that have them, ascending; see `lengths.table`.
         longest_at: Positions of the longest samples, longest first; empty for a stream.
+        loader: Arguments of the target's own DataLoader, where it has one.
         cannot: Settings of the data that the target cannot follow, each with the reason.
     """
 
@@ -88,6 +89,7 @@ class DataShape:
     n_samples: int | None = None
     table: lengths_of.Table = ()
     longest_at: tuple[int, ...] = ()
+    loader: dict[str, Scalar] = field(default_factory=dict)
     cannot: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -231,6 +233,7 @@ class Workload:
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
         optimizer: Class of that optimizer, if it could be made without data.
+        learning_rates: Rates that its parameter groups begin with.
         environment: Machine and libraries.
         caveats: Remarks for the user about the target.
         script: Findings of the probe, for a training script.
@@ -250,6 +253,7 @@ class Workload:
     client_optimizer: bool
     environment: Environment
     optimizer: str = ""
+    learning_rates: tuple[float, ...] = ()
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
     profile: Profile | None = None

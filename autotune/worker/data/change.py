@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
 from autotune.worker.data.samples import IGNORED, MASKS
 from autotune.worker.data.worst import cut_sample
 
-LOADER_ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 BATCH_CHANGES = ("max_length", "packing", "pad_to_multiple_of")
 
 Collator = Callable[[list[Any]], Any]
@@ -76,6 +76,28 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
 
 
+def arguments_of(iterator: Any) -> dict[str, Scalar]:
+    """Returns the arguments of a DataLoader that one of its iterators shows."""
+    return {
+        "num_workers": len(getattr(iterator, "_workers", ())),
+        "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
+        "pin_memory": bool(iterator._pin_memory),
+        "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
+    }
+
+
+def apply_to(arguments: dict[str, Any], changes: Mapping[str, Scalar]) -> None:
+    """Changes the arguments of a DataLoader as a candidate asks."""
+    wanted = {name: changes[name] for name in OF_LOADER if name in changes}
+    arguments |= wanted
+    if not arguments.get("num_workers"):  # torch refuses them without workers
+        arguments.pop("prefetch_factor", None)
+        arguments.pop("persistent_workers", None)
+    if any(name in changes for name in BATCH_CHANGES):
+        own = arguments.get("collate_fn") or torch.utils.data.default_collate
+        arguments["collate_fn"] = Collate(own, changes)
+
+
 def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bool) -> dict[str, str]:
     """Returns the settings of the data that a target cannot follow, each with the reason.
 
@@ -88,12 +110,10 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
     """
     if dataset is None:
         none = "no data set was seen: batches are made by other means"
-        return dict.fromkeys((*LOADER_ARGUMENTS, *BATCH_CHANGES, "group_by_length"), none)
+        return dict.fromkeys((*OF_LOADER, *BATCH_CHANGES, "group_by_length"), none)
     found: dict[str, str] = {}
     if not mapped and not loader:
-        found |= dict.fromkeys(
-            LOADER_ARGUMENTS, "data() is a stream, which several workers would read several times over"
-        )
+        found |= dict.fromkeys(OF_LOADER, "data() is a stream, which several workers would read several times over")
     if not loader:
         found["persistent_workers"] = "trials of a model.py read without an end, so workers are never started anew"
         if not mapped:

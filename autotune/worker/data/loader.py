@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
 from autotune.worker.containers import map_tensors
 from autotune.worker.data import worst
-from autotune.worker.data.change import LOADER_ARGUMENTS, Collate, why_not
+from autotune.worker.data.change import Collate, why_not
 from autotune.worker.data.samples import is_map_style, length_of
 from autotune.worker.model.model_file import ModelFile, WorkloadError
 
@@ -140,7 +141,7 @@ class Loader:
 
     def _started(self) -> Any:
         """Starts the workers, or the thread that pins, if there are to be any."""
-        arguments: dict[str, Any] = {name: self._changes[name] for name in LOADER_ARGUMENTS if name in self._changes}
+        arguments: dict[str, Any] = {name: self._changes[name] for name in OF_LOADER if name in self._changes}
         if not arguments.get("num_workers") and not arguments.get("pin_memory"):
             return None
         steps = _Draws(self)

@@ -208,6 +208,10 @@ class BatchObserver:
         """Returns the samples of the largest draw; 0 without a loader."""
         return self._largest_used
 
+    def rows(self) -> set[tuple[int, int | None]]:
+        """Returns the rows and the drawn samples of the micro-batches so far."""
+        return {(one.first, one.drawn) for micro in self._seen for one in micro}
+
     @property
     def micro_batch_sizes(self) -> set[int]:
         """Returns the sizes of micro-batches; where draws are cut up, without the part that is left over."""

@@ -14,6 +14,7 @@ from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed
 from autotune.worker.data import padding
+from autotune.worker.data.witness import watch
 from autotune.worker.measure import applied, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
@@ -55,6 +56,8 @@ class Meter:
         self.take_apart, self.enter = breakdown.begin, breakdown.enter
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
+        watch.lengths, watch.rows = batches.lengths, batches.rows
+        watch.accumulation = self.candidate.gradient_accumulation_steps
         memory.enter("first_step")
 
     def begin(self) -> None:

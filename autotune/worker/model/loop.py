@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS
 from autotune.trial.request import TrialRequest
 from autotune.worker import random_fills
 from autotune.worker.containers import to_device
 from autotune.worker.data.loader import Loader
+from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
@@ -54,6 +56,8 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
         first_sample=request.first_sample, accumulation=candidate.gradient_accumulation_steps,
         changes=candidate.data_changes,
     )  # fmt: skip
+    loader_watch.loader = loader
+    recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from autotune.space import data
 from autotune.trial.request import TailCheck
+from autotune.worker.data import change as change_data
 from autotune.worker.data import worst
 from autotune.worker.data.samples import is_map_style
+from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import patch, users_caller
 
@@ -26,6 +29,7 @@ class Loaders:
         self._largest: Any = None
         self._worst: Any = None
         context.loaders = self
+        watch.iterator = lambda: self.trained
 
     @property
     def trained(self) -> Any:
@@ -78,6 +82,11 @@ class Loaders:
                 bound.arguments["batch_size"] = wanted
                 _tell_lightning(bound.arguments["self"], wanted)
                 self._context.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+        changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
+        if changes:
+            change_data.apply_to(bound.arguments, changes)
+            for name, value in changes.items():
+                self._context.changed(data.in_words(name, value))
         original(*bound.args, **bound.kwargs)
 
     def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:

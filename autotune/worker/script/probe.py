@@ -75,16 +75,18 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
     batches = samples.describe(iter(meter.batches.shapes))
     iterator = context.loaders.trained if context.loaders is not None else None
-    if batches is None or iterator is None:
-        return batches
+    if batches is None:
+        return None
+    if iterator is None:
+        return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
     dataset, collate = iterator._dataset, iterator._collate_fn
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
     cannot = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
     read = samples.describe(dataset, cannot) if mapped else None
     if read is None:
         seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
-        return replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
-    return replace(read, fields=batches.fields)
+        read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
+    return replace(read, fields=batches.fields, loader=change.arguments_of(iterator))
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:

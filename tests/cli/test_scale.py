@@ -5,13 +5,15 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from html import unescape
 
 import plotly.graph_objects as go
 import pytest
 from rich.console import Console
-from support.commands import autotune, called, one_sentence
+from support.commands import called, one_sentence
 
+from autotune.cli import scale as scale_command
 from autotune.cli.app import imported
 from autotune.cli.scale import equal_threads, measure, rank_counts
 from autotune.errors import UserError
@@ -154,13 +156,13 @@ def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, weak):
 
 
 @pytest.mark.process
-@pytest.mark.alone
-def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
+def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(executor, monkeypatch, tmp_path, models):
     """Weakly: two ranks do twice the samples in a step, each what one did."""
+    monkeypatch.setattr(scale_command, "executor_for", lambda *_: nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    options = ["--ranks", "1,2", "--weak", "--rounds", "1", "--base-config", "ds.json", "--json"]
-    done = autotune("scale", "ok.py", *options, cwd=tmp_path)
+    (tmp_path / "study.yaml").write_text("{target: ok.py, name: ok, base_config: ds.json, trial_budget_s: 0.3}")
+    done = called("scale", "study.yaml", *"--ranks 1,2 --weak --rounds 1 --json".split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["mode"] == "weak"
@@ -171,12 +173,10 @@ def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path,
 
 
 @pytest.mark.process
-@pytest.mark.alone
 def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    found = plan.plan(
-        StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path
-    )
+    overrides = {"ranks": 2, "base_config": str(tmp_path / "ds.json"), "trial_budget_s": 0.3}
+    found = plan.plan(StudySpec.of(models / "ok.py", overrides), executor, tmp_path)
     said = Console(file=io.StringIO())
     runs, failures = measure(
         found, executor, tmp_path, candidates(found.baseline, [1, 2], "strong"), 2, ProgressView(said)

@@ -7,8 +7,19 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, ops_needed, version
+from autotune.space.deepspeed import (
+    DTYPES,
+    RETIRED_KEYS,
+    RETIRED_SINCE,
+    STAGE_3_PREFIXES,
+    Scalar,
+    at_path,
+    ops_needed,
+    version,
+)
+from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,9 @@ class Setting:
             `inherited_settings`.
         own_optimizer: The target makes the optimizer, not the configuration.
         unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
+        lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
+        loader: Arguments of the target's own DataLoader.
+        data_cannot: Settings of the data that the target cannot follow, each with the reason.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
     """
 
@@ -48,6 +62,9 @@ class Setting:
     base: tuple[tuple[str, Scalar], ...] = ()
     own_optimizer: bool = False
     unsafe_precisions: tuple[str, ...] = ()
+    lengths: tuple[int, int] = (0, 0)
+    loader: tuple[tuple[str, Scalar], ...] = ()
+    data_cannot: tuple[tuple[str, str], ...] = ()
     missing_ops: tuple[tuple[str, str], ...] = ()
 
 
@@ -141,6 +158,83 @@ OP_RULES = tuple(
     for op, otherwise in OPS.items()
 )
 
+
+def _reads(name: str) -> str:
+    """A path, or a section, as a rule names what it reads."""
+    return f"{name}*" if name.endswith(".") else name
+
+
+def _ineffective(candidate: Candidate) -> list[str]:
+    """Why settings of a candidate cannot have an effect, each with its path."""
+    return [f"{path} has no effect: {why}" for path, _ in candidate.config if (why := why_no_effect(path))]
+
+
+def _retired(candidate: Candidate, setting: Setting) -> list[str]:
+    """Settings of a candidate that the installed DeepSpeed no longer takes."""
+    since = not _older(setting, *RETIRED_SINCE)
+    return [path for path, _ in candidate.config if since and path.partition(".")[0] in RETIRED_KEYS]
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """The last names of some paths."""
+    return ", ".join(sorted(path.rpartition(".")[2] for path in paths))
+
+
+OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
+
+
+def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
+    """The value of a setting of the data; None where it is as without it."""
+    return data.changes({key: value for key, value in config.items() if key == data.PREFIX + name}).get(name)
+
+
+def _unused(config: Mapping[str, Scalar], setting: Setting) -> bool:
+    """Whether arguments of workers are given for a loader without workers."""
+    workers = _asked(config, "num_workers")
+    given = any(_asked(config, name) is not None for name in ("prefetch_factor", "persistent_workers"))
+    return given and not (workers if workers is not None else dict(setting.loader).get("num_workers"))
+
+
+def _cannot(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return name in dict(setting.data_cannot) and _asked(config, name) is not None
+
+
+def _all_alike(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return _asked(config, name) is not None and setting.lengths[0] == setting.lengths[1] > 0
+
+
+def _own_already(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    own, asked = dict(setting.loader), _asked(config, name)
+    return asked is not None and name in own and own[name] == asked
+
+
+DATA, WORKERS = data.PREFIX, f"{data.PREFIX}num_workers"
+DATA_RULES = (
+    *(Rule(partial(_cannot, name),
+           f"{DATA}{name}: {{cannot_{name}}}", (DATA + name,)) for name in data.KNOBS),
+    *(Rule(partial(_own_already, name),
+           f"{DATA}{name}: the target's own loader has that value already", (DATA + name,)) for name in data.OF_LOADER),
+    *(Rule(partial(_all_alike, name),
+           f"{DATA}{name}: all samples are of one length, so nothing is padded", (DATA + name,))
+      for name in data.AGAINST_PADDING),
+    Rule(lambda c, k, s: _unused(k, s), f"{DATA}prefetch_factor and {DATA}persistent_workers need {WORKERS}",
+         (WORKERS, f"{DATA}prefetch_factor", f"{DATA}persistent_workers")),
+    Rule(lambda c, k, s: bool(_asked(k, "pin_memory")) and s.accelerator == "cpu",
+         f"{DATA}pin_memory: on a CPU nothing is copied to a device", (f"{DATA}pin_memory",)),
+    Rule(lambda c, k, s: int(str(_asked(k, "max_length") or 0)) >= s.lengths[1] > 0
+         and _asked(k, "max_length") is not None, f"{DATA}max_length: no sample is longer", (f"{DATA}max_length",)),
+    Rule(lambda c, k, s: _asked(k, "packing") is not None and c.micro_batch_size == 1,
+         f"{DATA}packing: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}packing")),
+    Rule(lambda c, k, s: _asked(k, "packing") is not None and _asked(k, "pad_to_multiple_of") is not None,
+         f"{DATA}pad_to_multiple_of: packed batches are not padded", (f"{DATA}packing", f"{DATA}pad_to_multiple_of")),
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps == 1,
+         f"{DATA}group_by_length: with one micro-batch a step there is nothing to group",
+         ("gradient_accumulation_steps", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,
+         f"{DATA}group_by_length: packed batches have no padding to save",
+         (f"{DATA}packing", f"{DATA}group_by_length")),
+)  # fmt: skip
+
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
@@ -183,6 +277,16 @@ RULES: tuple[Rule, ...] = (
          "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
          "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
+    Rule(lambda c, k, s: c.zero_stage != 3 and any(name in STAGE_3 for name, _ in c.config),
+         f"only ZeRO stage 3 reads {_listed(STAGE_3)}", ("zero_stage", *sorted(STAGE_3))),
+    Rule(lambda c, k, s: c.zero_stage == 3 and any(name in STAGES_1_AND_2 for name, _ in c.config),
+         f"ZeRO stage 3 does not read {_listed(STAGES_1_AND_2)}", ("zero_stage", *sorted(STAGES_1_AND_2))),
+    Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
+                             for at, of in OFFLOAD_PATHS.items()),
+         "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
+    Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
+         and any(name.startswith("aio.") for name, _ in c.config),
+         "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),
     Rule(lambda c, k, s: bool(k.get(GRANULARITY)),
          "stage3_module_granularity_threshold fails with a shape error in DeepSpeed", (GRANULARITY,)),
     Rule(lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
@@ -229,7 +333,11 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    *DATA_RULES,
     *OP_RULES,
+    Rule(lambda c, k, s: bool(_ineffective(c)), "{ineffective}", tuple(map(_reads, NO_EFFECT))),
+    Rule(lambda c, k, s: bool(_retired(c, s)), "{retired}: no longer taken by DeepSpeed {deepspeed_version}",
+         tuple(name for key in sorted(RETIRED_KEYS) for name in (key, f"{key}.*"))),
 )  # fmt: skip
 
 
@@ -248,6 +356,8 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
     bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
+    missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})

@@ -19,10 +19,10 @@ from support.paths import BENCHMARKS, MODELS
 from support.zoo import wait_until
 
 from autotune import session
-from autotune.cli import check
 from autotune.cli.app import COMMANDS
 from autotune.study import measure
 from autotune.study.lock import study_lock
+from autotune.study.setup import engine
 from autotune.study.spec.spec import StudySpec
 
 pytestmark = pytest.mark.process
@@ -71,7 +71,7 @@ def finished(tmp_path_factory, models) -> tuple[Path, subprocess.CompletedProces
 def warm(executor, monkeypatch, models, tmp_path):
     """A folder with the model, whose studies run on the session's server and do not wait for an idle machine."""
     monkeypatch.setattr(measure, "MAX_BUSY_TRIES", 1)
-    for module in (session, check):
+    for module in (session, engine):
         monkeypatch.setattr(module, "executor_for", lambda *_: contextlib.nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     return tmp_path

@@ -12,6 +12,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
+from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, check_retired, set_path
@@ -239,6 +240,7 @@ def grounds(
         own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
         base=inherited_settings(base_config),
         missing_ops=tuple(environment.missing_ops.items()),
+        **_of_data(workload),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
     baseline = _baseline(spec, base_config, workload, data_parallel)
@@ -246,6 +248,17 @@ def grounds(
     if reason is not None:
         raise UserError(f"the baseline cannot run here: {reason}")
     return base_config, baseline, setting
+
+
+def _of_data(workload: Workload) -> dict[str, Any]:
+    """What legality depends on of the data."""
+    data = workload.data
+    if data is None:
+        return {"data_cannot": tuple((name, "the target's data could not be read") for name in data_knobs.KNOBS)}
+    shortest = int(data.table[0][0]) if data.table else 0
+    # Lengths of which only some samples' are known bound nothing.
+    ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
+    return {"lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": tuple(data.cannot.items())}
 
 
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:

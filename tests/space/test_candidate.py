@@ -196,6 +196,7 @@ def test_the_batch_is_resolved_as_deepspeed_resolves_it(config, batch):
         ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}, "2 ranks"),
         ({"train_batch_size": 1}, "2 ranks"),
         ({"train_batch_size": "32"}, "train_batch_size: '32' is not a whole number"),
+        ({"train_batch_size": 0, "train_micro_batch_size_per_gpu": 4}, "train_batch_size: 0 is not a whole number"),
         ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: True is not"),
         ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"train_micro_batch_size_per_gpu": LARGEST_BATCH + 1}, "at most 2,147,483,647"),

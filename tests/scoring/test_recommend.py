@@ -84,6 +84,13 @@ def test_the_fastest_to_converge_is_picked_only_where_the_study_seeks_that(objec
     assert ("fastest_convergence" in picks) == (len(objectives) > 1)
 
 
+def test_of_the_fastest_that_cannot_be_told_apart_one_that_was_measured_again_is_picked():
+    base, once = measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.05, precision="bf16")
+    again, slower = (measured(n, s, rounds=[s, s], zero_stage=n) for n, s in ((2, 0.0505), (3, 0.08)))
+    assert chosen(recommend([base, once, again, slower], [MEMORY]), "highest_throughput") == 2
+    assert chosen(recommend([base, once, slower], [MEMORY]), "highest_throughput") == 1
+
+
 # A machine that slows down while the study runs.
 
 

@@ -45,7 +45,7 @@ repeats: 1
 # So long a trial can be interrupted.
 LONG = """
 {target: ok.py, name: small, ranks: 2, base_config: {train_micro_batch_size_per_gpu: 8}, space: [{zero_stage: [0, 1, 2, 3]}],
- objectives: [latency], trials: 4, trial_budget_s: 1, stop_trials: false, stop_below: 0, trial_deadline_s: 60, finalists: 0}
+ objectives: [latency], trials: 4, trial_budget_s: 1, stop_trials: false, sampler: grid, trial_deadline_s: 60, finalists: 0}
 """
 
 

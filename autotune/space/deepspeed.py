@@ -83,6 +83,9 @@ OWNED_PATHS = {
     "torch_autocast.dtype": "precision",
     "optimizer.type": "base_config",
 }
+# Degrees: ranks that share one copy of the model, or one sequence. Leaving the key out is a degree of 1.
+TENSOR_DEGREE, SEQUENCE_DEGREE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+DEGREES = (TENSOR_DEGREE, SEQUENCE_DEGREE)
 # Sections that write files, call services or add work to every step: kept in the export, left out of trials.
 SIDE_EFFECT_KEYS = frozenset(
     """
@@ -93,6 +96,7 @@ SIDE_EFFECT_KEYS = frozenset(
 # Databases, torch and DeepSpeed hold no larger whole number; sys.maxsize is a value of DeepSpeed's own.
 LARGEST = 2**63 - 1
 LARGEST_BATCH = 2**31 - 1
+LARGEST_DEGREE = 2**20
 DEEPEST = 50
 TOO_DEEP = f"it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is"
 STAGE_3_PREFIXES = tuple(
@@ -237,6 +241,16 @@ def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
     return list(filter(None, found))
 
 
+def degrees_of(value_at: Callable[[str], Any]) -> dict[str, int]:
+    """Returns the degrees of a configuration that are above 1, by path.
+
+    Args:
+        value_at: Returns the configuration's value at a dotted path, None where there is none.
+    """
+    found = {path: value_at(path) for path in DEGREES}
+    return {path: value for path, value in found.items() if isinstance(value, int) and value > 1}
+
+
 def precision_of(config: Mapping[str, Any]) -> str:
     """The precision that a DeepSpeed configuration means, one of `PRECISIONS`."""
     for precision in ("bf16", "fp16"):
@@ -342,7 +356,7 @@ def check_config(config: Any, where: str) -> None:
             _check_keys(section, value if isinstance(value, dict) else ())
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    for path in {**_KIND_OF, **installed.bounds()}:
+    for path in {**_KIND_OF, **installed.bounds(), **dict.fromkeys(DEGREES)}:
         if (value := at_path(config, path)) != "auto":
             check_setting(path, value, f"{where}: {path}")
     if all(at_path(config, f"{name}.enabled") is True for name in DTYPES):
@@ -361,6 +375,8 @@ def check_setting(path: str, value: Any, where: str) -> None:
     """
     if value is None:
         return
+    if path in DEGREES and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_DEGREE):
+        raise ConfigError(f"{where}: {value!r} is no degree: a whole number of ranks, 1 (or null) for none")
     words, kinds = _KIND_OF.get(path, ("", (object,)))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):
         raise ConfigError(f"{where}: {words} is needed, not {value!r}")

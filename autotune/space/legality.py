@@ -8,7 +8,18 @@ from functools import partial
 from typing import Any
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, ops_needed, version
+from autotune.space.deepspeed import (
+    DEGREES,
+    DTYPES,
+    SEQUENCE_DEGREE,
+    STAGE_3_PREFIXES,
+    TENSOR_DEGREE,
+    Scalar,
+    at_path,
+    degrees_of,
+    ops_needed,
+    version,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +29,7 @@ class Setting:
     Attributes:
         accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
         deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial that have data of their own: all of them, but for the stages of a pipeline.
+        world_size: Ranks of a trial, without those of a pipeline's later stages; candidates divide their degrees out.
         ranks_per_node: The same on one machine.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
         bf16: Whether the device computes in bfloat16.
@@ -32,6 +43,12 @@ class Setting:
         own_optimizer: The target makes the optimizer, not the configuration.
         unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
+        heads: Attention heads of the model; 0 if unknown.
+        kv_heads: Its heads of keys and values; 0 if unknown.
+        no_degrees: Why the target cannot be run with degrees; empty if it can.
+        no_tensor: Why its layers cannot be split over ranks; empty if they can.
+        no_sequence: Why its sequences cannot be split over ranks; empty if they can.
+        unlike: Degrees at which the split model computed something else than the whole one, each with what it was.
     """
 
     accelerator: str = "cpu"
@@ -49,12 +66,18 @@ class Setting:
     own_optimizer: bool = False
     unsafe_precisions: tuple[str, ...] = ()
     missing_ops: tuple[tuple[str, str], ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
+    no_degrees: str = ""
+    no_tensor: str = ""
+    no_sequence: str = ""
+    unlike: tuple[tuple[str, int, str], ...] = ()
 
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage",
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
@@ -85,7 +108,7 @@ class Rule:
 
 
 ZERO = "zero_optimization."
-BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", *DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
@@ -115,8 +138,8 @@ def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setti
 MESSAGES = tuple(f"{ZERO}{name}" for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"))
 
 
-def _alone(setting: Setting) -> bool:
-    return setting.world_size == 1 and setting.accelerator != "cpu"
+def _alone(setting: Setting, ranks_per_replica: int = 1) -> bool:
+    return setting.world_size <= ranks_per_replica and setting.accelerator != "cpu"
 
 
 def _offloads(candidate: Candidate) -> bool:
@@ -132,6 +155,43 @@ def _older(setting: Setting, *release: int) -> bool:
     return version(setting.deepspeed_version) < release
 
 
+def _own_degrees(setting: Setting) -> tuple[int, ...]:
+    own = degrees_of(dict(setting.base).get)
+    return tuple(own.get(path, 1) for path in DEGREES)
+
+
+def _why_unlike(candidate: Candidate, setting: Setting) -> str:
+    degrees = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
+    found = (f"{path}={degree}: {why}" for path, degree, why in setting.unlike if degrees[path] == degree)
+    return next(found, "")
+
+
+# Degrees: how many ranks share a copy of the model (tensor) or a sequence.
+DEGREE_RULES: tuple[Rule, ...] = (
+    Rule(lambda c, k, s: bool(s.no_degrees) and (c.tensor_degree, c.sequence_degree) != _own_degrees(s), "{no_degrees}", DEGREES),
+    Rule(lambda c, k, s: s.world_size % c.ranks_per_replica != 0,
+         "degrees of {replica} ranks do not divide the {world_size} ranks of a trial", DEGREES),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and c.sequence_degree > 1,
+         "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", DEGREES),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and s.ranks_per_node % c.tensor_degree != 0,
+         "a tensor group of {tensor} ranks does not fit into machines of {ranks_per_node}: every layer would wait for the"
+         " network between them", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and _older(s, 0, 16, 4),
+         "DeepSpeed {deepspeed_version} trains no split layers: AutoTP for training came with 0.16.4",
+         (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and s.heads % c.tensor_degree != 0,
+         "the model's {heads} attention heads do not divide by {tensor} ranks", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and s.kv_heads % c.tensor_degree != 0,
+         "the model's {kv_heads} heads of keys and values do not divide by {tensor} ranks", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and bool(s.no_tensor), "{no_tensor}", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and s.heads % c.sequence_degree != 0,
+         "the model's {heads} attention heads do not divide by {sequence} ranks", (SEQUENCE_DEGREE,)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
+    Rule(lambda c, k, s: c.ranks_per_replica > 1 and (_hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
+         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),
+    Rule(lambda c, k, s: bool(_why_unlike(c, s)), "{unlike}", DEGREES),
+)  # fmt: skip
+
 OP_RULES = tuple(
     Rule(
         partial(_lacks_op, op),
@@ -143,6 +203,7 @@ OP_RULES = tuple(
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
+    *DEGREE_RULES,
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
          "{precision}: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast", ("precision",)),
     Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
@@ -209,9 +270,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
     # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
-    Rule(lambda c, k, s: _alone(s) and c.zero_stage > 1 and not _offloads(c) and c.zero_stage != _base_stage(s),
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage > 1 and not _offloads(c)
+         and c.zero_stage != _base_stage(s),
          "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
-         ("zero_stage", "offload_optimizer", "offload_param")),
+         ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
     Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),
          "one rank sends no messages, so neither their overlap nor their size matters",
          ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),
@@ -246,9 +308,11 @@ def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = 
 
 def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
-    bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
+    bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
+    facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
+    facts |= {"replica": candidate.ranks_per_replica, "unlike": _why_unlike(candidate, setting)}
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
     )

@@ -81,7 +81,9 @@ class TrialMeasurer:
             seed=spec.seed,
             budget_s=spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
-            check_gradient=role in ("baseline", "search", "gate") and plan.data_parallel == plan.world_size,
+            check_gradient=role in ("baseline", "search", "gate")
+            and plan.data_parallel == plan.world_size
+            and candidate.ranks_per_replica == 1,
             min_samples=self._min_samples(role),
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=spec.device_memory_bytes,

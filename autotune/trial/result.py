@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import SEQUENCE_DEGREE, TENSOR_DEGREE, Scalar
 
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
@@ -84,6 +84,35 @@ class Traced:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Groups of ranks of a running engine, and what one of the ranks holds.
+
+    Attributes:
+        tensor: Ranks over which layers are split.
+        sequence: Ranks over which sequences are split.
+        data: Ranks, or groups of them, that train on different samples.
+        split_modules: Modules that are split over a tensor group.
+        held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
+    """
+
+    tensor: int = 1
+    sequence: int = 1
+    data: int = 1
+    split_modules: int = 0
+    held_parameters: int = 0
+
+    def mismatch(self, candidate: Candidate) -> str | None:
+        """Returns the first degree that differs from the candidate's, in words; None if all were applied."""
+        if candidate.tensor_degree > 1 and not self.split_modules:
+            return f"{TENSOR_DEGREE}: {candidate.tensor_degree} was asked for, and no module was split over ranks"
+        asked = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
+        for path, ran in {TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence}.items():
+            if asked[path] != ran:
+                return f"{path}: {asked[path]} was asked for, {ran} ran"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observed:
     """Settings that really ran, read from the engine and the data, never from the request.
 
@@ -102,6 +131,7 @@ class Observed:
         checkpointed_blocks: Blocks whose activations were recomputed.
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
+        groups: Groups of ranks that share a copy of the model or a sequence; None for a pipeline.
     """
 
     micro_batch_size: int | None
@@ -117,9 +147,17 @@ class Observed:
     draw_size: int = 0
     parts: int = 0
     unwitnessed: tuple[str, ...] = ()
+    groups: Groups | None = None
 
-    def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
-        """Returns the first setting that differs from the candidate's, in words; None if all were applied."""
+    def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
+        """Returns the first setting that differs from the candidate's, in words; None if all were applied.
+
+        Args:
+            candidate: What was asked for.
+            data_parallel: Ranks, or groups of them, that trained on different samples.
+        """
+        if self.groups is not None and (why := self.groups.mismatch(candidate)):
+            return why
         dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
         expected = {
             "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
@@ -138,9 +176,9 @@ class Observed:
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             ran = self.micro_batch_size or "a varying number"
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {ran} ran"
-        asked = candidate.global_batch_size(world_size)
+        asked = candidate.micro_batch_size * candidate.gradient_accumulation_steps * data_parallel
         # The last part of a batch that is cut up may be smaller.
-        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * world_size if self.parts else 0
+        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * data_parallel if self.parts else 0
         left_over = n_cut * (candidate.micro_batch_size - 1)
         if not asked - left_over <= self.samples_per_step <= asked:
             return f"global batch: {asked} was asked for, {self.samples_per_step} ran"

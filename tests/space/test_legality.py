@@ -21,7 +21,10 @@ from autotune.trial.result import Outcome
 SAMPLES = 4000
 BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
 # ok.py has four blocks and 2,048 samples.
-HERE = Setting(world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, global_batch=(1, 64))
+HERE = Setting(
+    world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, global_batch=(1, 64), no_tensor="it has no pairs",
+    no_sequence="it has no attention",
+)  # fmt: skip
 
 
 CPU = Setting(world_size=2, ranks_per_node=2, n_blocks=4, n_samples=10_000)
@@ -43,8 +46,23 @@ GPUS = Setting(accelerator="cuda", deepspeed_version="0.18.9", world_size=16, ra
 NODE = replace(GPUS, world_size=8)
 BF16 = {"precision": "bf16", "zero_stage": 1}
 MASTER, STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+LLAMA = replace(CPU, world_size=4, ranks_per_node=4, heads=4, kv_heads=2)
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
 ILLEGAL = [
+    ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks"), "a script feeds"),
+    ({}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),)), "a script feeds"),
+    ({TENSOR: 3}, LLAMA, "do not divide the 4 ranks"),
+    ({TENSOR: 2, SEQUENCE: 2}, LLAMA, "the one or the other"),
+    ({TENSOR: 2}, replace(LLAMA, ranks_per_node=1), "machines of 1"),
+    ({TENSOR: 2}, replace(LLAMA, deepspeed_version="0.16.3"), "0.16.4"),
+    ({TENSOR: 4}, replace(LLAMA, heads=6), "6 attention heads do not divide by 4"),
+    ({TENSOR: 4}, LLAMA, "2 heads of keys and values do not divide by 4"),
+    ({TENSOR: 2}, replace(LLAMA, no_tensor="AutoTP finds no pairs"), "finds no pairs"),
+    ({SEQUENCE: 2}, replace(LLAMA, heads=3), "3 attention heads"),
+    ({SEQUENCE: 2}, replace(LLAMA, no_sequence="no attention"), "no attention"),
+    ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
+    ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), f"{TENSOR}=2: the loss is 4.9"),
     ({"precision": "fp16"}, CPU, "fp16"),
     ({"precision": "torch_autocast_fp16"}, CPU, "fp16"),
     ({"precision": "bf16"}, Setting(bf16=False), "bfloat16"),
@@ -94,6 +112,9 @@ ILLEGAL = [
 ]
 LEGAL = [
     ({}, CPU),
+    ({TENSOR: 2, "zero_stage": 3}, LLAMA),
+    ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),))),
+    ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 4, "the loss is 4.9"),))),
     ({"precision": "bf16", "zero_stage": 3, "checkpoint_every": 4}, CPU),
     ({**BF16, MASTER: True, STATES: True}, CPU),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.2")),
@@ -173,8 +194,16 @@ class Recorder:
             return lambda world_size: Candidate.global_batch_size(self, world_size)
         if name == "config":
             return RecordedSettings(dict(self.candidate.config), self.seen).items()
+        if isinstance(derived := getattr(Candidate, name, None), property):
+            return derived.fget(self)
+        if name == "_degree":
+            return self._degree_at
         self.seen.add(name)
         return getattr(self.candidate, name)
+
+    def _degree_at(self, path: str) -> int:
+        self.seen.add(path)
+        return self.candidate._degree(path)
 
 
 class RecordedSettings(dict):

@@ -18,6 +18,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
 from autotune.worker.device import found_devices
 from autotune.worker.model import model_file, samples
+from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
 
 
@@ -68,6 +69,7 @@ def workload_of(
         client_optimizer=client_optimizer,
         environment=_environment(),
         structure=_structure(model, sizes),
+        splitting=splitting(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
 

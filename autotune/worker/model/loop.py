@@ -47,17 +47,19 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
     # how much that matters.
     seed = request.seed + (request.replicate if target.data is None else 0)
+    # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
+    replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
     loader = model_file.Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
-        first_sample=request.first_sample,
+        target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
+        first_sample=request.first_sample, apart=candidate.ranks_per_replica > 1,
     )  # fmt: skip
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
-    engine = _initialize(request, target, model)
-    # Dropout differs between ranks, and is the same in every trial.
-    set_seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)
+    engine = initialize(request, target, model)
+    # Dropout differs between copies of the model, not within one, and is the same in every trial.
+    set_seed(request.seed + 1 + replica + REPLICATE_SEEDS * request.replicate)
     random_fills.flush()
     recorder.enter("warmup")
     observer = batches.BatchObserver(engine)
@@ -65,7 +67,8 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     _Trainer(meter, loader, model_file.make_loss(target, model)).train()
 
 
-def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module) -> Any:
+def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module) -> Any:
+    """Returns the DeepSpeed engine of a model, with the target's optimizer if it makes one."""
     import deepspeed
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}

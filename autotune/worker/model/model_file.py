@@ -85,11 +85,21 @@ class Loader:
     Optimizer step t of every candidate with global batch B trains on the samples [t B, (t + 1) B) of one fixed sequence
     (a new permutation each epoch), whatever the split into ranks, micro-batches and accumulation; so loss curves of
     candidates are paired.
+
+    Args:
+        target: The user's file.
+        micro_batch_size: Samples of a micro-batch.
+        rank: This rank among those that are fed different samples.
+        world_size: Number of those.
+        seed: Seed of the order.
+        first_sample: Position in the order to start at.
+        apart: Draw with random numbers of its own, which the model does not advance.
     """
 
     def __init__(
-        self, target: ModelFile, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0
-    ) -> None:
+        self, target: ModelFile, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         self.micro_batch_size = micro_batch_size
         self.n_samples: int | None = None
         self._rank, self._world_size, self._seed = rank, world_size, seed
@@ -108,6 +118,8 @@ class Loader:
         else:
             # batch(n) draws at random: other samples on every rank.
             torch.manual_seed(seed * 1_000_003 + rank + first_sample)
+        # Ranks that are fed alike must draw alike, though their shares of the model draw different random numbers.
+        self._generator = torch.get_rng_state() if apart else None
 
     def check(self, global_batch_size: int) -> None:
         """Refuses a data set that cannot fill one optimizer step.
@@ -122,6 +134,15 @@ class Loader:
 
     def next(self) -> tuple[Any, int | None]:
         """Returns the next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
+        if self._generator is None:
+            return self._next()
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._generator)
+            found = self._next()
+            self._generator = torch.get_rng_state()
+        return found
+
+    def _next(self) -> tuple[Any, int | None]:
         if self._batch is not None:
             return self._batch(self.micro_batch_size), None
         first = self._next_sample + self._rank * self.micro_batch_size

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from autotune.space.deepspeed import DsConfig, precision_of, without_auto
+from autotune.space.deepspeed import DsConfig, at_path, degrees_of, precision_of, without_auto
 from autotune.system import redaction
 from autotune.trial.workload import Probed, Workload
 from autotune.worker.measure.meter import Meter
@@ -50,7 +51,8 @@ def workload_of(
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        model_parallel_size=context.request.world_size // meter.data_parallel,
+        # Degrees of the configuration belong to the candidate, which divides them out itself.
+        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared.own_config)),
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
@@ -68,6 +70,10 @@ def workload_of(
         return workload
     found = profile.profile(workload, prepared.own_config, seen.micro_batch_size)
     return replace(workload, profile=found)
+
+
+def _degree(own: DsConfig) -> int:
+    return math.prod(degrees_of(lambda path: at_path(own, path)).values())
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:

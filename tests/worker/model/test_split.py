@@ -1,0 +1,53 @@
+"""Models whose layers are split over ranks: they train as whole ones do, and what is split wrongly is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.trial.result import Outcome
+from autotune.worker.measure.ledger import NotApplied
+from autotune.worker.model import split
+
+pytestmark = pytest.mark.process
+
+TENSOR = "tensor_parallel.autotp_size"
+LONG = {"max_steps": 20, "min_samples": 10**9, "budget_s": 60.0}
+
+
+def test_a_model_that_is_split_over_two_ranks_trains_as_the_whole_one(zoo):
+    whole = zoo.run("hf", zero_stage=1, **LONG)
+    parted = zoo.run("hf", micro=8, zero_stage=1, changed_from={TENSOR: None}, **{TENSOR: 2}, **LONG)
+    assert whole.outcome is parted.outcome is Outcome.COMPLETE, parted.reason
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.samples_per_step == whole.samples_per_step == 8
+    groups, before = parted.observed.groups, whole.observed.groups
+    assert (groups.tensor, groups.data, before.tensor, before.data) == (2, 1, 1, 2)
+    assert groups.split_modules > 20 and groups.held_parameters < 0.7 * before.held_parameters
+
+
+def test_a_split_is_compared_with_the_whole_model(zoo):
+    assert zoo.run("hf", mode="split", zero_stage=1, **{TENSOR: 2}).outcome is Outcome.COMPLETE
+
+
+@pytest.mark.parametrize(("found", "passes"), [(4.6171, True), (4.63, False), (float("nan"), False)])
+def test_a_split_model_that_computes_something_else_is_not_applied(found, passes):
+    if passes:
+        split._compare("loss", found, 4.6170, split.MOST_LOSS_ERROR)
+        return
+    with pytest.raises(NotApplied, match=r"the split model's loss is .* the whole model's 4.617: it is split wrongly"):
+        split._compare("loss", found, 4.6170, split.MOST_LOSS_ERROR)
+
+
+def test_layers_that_deepspeed_cannot_pair_are_named():
+    found = split.splitting(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert "finds no pairs of layers to split in Sequential" in found.tensor and found.heads == 0
+
+
+def test_the_model_draws_no_dropout_while_it_is_compared(monkeypatch):
+    monkeypatch.setattr(nn.functional, "dropout", nn.functional.dropout)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", nn.functional.scaled_dot_product_attention)
+    split._without_dropout()
+    ones = torch.ones(1, 1, 4, 4)
+    assert torch.equal(nn.Dropout(0.5)(ones), ones)
+    attend = nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(ones, ones, ones, dropout_p=0.9), ones)

@@ -186,6 +186,14 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.tensor_degree > 1 and bool(s.no_tensor), "{no_tensor}", (TENSOR_DEGREE,)),
     Rule(lambda c, k, s: c.sequence_degree > 1 and s.heads % c.sequence_degree != 0,
          "the model's {heads} attention heads do not divide by {sequence} ranks", (SEQUENCE_DEGREE,)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and s.kv_heads % c.sequence_degree != 0
+         and c.sequence_degree % (s.kv_heads or 1) != 0,
+         "the model's {kv_heads} heads of keys and values and {sequence} ranks do not divide each other",
+         (SEQUENCE_DEGREE,)),
+    # Its optimizer divides by all ranks that share a gradient, those of a sequence group too.
+    Rule(lambda c, k, s: c.sequence_degree > 1 and c.zero_stage == 3,
+         "ZeRO stage 3 makes the gradient of a sequence group 1/{sequence} of what it is; use stage 0, 1 or 2",
+         (SEQUENCE_DEGREE, "zero_stage")),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
     Rule(lambda c, k, s: c.ranks_per_replica > 1 and (_hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
          "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),

@@ -60,6 +60,8 @@ ILLEGAL = [
     ({TENSOR: 4}, LLAMA, "2 heads of keys and values do not divide by 4"),
     ({TENSOR: 2}, replace(LLAMA, no_tensor="AutoTP finds no pairs"), "finds no pairs"),
     ({SEQUENCE: 2}, replace(LLAMA, heads=3), "3 attention heads"),
+    ({SEQUENCE: 4}, replace(LLAMA, heads=12, kv_heads=6), "6 heads of keys and values and 4 ranks"),
+    ({SEQUENCE: 2, "zero_stage": 3}, LLAMA, "1/2 of what it is"),
     ({SEQUENCE: 2}, replace(LLAMA, no_sequence="no attention"), "no attention"),
     ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
     ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), f"{TENSOR}=2: the loss is 4.9"),

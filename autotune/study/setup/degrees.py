@@ -36,7 +36,7 @@ def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[st
     if workload.script is not None or splitting is None:
         return {"no_degrees": SCRIPT if workload.script is not None else ""}
     told = any(at_path(base_config, path) for path in TOLD)
-    why = f"the model's layers cannot be split by DeepSpeed: {splitting.tensor}; say which by {TOLD[0]} in the base config"
+    why = f"the model's layers cannot be split by DeepSpeed: {splitting.tensor}"
     results = {
         (path, int(degree)): why
         for key, why in splitting.compared.items()
@@ -47,7 +47,7 @@ def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[st
         "heads": splitting.heads,
         "kv_heads": splitting.kv_heads,
         "no_tensor": why if splitting.tensor and not told else "",
-        "no_sequence": splitting.sequence,
+        "no_sequence": f"the model's sequences cannot be split: {splitting.sequence}" if splitting.sequence else "",
         "unlike": tuple((path, degree, why) for (path, degree), why in results.items()),
     }
 

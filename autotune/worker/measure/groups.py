@@ -21,11 +21,19 @@ def observe(engine: Any) -> Groups:
     return Groups(
         tensor=_tensor_size(engine),
         sequence=int(getattr(engine, "sequence_parallel_size", 1) or 1),
-        data=int(getattr(engine, "dp_world_size", None) or dist.get_world_size()),
+        data=data_parallel(engine),
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.
         held_parameters=sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters),
     )
+
+
+def data_parallel(engine: Any) -> int:
+    """Returns the ranks, or groups of ranks, that are fed different samples."""
+    if own := getattr(engine, "dp_world_size", None):
+        return int(own)
+    # Groups that know sequences only, as those of UlyssesSPAttentionHF, have no size of their own for data.
+    return dist.get_world_size() // int(getattr(engine, "sequence_parallel_size", 1) or 1)
 
 
 def _tensor_size(engine: Any) -> int:

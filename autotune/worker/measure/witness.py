@@ -194,8 +194,8 @@ def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
 def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
     from deepspeed.sequence.layer import DistributedAttention
 
-    splitting = [module for module in engine.module.modules() if isinstance(module, DistributedAttention)]
-    if value == 1:
+    splitting = exchanges.calls or any(isinstance(module, DistributedAttention) for module in engine.module.modules())
+    if value in (0, 1):
         return "attention is split over ranks" if splitting else None
     degree = int(getattr(engine, "sequence_parallel_size", 1) or 1)
     if degree != value:
@@ -241,6 +241,30 @@ def _recomputing(name: str) -> Witness:
         raise KeyError(name)
 
     return ask
+
+
+class _Exchanges:
+    """Counts the calls in which attention exchanged heads for positions, once `watch` was called."""
+
+    def __init__(self) -> None:
+        self.calls, self._watching = 0, False
+
+    def watch(self) -> None:
+        """Wraps the forward of DeepSpeed's attention for split sequences; call it before the model runs."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        if self._watching:
+            return
+        self._watching, original = True, UlyssesSPAttentionHF.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        UlyssesSPAttentionHF.forward = forward
+
+
+exchanges = _Exchanges()
 
 
 class _Recomputations:

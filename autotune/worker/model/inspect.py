@@ -37,7 +37,10 @@ def inspect_model(request: TrialRequest) -> Workload:
         raise model_file.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = model_file.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
-    return replace(found, optimizer=_optimizer_class(target, model), data=samples.data_shape(loader))
+    return replace(
+        found, optimizer=_optimizer_class(target, model), data=samples.data_shape(loader),
+        splitting=splitting(target, model),
+    )  # fmt: skip
 
 
 def _optimizer_class(target: model_file.ModelFile, model: torch.nn.Module) -> str:
@@ -69,7 +72,6 @@ def workload_of(
         client_optimizer=client_optimizer,
         environment=_environment(),
         structure=_structure(model, sizes),
-        splitting=splitting(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
 

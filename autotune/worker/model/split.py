@@ -16,15 +16,16 @@ from autotune.worker.containers import to_device
 from autotune.worker.measure import groups
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.model import model_file
+from autotune.worker.model import model_file, sequence
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # A split model sums in another order than the whole one, which fp32 shows in the fifth digit; a wrong split, in the
 # first or second.
 MOST_LOSS_ERROR, MOST_NORM_ERROR = 1e-3, 1e-2
+SAY_WHICH = "say which layers by `tensor_parallel.partition_config` in the base config"
 
 
-def splitting(model: nn.Module) -> Splitting:
+def splitting(target: model_file.ModelFile, model: nn.Module) -> Splitting:
     """Returns the facts of a model that decide over how many ranks it can be split."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -34,7 +35,7 @@ def splitting(model: nn.Module) -> Splitting:
         kv_heads=_number(text, "num_key_value_heads") or heads,
         hidden=_number(text, "hidden_size", "d_model", "n_embd"),
         tensor=_why_no_tensor(model),
-        sequence="sequence groups need a model whose attention exchanges heads for positions (DistributedAttention)",
+        sequence=sequence.why_none(target, model),
     )
 
 
@@ -50,6 +51,8 @@ def _why_no_tensor(model: nn.Module) -> str:
         from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
     except ImportError:
         return "the installed DeepSpeed has no AutoTP for training"
+    if any(type(module).__name__ == "Conv1D" for module in model.modules()):
+        return "AutoTP does not split the Conv1D layers of transformers for training"
     plan = _get_hf_tp_plan(model)
     if plan:
         try:
@@ -57,11 +60,12 @@ def _why_no_tensor(model: nn.Module) -> str:
         except ImportError:
             return ""
         unknown = sorted({style for style in plan.values() if style.lower() not in SUPPORTED_STYLES})
-        return f"its transformers plan has styles that AutoTP does not know ({', '.join(unknown)})" if unknown else ""
+        named = ", ".join(unknown)
+        return f"its transformers plan has styles that AutoTP does not know ({named}); {SAY_WHICH}" if unknown else ""
     try:
         AutoTP.tp_parser(model)
     except AssertionError:
-        return f"AutoTP finds no pairs of layers to split in {type(model).__name__}"
+        return f"AutoTP finds no pairs of layers to split in {type(model).__name__}; {SAY_WHICH}"
     return ""
 
 
@@ -88,9 +92,12 @@ def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener
     batch, _ = loader.next()
     whole_loss, whole_norm = _whole(model, loss_of, batch, request.seed)
     recorder.enter("initialize")
-    from autotune.worker.model.loop import initialize
+    from autotune.worker.model.loop import initialize, sequence_groups_of
 
-    engine = initialize(request, target, model)
+    sequence_groups = sequence_groups_of(model, candidate)
+    engine = initialize(request, target, model, sequence_groups)
+    if sequence_groups is not None:
+        loss_of = sequence.split_loss(sequence_groups)
     recorder.enter("warmup")
     set_seed(request.seed)
     loss = loss_of(engine, to_device(batch, torch.device(engine.device), None))

@@ -128,14 +128,14 @@ class FeatureTable:
         present, slopes = self._present(new), self._slopes(new)
         micro = np.log2([c.micro_batch_size / self.reference.micro_batch_size for c in new])
         steps = np.log2([c.gradient_accumulation_steps / self.reference.gradient_accumulation_steps for c in new])
-        batch = np.array([_per_rank(c) for c in new], dtype=float)
+        batch = np.array([c.samples_per_rank for c in new], dtype=float)
         one = np.ones(len(new))
         sizes = np.array([c.micro_batch_size for c in new])
         linear = np.column_stack(
             [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2]
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
-        relative = batch / _per_rank(self.reference)
+        relative = batch / self.reference.samples_per_rank
         time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
         memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
@@ -193,11 +193,6 @@ class FeatureTable:
             values = _column(candidates, name)
             columns.append([0.0 if not value else (np.log2(float(value)) - middle) / half for value in values])
         return np.array(columns, dtype=float).T.reshape(len(candidates), len(self.numeric))
-
-
-def _per_rank(candidate: Candidate) -> float:
-    """Samples of an optimizer step for each rank: ranks that share a copy of the model share its samples."""
-    return candidate.micro_batch_size * candidate.gradient_accumulation_steps / candidate.ranks_per_replica
 
 
 def knobs_of(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:

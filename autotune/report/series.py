@@ -11,6 +11,7 @@ from typing import Any
 from autotune.report.data import Data, StudyReport, end_words, measured
 from autotune.scoring import step_times
 from autotune.scoring.metrics import METRICS
+from autotune.space.candidate import Candidate
 
 MOST_LOSS_POINTS = 60
 MOST_LOSS_CURVES = 80
@@ -204,9 +205,7 @@ def _pieces(n: int, most: int) -> list[range]:
 
 def _loss_curve(report: StudyReport, trial: Data) -> LossCurve:
     values, candidate, times_s = trial["losses"], trial["candidate"], trial.get("step_times_s") or []
-    batch = (
-        candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
-    )
+    batch = Candidate.of({"micro_batch_size": 1, **candidate}).global_batch_size(report.data_parallel)
     pieces = _pieces(len(values), MOST_LOSS_POINTS)
     finite = [[values[i] for i in piece if values[i] is not None] for piece in pieces]
     middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]

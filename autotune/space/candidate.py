@@ -117,6 +117,11 @@ class Candidate:
         """Ranks that train on the same samples, as they share a copy of the model or a sequence."""
         return self.tensor_degree * self.sequence_degree
 
+    @property
+    def samples_per_rank(self) -> float:
+        """Samples of an optimizer step for each rank, where ranks of one replica share theirs."""
+        return self.micro_batch_size * self.gradient_accumulation_steps / self.ranks_per_replica
+
     def global_batch_size(self, world_size: int) -> int:
         """Samples per optimizer step.
 

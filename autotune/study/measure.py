@@ -116,7 +116,7 @@ class TrialMeasurer:
         plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
         if result is None or result.steps is None:
             return spec.trial_deadline_s
-        growth = max(1.0, candidate.global_batch_size(1) / plan.baseline.global_batch_size(1))
+        growth = max(1.0, candidate.samples_per_rank / plan.baseline.samples_per_rank)
         expected_s = result.wall_s + 20 * result.steps.median_s * growth + spec.trial_budget_s
         return min(spec.trial_deadline_s, max(MIN_DEADLINE_S, 10 * expected_s))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import ndtr
+import scipy
 
 from autotune.forecast import memory as memory_formulas
 from autotune.forecast import step_time as step_time_formulas
@@ -241,7 +241,7 @@ def probability_below(forecast: Forecast, limit: float) -> float:
     """Probability that the total is below a limit."""
     if limit <= 0:
         return 0.0
-    return float(ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
+    return float(scipy.special.ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,26 +102,32 @@ def progress(
     return figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))
 
 
-def losses(report: StudyReport, across: str = "samples") -> Figure:
-    """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named."""
-    traces, n_named = [], 0
-    for curve in series.losses(report):
-        named, base, best = bool(curve.marks), "baseline" in curve.marks, "recommended" in curve.marks
-        n_named += named and not base and not best
-        color = BLUE if best else RED if base else CYCLE[1 + n_named % 3] if named else GREY
-        line = {
-            "color": color,
-            "width": 3 if best else 2 if named else 1,
-            "dash": "dash" if base and not best else "solid",
-        }
+def losses(report: StudyReport, across: str = "samples", *, difference: bool = False) -> Figure:
+    """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named.
+
+    Args:
+        report: The study.
+        across: What lies across.
+        difference: Draw each curve's distance from the baseline's, as far as both reach.
+    """
+    curves, n_named, traces = series.losses(report), 0, []
+    base = next((curve for curve in curves if "baseline" in curve.marks), None)
+    for curve in curves:
+        named, is_base, best = bool(curve.marks), curve is base, "recommended" in curve.marks
+        n_named += named and not is_base and not best
+        color = BLUE if best else RED if is_base else CYCLE[1 + n_named % 3] if named else GREY
+        width, dash = 3 if best else 2 if named else 1, "dash" if is_base and not best else "solid"
         name, hover = ", ".join(curve.marks) or "others", f"{trial_text(report, curve.trial)}<br>loss %{{y:.4g}}"
-        style: Trace = {"line": line, "legendgroup": name, "opacity": 1.0 if named else 0.35}
-        traces.append(scatter(name, curve.across[across], curve.loss, hover=hover, **style))
+        style: Trace = {"line": {"color": color, "width": width, "dash": dash}, "legendgroup": name}
+        y = series.above(curve, base, across) if difference and base else curve.loss
+        traces.append(scatter(name, curve.across[across], y, hover=hover, opacity=1.0 if named else 0.35, **style))
     traces.sort(key=lambda trace: trace["line"]["width"])  # the named ones are drawn last, on top
     for i, trace in enumerate(traces):
         trace["showlegend"] = trace["name"] not in {other["name"] for other in traces[:i]}
+    reached = [x for trace in traces for x in trace["x"]]
     title = {"samples": "samples trained on", "seconds": "seconds of training", "steps": "optimizer steps"}[across]
-    return figure(traces, axis(title), axis("training loss"))
+    up = "training loss minus the baseline's" if difference and base else "training loss"
+    return figure(traces, axis(title, reached, log=spans_decade(reached)), axis(up))
 
 
 def steps(report: StudyReport, trials: Iterable[int]) -> Figure:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from autotune.report.data import Data, StudyReport, end_words, measured
 from autotune.scoring import step_times
 from autotune.scoring.metrics import METRICS
@@ -118,6 +120,17 @@ def knobs(report: StudyReport) -> dict[str, list[Any]]:
 def losses(report: StudyReport) -> list[LossCurve]:
     """The loss curves, those of the picks and the baseline first."""
     return [_loss_curve(report, each) for each in itertools.islice(_trials_with(report, "losses"), MOST_LOSS_CURVES)]
+
+
+def above(curve: LossCurve, base: LossCurve, across: str) -> list[float | None]:
+    """How far a loss curve lies above another one, at its own points; None where the other one does not reach."""
+    known = [(x, y) for x, y in zip(base.across[across], base.loss, strict=False) if y is not None]
+    if not known:
+        return [None] * len(curve.loss)
+    places, values = zip(*known, strict=True)
+    reference = np.interp(curve.across[across], places, values, left=math.nan, right=math.nan)
+    pairs = zip(curve.loss, map(float, reference), strict=False)
+    return [None if own is None or math.isnan(other) else round(own - other, 5) for own, other in pairs]
 
 
 def steps(report: StudyReport) -> list[StepCurve]:

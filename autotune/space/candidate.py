@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autotune.errors import nearest
+from autotune.space import data
 from autotune.space.deepspeed import (
     DEGREES,
     DEVICES,
@@ -36,6 +37,9 @@ from autotune.space.deepspeed import (
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
+# How a candidate is described; a precision or device that is not here is its own word.
+PRECISION_WORDS = {"torch_autocast": "bf16 autocast", "torch_autocast_fp16": "fp16 autocast"}
+DEVICE_WORDS = {"cpu": "the host", "nvme": "NVMe"}
 # Name of the trial attribute that holds `Candidate.key`.
 CANDIDATE_ATTR = "candidate"
 
@@ -53,6 +57,7 @@ class Candidate:
         offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
         offload_param: Where ZeRO-3 parameters live between uses.
         config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
+            Paths that begin with `data.` are settings of the data and its loader, which DeepSpeed does not get.
     """
 
     micro_batch_size: int
@@ -130,16 +135,21 @@ class Candidate:
         """
         return max(1, self.micro_batch_size * self.gradient_accumulation_steps * world_size // self.ranks_per_replica)
 
-    def describe(self, baseline: Candidate | None = None) -> str:
-        """The candidate in a few words: the batch, and whatever differs from the defaults (or from `baseline`)."""
-        reference = baseline.values() if baseline else {"precision": None, "zero_stage": None}
-        default = Candidate(micro_batch_size=0).values()
-        words = [f"{self.micro_batch_size}x{self.gradient_accumulation_steps}", self.precision, f"z{self.zero_stage}"]
-        for name, value in self.values().items():
-            plain = name in ("micro_batch_size", "gradient_accumulation_steps", "precision", "zero_stage")
-            if not plain and value != reference.get(name, default.get(name)):
-                words.append(f"{name.rsplit('.', 1)[-1]}={value}")
-        return " ".join(words)
+    def describe(self) -> str:
+        """The candidate in words, `micro-batch 8 x 1, bf16, ZeRO 1`: the batch, and what differs from the defaults."""
+        words = [
+            f"micro-batch {self.micro_batch_size} x {self.gradient_accumulation_steps}",
+            PRECISION_WORDS.get(self.precision, self.precision),
+            f"ZeRO {self.zero_stage}",
+        ]
+        if self.checkpoint_every:
+            which = "block" if self.checkpoint_every == 1 else f"{ordinal(self.checkpoint_every)} block"
+            words.append(f"every {which} recomputed")
+        for what, device in (("optimizer", self.offload_optimizer), ("parameters", self.offload_param)):
+            if device != "none":
+                words.append(f"{what} on {DEVICE_WORDS[device]}")
+        words += [f"{path.rsplit('.', 1)[-1]}={plain(value)}" for path, value in self.config]
+        return ", ".join(words)
 
     def to_deepspeed(self, base: Mapping[str, Any] | None = None) -> DsConfig:
         """The DeepSpeed configuration of this candidate over the user's own.
@@ -166,8 +176,14 @@ class Candidate:
         self._set_precision(config)
         self._set_zero(config)
         for path, value in self.config:
-            set_path(config, path, value)
+            if not data.is_data(path):
+                set_path(config, path, value)
         return config
+
+    @property
+    def data_changes(self) -> dict[str, Scalar]:
+        """Its settings of the data, without their prefix."""
+        return data.changes(dict(self.config))
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}
@@ -224,6 +240,17 @@ CHOICES: dict[str, tuple[Scalar, ...]] = {
 AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 0}
 
 
+def plain(value: Scalar) -> str:
+    """A knob's value as JSON writes it, text without quotation marks."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def ordinal(number: int) -> str:
+    """A number as an ordinal: `2nd`."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def check_knob(name: str) -> None:
     """Refuses a knob that is neither a Candidate field nor a path that DeepSpeed reads.
 
@@ -231,6 +258,9 @@ def check_knob(name: str) -> None:
         ConfigError: It says which names are near.
     """
     if name in FIELDS:
+        return
+    if data.is_data(name):
+        data.check_knob(name)
         return
     if name in OWNED_PATHS:
         raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
@@ -252,7 +282,9 @@ def check_value(name: str, value: Scalar) -> None:
         ConfigError: It lists the values that the field takes.
     """
     check_plain(value, name)
-    if name in CHOICES:
+    if data.is_data(name):
+        data.check_value(name, value)
+    elif name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
     elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import (
     DEGREES,
@@ -42,6 +43,9 @@ class Setting:
             `inherited_settings`.
         own_optimizer: The target makes the optimizer, not the configuration.
         unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
+        lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
+        loader: Arguments of the target's own DataLoader.
+        data_cannot: Settings of the data that the target cannot follow, each with the reason.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
         heads: Attention heads of the model; 0 if unknown.
         kv_heads: Its heads of keys and values; 0 if unknown.
@@ -65,6 +69,9 @@ class Setting:
     base: tuple[tuple[str, Scalar], ...] = ()
     own_optimizer: bool = False
     unsafe_precisions: tuple[str, ...] = ()
+    lengths: tuple[int, int] = (0, 0)
+    loader: tuple[tuple[str, Scalar], ...] = ()
+    data_cannot: tuple[tuple[str, str], ...] = ()
     missing_ops: tuple[tuple[str, str], ...] = ()
     heads: int = 0
     kv_heads: int = 0
@@ -197,6 +204,9 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
     Rule(lambda c, k, s: c.ranks_per_replica > 1 and (_hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
          "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
+         "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
+         (SEQUENCE_DEGREE, "data.packing")),
     Rule(lambda c, k, s: bool(_why_unlike(c, s)), "{unlike}", DEGREES),
 )  # fmt: skip
 
@@ -208,6 +218,59 @@ OP_RULES = tuple(
     )
     for op, otherwise in OPS.items()
 )
+
+
+def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
+    """The value of a setting of the data; None where it is as without it."""
+    return data.changes({key: value for key, value in config.items() if key == data.PREFIX + name}).get(name)
+
+
+def _unused(config: Mapping[str, Scalar], setting: Setting) -> bool:
+    """Whether arguments of workers are given for a loader without workers."""
+    workers = _asked(config, "num_workers")
+    given = any(_asked(config, name) is not None for name in ("prefetch_factor", "persistent_workers"))
+    return given and not (workers if workers is not None else dict(setting.loader).get("num_workers"))
+
+
+def _cannot(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return name in dict(setting.data_cannot) and _asked(config, name) is not None
+
+
+def _all_alike(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return _asked(config, name) is not None and setting.lengths[0] == setting.lengths[1] > 0
+
+
+def _own_already(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    own, asked = dict(setting.loader), _asked(config, name)
+    return asked is not None and name in own and own[name] == asked
+
+
+DATA, WORKERS = data.PREFIX, f"{data.PREFIX}num_workers"
+DATA_RULES = (
+    *(Rule(partial(_cannot, name),
+           f"{DATA}{name}: {{cannot_{name}}}", (DATA + name,)) for name in data.KNOBS),
+    *(Rule(partial(_own_already, name),
+           f"{DATA}{name}: the target's own loader has that value already", (DATA + name,)) for name in data.OF_LOADER),
+    *(Rule(partial(_all_alike, name),
+           f"{DATA}{name}: all samples are of one length, so nothing is padded", (DATA + name,))
+      for name in data.AGAINST_PADDING),
+    Rule(lambda c, k, s: _unused(k, s), f"{DATA}prefetch_factor and {DATA}persistent_workers need {WORKERS}",
+         (WORKERS, f"{DATA}prefetch_factor", f"{DATA}persistent_workers")),
+    Rule(lambda c, k, s: bool(_asked(k, "pin_memory")) and s.accelerator == "cpu",
+         f"{DATA}pin_memory: on a CPU nothing is copied to a device", (f"{DATA}pin_memory",)),
+    Rule(lambda c, k, s: int(str(_asked(k, "max_length") or 0)) >= s.lengths[1] > 0
+         and _asked(k, "max_length") is not None, f"{DATA}max_length: no sample is longer", (f"{DATA}max_length",)),
+    Rule(lambda c, k, s: _asked(k, "packing") is not None and c.micro_batch_size == 1,
+         f"{DATA}packing: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}packing")),
+    Rule(lambda c, k, s: _asked(k, "packing") is not None and _asked(k, "pad_to_multiple_of") is not None,
+         f"{DATA}pad_to_multiple_of: packed batches are not padded", (f"{DATA}packing", f"{DATA}pad_to_multiple_of")),
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps == 1,
+         f"{DATA}group_by_length: with one micro-batch a step there is nothing to group",
+         ("gradient_accumulation_steps", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,
+         f"{DATA}group_by_length: packed batches have no padding to save",
+         (f"{DATA}packing", f"{DATA}group_by_length")),
+)  # fmt: skip
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
@@ -299,6 +362,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    *DATA_RULES,
     *OP_RULES,
 )  # fmt: skip
 
@@ -318,6 +382,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
     bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
     facts |= {"replica": candidate.ranks_per_replica, "unlike": _why_unlike(candidate, setting)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.trial.lengths import Table
 from autotune.trial.workload import Script
 
 
@@ -27,6 +28,23 @@ class TrialToBeat:
         return step_time_s >= self.step_time_s and (
             self.peak_memory_bytes is None or peak_memory_bytes >= self.peak_memory_bytes
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailCheck:
+    """What a trial does once after its measurement, to see whether it fits: a pass over the worst micro-batch, and more.
+
+    Attributes:
+        longest_at: Positions of the data set's longest samples, longest first; empty for a stream.
+        length: The length that samples are stated to reach; 0 if none is.
+        evaluate: Also run one evaluation step.
+        save: Also save one checkpoint.
+    """
+
+    longest_at: tuple[int, ...] = ()
+    length: int = 0
+    evaluate: bool = False
+    save: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +80,8 @@ class TrialRequest:
         rivals: Measured trials; this trial ends once it is known to be worse than one of them on every objective.
         ops: DeepSpeed ops to compile, by builder name.
         traced_steps: Steps to run under torch's profiler, after the measurement.
+        tail: The check of the worst batch after the measurement; None for none.
+        lengths: Lengths of the data set's samples; see `lengths.table`.
     """
 
     target: str
@@ -87,6 +107,8 @@ class TrialRequest:
     changed_from: dict[str, Scalar] = field(default_factory=dict)
     rivals: tuple[TrialToBeat, ...] = ()
     traced_steps: int = 0
+    tail: TailCheck | None = None
+    lengths: Table = ()
     ops: tuple[str, ...] = ()
 
     @property

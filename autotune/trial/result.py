@@ -22,7 +22,9 @@ BUSY_SHARE = 0.1
 # Words of the caveat of trials that shared their host.
 BESIDE = "ran on this host at the same time"
 # Phases of a rank, in order.
-PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
+PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "tail", "evaluate", "save", "done")
+# The phases of the tail check, each with what does not fit if it runs out of memory.
+TAIL_PHASES = {"tail": "the longest batch", "evaluate": "an evaluation step", "save": "saving a checkpoint"}
 
 
 class Outcome(StrEnum):
@@ -311,6 +313,10 @@ class Measurements:
         side_changes: Changes to a training script besides the DeepSpeed JSON.
         unreproducible: Those side changes that no flag, constant or line of the user's can make.
         flags: Flags that carried a candidate field (or `ds_config`), by all their names.
+        tail: The worst micro-batch, where it was trained on: its `samples`, their `length`, its `elements`.
+        lengths: Histogram of the lengths of the samples that were trained on, by upper edge; of a trial over all ranks.
+        expected: What a step takes in on average over the whole data set, by the names in `taken_in`; empty where
+            padding does not follow from the lengths.
         noise: Gradient sizes, if requested.
         gradient: Accuracy of the first step's gradient, if requested.
     """
@@ -332,8 +338,20 @@ class Measurements:
     side_changes: list[str] = field(default_factory=list)
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
+    tail: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
     noise: NoiseTerms | None = None
     gradient: GradientCheck | None = None
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the tokens that were padding; None where samples are no sequences."""
+        tokens, real = (sum(self.taken_in.get(name, ())) for name in ("tokens", "real_tokens"))
+        known = {name: len(self.taken_in.get(name, ())) for name in ("tokens", "real_tokens")}
+        if not tokens or not all(known.values()):
+            return None
+        return max(0.0, 1 - (real / known["real_tokens"]) / (tokens / known["tokens"]))
 
     @property
     def disturbed(self) -> str:
@@ -413,6 +431,11 @@ class TrialResult(Measurements):
     lost_attempts: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     machine: str = ""
+
+    @property
+    def failed_check(self) -> bool:
+        """Whether the trial was measured, and failed in its tail check."""
+        return self.phase in TAIL_PHASES and self.outcome in (Outcome.OOM, Outcome.CRASHED)
 
     @property
     def place(self) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig
+from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
 
 # Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
@@ -74,13 +75,39 @@ class DataShape:
 
     Attributes:
         fields: Each tensor of a sample: name, type and shape, with `*` for a size that varies between samples.
-        lengths: Histogram of the samples' largest dimension: share by upper edge, two bins per doubling.
+        lengths: Histogram of the samples' lengths (tokens that count, else the largest dimension): share by upper edge,
+            two bins per doubling.
         n_seen: Samples in the histogram.
+        n_samples: Samples in the data set; None for a stream.
+        table: Lengths with the number of samples that have them, ascending; see `lengths.table`.
+        longest_at: Positions of the longest samples, longest first; empty for a stream.
+        loader: Arguments of the target's own DataLoader, where it has one.
+        cannot: Settings of the data that the target cannot follow, each with the reason.
     """
 
     fields: tuple[str, ...]
     lengths: dict[str, float]
     n_seen: int
+    n_samples: int | None = None
+    table: lengths_of.Table = ()
+    longest_at: tuple[int, ...] = ()
+    loader: dict[str, Scalar] = field(default_factory=dict)
+    cannot: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Returns the length of the longest sample that was seen; 0 if lengths were not kept."""
+        return lengths_of.longest(self.table)
+
+    @property
+    def varies(self) -> bool:
+        """Returns whether samples of different lengths were seen."""
+        return len(self.table) > 1
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether every sample was read."""
+        return self.n_samples is not None and self.n_seen >= self.n_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +262,7 @@ class Workload:
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
         optimizer: Class of that optimizer, if it could be made without data.
+        learning_rates: Rates that its parameter groups begin with.
         environment: Machine and libraries.
         caveats: Remarks for the user about the target.
         script: Findings of the probe, for a training script.
@@ -255,6 +283,7 @@ class Workload:
     client_optimizer: bool
     environment: Environment
     optimizer: str = ""
+    learning_rates: tuple[float, ...] = ()
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
     profile: Profile | None = None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed
+from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed, ordinal
 from autotune.space.deepspeed import LARGEST_BATCH, ConfigError, check_config
 from autotune.space.legality import Setting, why_illegal
 from autotune.space.parameter import parse_parameters
@@ -86,13 +86,22 @@ def test_flat_values_and_the_key_give_the_candidate_back():
     assert Candidate.of({**VALUES, "optimizer": "keep"}) == candidate  # as earlier versions wrote it
 
 
-def test_a_candidate_is_described_by_what_differs_from_the_defaults_or_the_baseline():
-    baseline = Candidate(micro_batch_size=2, checkpoint_every=1)
-    assert Candidate.of(VALUES).describe() == "4x1 fp32 z2 communication_data_type=bf16 overlap_comm=True"
+def test_a_candidate_is_described_in_words():
     assert (
-        Candidate(micro_batch_size=4, offload_param="cpu").describe(baseline)
-        == "4x1 fp32 z0 checkpoint_every=0 offload_param=cpu"
+        Candidate.of(VALUES).describe()
+        == "micro-batch 4 x 1, fp32, ZeRO 2, communication_data_type=bf16, overlap_comm=true"
     )
+    full = Candidate(
+        micro_batch_size=8, gradient_accumulation_steps=2, zero_stage=3, precision="torch_autocast",
+        checkpoint_every=2, offload_optimizer="cpu", offload_param="nvme",
+    )  # fmt: skip
+    words = "micro-batch 8 x 2, bf16 autocast, ZeRO 3, every 2nd block recomputed, optimizer on the host, parameters on NVMe"
+    assert full.describe() == words
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 113)] == "1st 2nd 3rd 4th 11th 12th 21st 113th".split()
+
+
+def test_candidates_differ_in_the_knobs_whose_values_do():
+    baseline = Candidate(micro_batch_size=2, checkpoint_every=1)
     assert differing(baseline.values(), Candidate.of(VALUES).values()) == [
         "micro_batch_size", "zero_stage", "checkpoint_every", "communication_data_type", "zero_optimization.overlap_comm",
     ]  # fmt: skip

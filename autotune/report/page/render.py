@@ -76,6 +76,11 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
     )
 
 
+def fragment(template: str, macro: str, found: Mapping[str, Any]) -> str:
+    """A part of a page, by a macro of a template."""
+    return str(getattr(_environment().get_template(template).module, macro)(found))
+
+
 def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
     """The figures of the page by plot, each plot with one figure for every choice of its reader."""
     objectives = [

@@ -13,6 +13,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
+from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, degrees_of, set_path
@@ -248,6 +249,7 @@ def grounds(
         base=inherited_settings(base_config),
         missing_ops=tuple(environment.missing_ops.items()),
         **degrees.facts(workload, base_config, world_size),
+        **_of_data(workload),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
     baseline = _baseline(spec, base_config, workload, data_parallel)
@@ -255,6 +257,17 @@ def grounds(
     if reason is not None:
         raise UserError(f"the baseline cannot run here: {reason}")
     return base_config, baseline, setting
+
+
+def _of_data(workload: Workload) -> dict[str, Any]:
+    """What legality depends on of the data."""
+    data = workload.data
+    if data is None:
+        return {"data_cannot": tuple((name, "the target's data could not be read") for name in data_knobs.KNOBS)}
+    shortest = int(data.table[0][0]) if data.table else 0
+    # Lengths of which only some samples' are known bound nothing.
+    ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
+    return {"lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": tuple(data.cannot.items())}
 
 
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:

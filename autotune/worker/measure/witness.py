@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import Scalar
+from autotune.worker.data import witness as loading
 from autotune.worker.measure.wire import wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
@@ -334,4 +335,5 @@ SECTIONS: dict[str, Callable[[str], Witness]] = {
     "compile": _compiled,
     "optimizer": _optimizer_param,
     "activation_checkpointing": _recomputing,
+    "data": loading.witness,
 }

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS
 from autotune.trial.request import TrialRequest
 from autotune.worker import random_fills
 from autotune.worker.containers import to_device
+from autotune.worker.data.loader import Loader
+from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
@@ -19,6 +22,7 @@ from autotune.worker.measure.ledger import Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
+from autotune.worker.measure.tail import Tail
 from autotune.worker.model import model_file, sequence, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
@@ -49,10 +53,15 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     seed = request.seed + (request.replicate if target.data is None else 0)
     # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
     replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
-    loader = model_file.Loader(
+    loader = Loader(
         target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
-        first_sample=request.first_sample, apart=candidate.ranks_per_replica > 1,
+        first_sample=request.first_sample,
+        accumulation=candidate.gradient_accumulation_steps, changes=candidate.data_changes,
     )  # fmt: skip
+    if candidate.ranks_per_replica > 1:
+        loader.isolate()
+    loader_watch.loader = loader
+    recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
@@ -107,7 +116,7 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
 class _Trainer:
     """Trains and times the steps of a `model.py`."""
 
-    def __init__(self, meter: Meter, loader: model_file.Loader, loss: Any) -> None:
+    def __init__(self, meter: Meter, loader: Loader, loss: Any) -> None:
         self.meter, self.engine, self.loader, self.loss = meter, meter.engine, loader, loss
         self.micro_clock = Laps(meter.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
@@ -125,7 +134,9 @@ class _Trainer:
         meter.report.micro_step_s = self.micro_clock.medians_s()
         for _ in meter.afterwards():
             self._step()
+        self._check_tail()
         meter.finish()
+        self.loader.close()
         if meter.request.save_weights is not None:
             weights.save(self.engine, Path(meter.request.save_weights))
 
@@ -171,3 +182,17 @@ class _Trainer:
         batch, n_drawn = self.loader.next()
         self.meter.batches.drew(n_drawn, batch)
         return to_device(batch, self.meter.device, self.dtype)
+
+    def _check_tail(self) -> None:
+        """Trains on the worst micro-batch, while the gradients of an earlier one are held if the candidate accumulates."""
+        meter, check = self.meter, self.meter.request.tail
+        tail = Tail.of(meter)
+        if tail is None or check is None:
+            return
+        for _ in range(tail.n_micro - 1):
+            self.engine.backward(self.loss(self.engine, self._draw()))
+            self.engine.step()
+        batch = to_device(self.loader.worst(check.longest_at, check.length), meter.device, self.dtype)
+        self.engine.backward(self.loss(self.engine, batch))
+        tail.trained(batch, self.loader.micro_batch_size)
+        tail.finish(lambda: self.loss(self.engine, batch))

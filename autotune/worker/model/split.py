@@ -13,6 +13,7 @@ from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Splitting
 from autotune.worker.containers import to_device
+from autotune.worker.data.loader import Loader
 from autotune.worker.measure import groups
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.recorder import Recorder
@@ -86,9 +87,7 @@ def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener
     recorder.enter("build")
     loss_of = model_file.make_loss(target, model)
     # All ranks take the same batch, so that the mean over them is that of one.
-    loader = model_file.Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=0, world_size=1, seed=request.seed
-    )
+    loader = Loader(target, micro_batch_size=candidate.micro_batch_size, rank=0, world_size=1, seed=request.seed)
     batch, _ = loader.next()
     whole_loss, whole_norm = _whole(model, loss_of, batch, request.seed)
     recorder.enter("initialize")

@@ -18,6 +18,7 @@ from autotune.space.deepspeed import precision_of
 from autotune.trial.profile import ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.worker.containers import map_tensors, to_device
+from autotune.worker.data.loader import Loader
 from autotune.worker.measure import memory
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.model import model_file
@@ -47,7 +48,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     memory.hand_back_freed_memory()
     start_bytes = memory.resident_bytes()
     target = model_file.load(Path(request.target))
-    loader = model_file.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
+    loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     loader.next()  # the first draw may load files or start workers
     began = time.perf_counter()
     for _ in range(DRAWS):
@@ -155,7 +156,7 @@ class _Autocast(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def _subject(target: model_file.ModelFile, loader: model_file.Loader, accelerator: str, caveats: list[str]) -> _Subject:
+def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, caveats: list[str]) -> _Subject:
     """Returns the model on fake tensors, or on real ones if that fails."""
     device = torch.device(accelerator if accelerator == "cuda" else "cpu")
     torch.manual_seed(0)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from autotune.space.deepspeed import DsConfig, at_path, degrees_of, precision_of, without_auto
 from autotune.system import redaction
-from autotune.trial.workload import Probed, Workload
+from autotune.trial import lengths
+from autotune.trial.workload import DataShape, Probed, Workload
+from autotune.worker.data import change, samples
 from autotune.worker.measure.meter import Meter
-from autotune.worker.model import samples
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.engine import PreparedModel
@@ -64,7 +65,7 @@ def workload_of(
         script=probed,
         optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
         caveats=[*prepared.workload.caveats, *report.caveats],
-        data=samples.describe(iter(meter.batches.shapes)),
+        data=_data(context, meter),
     )
     if profile is None:
         return workload
@@ -74,6 +75,24 @@ def workload_of(
 
 def _degree(own: DsConfig) -> int:
     return math.prod(degrees_of(lambda path: at_path(own, path)).values())
+
+
+def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
+    """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
+    batches = samples.describe(iter(meter.batches.shapes))
+    iterator = context.loaders.trained if context.loaders is not None else None
+    if batches is None:
+        return None
+    if iterator is None:
+        return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
+    dataset, collate = iterator._dataset, iterator._collate_fn
+    mapped = samples.is_map_style(dataset) and iterator._auto_collation
+    cannot = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
+    read = samples.describe(dataset, cannot) if mapped else None
+    if read is None:
+        seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
+        read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
+    return replace(read, fields=batches.fields, loader=change.arguments_of(iterator))
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:

@@ -173,6 +173,8 @@ def _why_unlike(candidate: Candidate, setting: Setting) -> str:
     return next(found, "")
 
 
+# What DeepSpeed's JSON may say of a pipeline and nothing reads, with the argument that does it.
+PIPELINE = {"pipeline.stages": "num_stages", "pipeline.partition": "partition_method"}
 # Degrees: how many ranks share a copy of the model (tensor) or a sequence.
 DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(s.no_degrees) and (c.tensor_degree, c.sequence_degree) != _own_degrees(s), "{no_degrees}", DEGREES),
@@ -204,6 +206,10 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
     Rule(lambda c, k, s: c.ranks_per_replica > 1 and (_hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
          "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),
+    *(Rule(lambda c, k, s, path=path: k.get(path) is not None,  # type: ignore[misc]
+           f"{path}: DeepSpeed does not act on it; `PipelineModule(..., {argument}=...)` in the script decides: change it"
+           " there, and tune the rest", (path,))
+      for path, argument in PIPELINE.items()),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
          "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
          (SEQUENCE_DEGREE, "data.packing")),

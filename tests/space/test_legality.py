@@ -63,6 +63,8 @@ ILLEGAL = [
     ({SEQUENCE: 4}, replace(LLAMA, heads=12, kv_heads=6), "6 heads of keys and values and 4 ranks"),
     ({SEQUENCE: 2, "zero_stage": 3}, LLAMA, "1/2 of what it is"),
     ({SEQUENCE: 2}, replace(LLAMA, no_sequence="no attention"), "no attention"),
+    ({"pipeline.stages": 2}, replace(CPU, pipeline_stages=1), "num_stages"),
+    ({"pipeline.partition": "uniform"}, replace(CPU, pipeline_stages=2), "partition_method"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),
     ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
     ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), f"{TENSOR}=2: the loss is 4.9"),

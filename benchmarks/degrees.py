@@ -18,7 +18,7 @@ from common import RESULTS, write
 from autotune.executors import base
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DEGREES
+from autotune.space.degree import DEGREES
 from autotune.space.legality import why_illegal
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import Plan, plan

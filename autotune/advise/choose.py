@@ -15,8 +15,10 @@ from autotune.advise.devices import Devices
 from autotune.advise.forecast import SURE, Forecasts, forecast
 from autotune.errors import UserError
 from autotune.space.candidate import FIELDS, Candidate
-from autotune.space.deepspeed import DEGREES, Scalar, degrees_of
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.deepspeed import Scalar
+from autotune.space.degree import DEGREES, degrees_of
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats, Profile
 
@@ -202,7 +204,7 @@ def _unsplit(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
         yield {}
         return
     for bucket, group in BUCKETS:
-        buckets: dict[str, Scalar] = {BUCKET: bucket, f"{ZERO}allgather_bucket_size": bucket, OVERLAP: True}
+        buckets: dict[str, Scalar] = {BUCKET: bucket, OVERLAP: True}
         if stage == 3:
             buckets[f"{ZERO}sub_group_size"] = group
         yield buckets

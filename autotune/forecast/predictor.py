@@ -26,7 +26,7 @@ from autotune.forecast.regression import (
 )
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.trial.profile import Floats, Machine, Profile
 from autotune.trial.workload import Workload
 

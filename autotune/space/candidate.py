@@ -11,7 +11,6 @@ from typing import Any
 from autotune.errors import nearest
 from autotune.space import data
 from autotune.space.deepspeed import (
-    DEGREES,
     DEVICES,
     DTYPES,
     LARGEST_BATCH,
@@ -19,9 +18,7 @@ from autotune.space.deepspeed import (
     PRECISIONS,
     SECTION_KEYS,
     SECTIONS,
-    SEQUENCE_DEGREE,
     STAGE_3_PREFIXES,
-    TENSOR_DEGREE,
     TOP_LEVEL_KEYS,
     ConfigError,
     DsConfig,
@@ -29,11 +26,11 @@ from autotune.space.deepspeed import (
     at_path,
     check_path,
     check_plain,
-    degrees_of,
     precision_of,
     set_path,
     without_auto,
 )
+from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}

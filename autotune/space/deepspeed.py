@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import UserError, nearest
 from autotune.space import installed
+from autotune.space.degree import DEGREES, is_degree
 
 Scalar: TypeAlias = str | int | float | bool | None
 DsConfig: TypeAlias = dict[str, Any]
@@ -39,7 +40,8 @@ TOP_LEVEL_KEYS = RETIRED_KEYS | frozenset(
     use_data_before_expert_parallelism weight_quantization vocabulary_size nebula train_seq_parallel inference
     """.split()
 )
-# Keys inside the sections that DeepSpeed validates strictly; sections that are not here are passed through unchecked.
+# Keys inside the sections that DeepSpeed validates strictly, or that it reads without a word about others; sections that
+# are not here are passed through unchecked.
 SECTION_KEYS: dict[str, frozenset[str]] = {
     "zero_optimization": frozenset(
         """
@@ -68,6 +70,28 @@ SECTION_KEYS: dict[str, frozenset[str]] = {
     ),
     "torch_autocast": frozenset("enabled dtype lower_precision_safe_modules".split()),
     "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype".split()),
+    "optimizer": frozenset("type params legacy_fusion".split()),
+    "scheduler": frozenset("type params".split()),
+    "activation_checkpointing": frozenset(
+        """
+        partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
+        synchronize_checkpoint_boundary
+        """.split()
+    ),
+    "aio": frozenset(
+        """
+        block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds
+        """.split()
+    ),
+    "zero_optimization.offload_optimizer": frozenset(
+        """
+        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc pipeline
+        """.split()
+    ),
+    "zero_optimization.offload_param": frozenset(
+        "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()
+    ),
 }
 # Paths that a Candidate field owns: a dotted knob for one of them would fight with the field.
 OWNED_PATHS = {
@@ -83,9 +107,6 @@ OWNED_PATHS = {
     "torch_autocast.dtype": "precision",
     "optimizer.type": "base_config",
 }
-# Degrees: ranks that share one copy of the model, or one sequence. Leaving the key out is a degree of 1.
-TENSOR_DEGREE, SEQUENCE_DEGREE = "tensor_parallel.autotp_size", "sequence_parallel_size"
-DEGREES = (TENSOR_DEGREE, SEQUENCE_DEGREE)
 # Sections that write files, call services or add work to every step: kept in the export, left out of trials.
 SIDE_EFFECT_KEYS = frozenset(
     """
@@ -96,7 +117,6 @@ SIDE_EFFECT_KEYS = frozenset(
 # Databases, torch and DeepSpeed hold no larger whole number; sys.maxsize is a value of DeepSpeed's own.
 LARGEST = 2**63 - 1
 LARGEST_BATCH = 2**31 - 1
-LARGEST_DEGREE = 2**20
 DEEPEST = 50
 TOO_DEEP = f"it is nested more than {DEEPEST} deep, as no DeepSpeed configuration is"
 STAGE_3_PREFIXES = tuple(
@@ -114,12 +134,18 @@ def check_path(path: str) -> None:
     if "" in names:
         raise ConfigError(f"{path!r}: a path is names with one dot between them, as in zero_optimization.overlap_comm")
     _check_keys(names[0], names[1:2], f" (in {path!r})")
+    _check_section(".".join(names[:2]), names[2:3], f" (in {path!r})")
 
 
 def _check_keys(section: str, keys: Iterable[str], place: str = "") -> None:
     """Refuses a top-level key, or keys of its section, that DeepSpeed does not read."""
     if section not in TOP_LEVEL_KEYS:
         raise ConfigError(f"DeepSpeed has no key {section!r}{place}.{nearest(section, TOP_LEVEL_KEYS)}")
+    _check_section(section, keys, place)
+
+
+def _check_section(section: str, keys: Iterable[str], place: str = "") -> None:
+    """Refuses keys of a section, or of one within it, that DeepSpeed does not read."""
     known = SECTION_KEYS.get(section, frozenset())
     for key in keys:
         if known and key not in known:
@@ -241,16 +267,6 @@ def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
     return list(filter(None, found))
 
 
-def degrees_of(value_at: Callable[[str], Any]) -> dict[str, int]:
-    """Returns the degrees of a configuration that are above 1, by path.
-
-    Args:
-        value_at: Returns the configuration's value at a dotted path, None where there is none.
-    """
-    found = {path: value_at(path) for path in DEGREES}
-    return {path: value for path, value in found.items() if isinstance(value, int) and value > 1}
-
-
 def precision_of(config: Mapping[str, Any]) -> str:
     """The precision that a DeepSpeed configuration means, one of `PRECISIONS`."""
     for precision in ("bf16", "fp16"):
@@ -354,6 +370,8 @@ def check_config(config: Any, where: str) -> None:
     for section, value in config.items():
         try:
             _check_keys(section, value if isinstance(value, dict) else ())
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                _check_section(f"{section}.{key}", inner if isinstance(inner, dict) else ())
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     for path in {**_KIND_OF, **installed.bounds(), **dict.fromkeys(DEGREES)}:
@@ -375,7 +393,7 @@ def check_setting(path: str, value: Any, where: str) -> None:
     """
     if value is None or path.startswith("data."):  # those of the data are none of DeepSpeed's
         return
-    if path in DEGREES and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_DEGREE):
+    if path in DEGREES and not is_degree(value):
         raise ConfigError(f"{where}: {value!r} is no degree: a whole number of ranks, 1 (or null) for none")
     words, kinds = _KIND_OF.get(path, ("", (object,)))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):

@@ -2,84 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import (
-    DEGREES,
-    DTYPES,
-    SEQUENCE_DEGREE,
-    STAGE_3_PREFIXES,
-    TENSOR_DEGREE,
-    Scalar,
-    at_path,
-    degrees_of,
-    ops_needed,
-    version,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What legality depends on: the machine, the libraries and the workload.
-
-    Attributes:
-        accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
-        deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial, without those of a pipeline's later stages; candidates divide their degrees out.
-        ranks_per_node: The same on one machine.
-        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
-        bf16: Whether the device computes in bfloat16.
-        fp16: Whether DeepSpeed accepts fp16 on the device.
-        n_blocks: Repeated blocks of the model that can be checkpointed.
-        n_samples: Samples in the data set; None where it has no end.
-        global_batch: Allowed samples per optimizer step, lowest and highest.
-        plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
-        base: Settings of the user's own configuration that candidates inherit and rules look at; see
-            `inherited_settings`.
-        own_optimizer: The target makes the optimizer, not the configuration.
-        unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
-        lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
-        loader: Arguments of the target's own DataLoader.
-        data_cannot: Settings of the data that the target cannot follow, each with the reason.
-        missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
-        heads: Attention heads of the model; 0 if unknown.
-        kv_heads: Its heads of keys and values; 0 if unknown.
-        no_degrees: Why the target cannot be run with degrees; empty if it can.
-        no_tensor: Why its layers cannot be split over ranks; empty if they can.
-        no_sequence: Why its sequences cannot be split over ranks; empty if they can.
-        unlike: Degrees at which the split model computed something else than the whole one, each with what it was.
-    """
-
-    accelerator: str = "cpu"
-    deepspeed_version: str = "0.19.8"
-    world_size: int = 1
-    ranks_per_node: int = 1
-    pipeline_stages: int = 0
-    bf16: bool = True
-    fp16: bool = False
-    n_blocks: int = 0
-    n_samples: int | None = None
-    global_batch: tuple[int, int] | None = None
-    plain_backward: bool = False
-    base: tuple[tuple[str, Scalar], ...] = ()
-    own_optimizer: bool = False
-    unsafe_precisions: tuple[str, ...] = ()
-    lengths: tuple[int, int] = (0, 0)
-    loader: tuple[tuple[str, Scalar], ...] = ()
-    data_cannot: tuple[tuple[str, str], ...] = ()
-    missing_ops: tuple[tuple[str, str], ...] = ()
-    heads: int = 0
-    kv_heads: int = 0
-    no_degrees: str = ""
-    no_tensor: str = ""
-    no_sequence: str = ""
-    unlike: tuple[tuple[str, int, str], ...] = ()
-
+from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
+from autotune.space.degree import DEGREES, TENSOR_DEGREE
+from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unlike
+from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
+from autotune.space.rule import Rule, Setting, older
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
@@ -98,31 +32,14 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
     return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A reason why DeepSpeed (or the workload) refuses a candidate in a setting, or why the candidate is pointless.
-
-    Attributes:
-        broken: Whether it holds for a candidate, its DeepSpeed settings (inherited ones included) and a setting.
-        why: The reason, with fields of candidate and setting as templates.
-        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one
-            of them is set at all, and must stay broken when more of them are.
-    """
-
-    broken: Callable[[Candidate, dict[str, Scalar], Setting], bool]
-    why: str
-    reads: tuple[str, ...]
-
-
 ZERO = "zero_optimization."
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", *DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
-HPZ, GRANULARITY = f"{ZERO}zero_hpz_partition_size", f"{ZERO}stage3_module_granularity_threshold"
+GRANULARITY = f"{ZERO}stage3_module_granularity_threshold"
 NVME_PATHS = {name: f"{ZERO}{name}.nvme_path" for name in ("offload_optimizer", "offload_param")}
 STAGE_3_SETTINGS = tuple(f"{ZERO}{prefix}" for prefix in STAGE_3_PREFIXES)
-QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 
 
 OPTIMIZER = ("optimizer.type", "optimizer.params.torch_adam")
@@ -158,64 +75,6 @@ def _base_stage(setting: Setting) -> Scalar:
     return dict(setting.base).get(f"{ZERO}stage", 0)
 
 
-def _older(setting: Setting, *release: int) -> bool:
-    return version(setting.deepspeed_version) < release
-
-
-def _own_degrees(setting: Setting) -> tuple[int, ...]:
-    own = degrees_of(dict(setting.base).get)
-    return tuple(own.get(path, 1) for path in DEGREES)
-
-
-def _why_unlike(candidate: Candidate, setting: Setting) -> str:
-    degrees = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
-    found = (f"{path}={degree}: {why}" for path, degree, why in setting.unlike if degrees[path] == degree)
-    return next(found, "")
-
-
-# What DeepSpeed's JSON may say of a pipeline and nothing reads, with the argument that does it.
-PIPELINE = {"pipeline.stages": "num_stages", "pipeline.partition": "partition_method"}
-# Degrees: how many ranks share a copy of the model (tensor) or a sequence.
-DEGREE_RULES: tuple[Rule, ...] = (
-    Rule(lambda c, k, s: bool(s.no_degrees) and (c.tensor_degree, c.sequence_degree) != _own_degrees(s), "{no_degrees}", DEGREES),
-    Rule(lambda c, k, s: s.world_size % c.ranks_per_replica != 0,
-         "degrees of {replica} ranks do not divide the {world_size} ranks of a trial", DEGREES),
-    Rule(lambda c, k, s: c.tensor_degree > 1 and c.sequence_degree > 1,
-         "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", DEGREES),
-    Rule(lambda c, k, s: c.tensor_degree > 1 and s.ranks_per_node % c.tensor_degree != 0,
-         "a tensor group of {tensor} ranks does not fit into machines of {ranks_per_node}: every layer would wait for the"
-         " network between them", (TENSOR_DEGREE,)),
-    Rule(lambda c, k, s: c.tensor_degree > 1 and _older(s, 0, 16, 4),
-         "DeepSpeed {deepspeed_version} trains no split layers: AutoTP for training came with 0.16.4",
-         (TENSOR_DEGREE,)),
-    Rule(lambda c, k, s: c.tensor_degree > 1 and s.heads % c.tensor_degree != 0,
-         "the model's {heads} attention heads do not divide by {tensor} ranks", (TENSOR_DEGREE,)),
-    Rule(lambda c, k, s: c.tensor_degree > 1 and s.kv_heads % c.tensor_degree != 0,
-         "the model's {kv_heads} heads of keys and values do not divide by {tensor} ranks", (TENSOR_DEGREE,)),
-    Rule(lambda c, k, s: c.tensor_degree > 1 and bool(s.no_tensor), "{no_tensor}", (TENSOR_DEGREE,)),
-    Rule(lambda c, k, s: c.sequence_degree > 1 and s.heads % c.sequence_degree != 0,
-         "the model's {heads} attention heads do not divide by {sequence} ranks", (SEQUENCE_DEGREE,)),
-    Rule(lambda c, k, s: c.sequence_degree > 1 and s.kv_heads % c.sequence_degree != 0
-         and c.sequence_degree % (s.kv_heads or 1) != 0,
-         "the model's {kv_heads} heads of keys and values and {sequence} ranks do not divide each other",
-         (SEQUENCE_DEGREE,)),
-    # Its optimizer divides by all ranks that share a gradient, those of a sequence group too.
-    Rule(lambda c, k, s: c.sequence_degree > 1 and c.zero_stage == 3,
-         "ZeRO stage 3 makes the gradient of a sequence group 1/{sequence} of what it is; use stage 0, 1 or 2",
-         (SEQUENCE_DEGREE, "zero_stage")),
-    Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
-    Rule(lambda c, k, s: c.ranks_per_replica > 1 and (_hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
-         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),
-    *(Rule(lambda c, k, s, path=path: k.get(path) is not None,  # type: ignore[misc]
-           f"{path}: DeepSpeed does not act on it; `PipelineModule(..., {argument}=...)` in the script decides: change it"
-           " there, and tune the rest", (path,))
-      for path, argument in PIPELINE.items()),
-    Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
-         "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
-         (SEQUENCE_DEGREE, "data.packing")),
-    Rule(lambda c, k, s: bool(_why_unlike(c, s)), "{unlike}", DEGREES),
-)  # fmt: skip
-
 OP_RULES = tuple(
     Rule(
         partial(_lacks_op, op),
@@ -224,6 +83,30 @@ OP_RULES = tuple(
     )
     for op, otherwise in OPS.items()
 )
+
+
+def _reads(name: str) -> str:
+    """A path, or a section, as a rule names what it reads."""
+    return f"{name}*" if name.endswith(".") else name
+
+
+def _ineffective(candidate: Candidate) -> list[str]:
+    """Why settings of a candidate cannot have an effect, each with its path."""
+    return [f"{path} has no effect: {why}" for path, _ in candidate.config if (why := why_no_effect(path))]
+
+
+def _retired(candidate: Candidate, setting: Setting) -> list[str]:
+    """Settings of a candidate that the installed DeepSpeed no longer takes."""
+    since = not older(setting, *RETIRED_SINCE)
+    return [path for path, _ in candidate.config if since and path.partition(".")[0] in RETIRED_KEYS]
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """The last names of some paths."""
+    return ", ".join(sorted(path.rpartition(".")[2] for path in paths))
+
+
+OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
 
 
 def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
@@ -321,6 +204,16 @@ RULES: tuple[Rule, ...] = (
          "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
          "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
+    Rule(lambda c, k, s: c.zero_stage != 3 and any(name in STAGE_3 for name, _ in c.config),
+         f"only ZeRO stage 3 reads {_listed(STAGE_3)}", ("zero_stage", *sorted(STAGE_3))),
+    Rule(lambda c, k, s: c.zero_stage == 3 and any(name in STAGES_1_AND_2 for name, _ in c.config),
+         f"ZeRO stage 3 does not read {_listed(STAGES_1_AND_2)}", ("zero_stage", *sorted(STAGES_1_AND_2))),
+    Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
+                             for at, of in OFFLOAD_PATHS.items()),
+         "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
+    Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
+         and any(name.startswith("aio.") for name, _ in c.config),
+         "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),
     Rule(lambda c, k, s: bool(k.get(GRANULARITY)),
          "stage3_module_granularity_threshold fails with a shape error in DeepSpeed", (GRANULARITY,)),
     Rule(lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
@@ -358,24 +251,22 @@ RULES: tuple[Rule, ...] = (
          "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
          "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
-    Rule(lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
+    Rule(lambda c, k, s: hpz(k) > 1 and (s.world_size % hpz(k) != 0 or hpz(k) >= s.world_size),
          "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
          "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
          " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),
-    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and _older(s, 0, 17, 2),
+    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and older(s, 0, 17, 2),
          "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2", ("precision",)),
-    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
     *DATA_RULES,
     *OP_RULES,
+    Rule(lambda c, k, s: bool(_ineffective(c)), "{ineffective}", tuple(map(_reads, NO_EFFECT))),
+    Rule(lambda c, k, s: bool(_retired(c, s)), "{retired}: no longer taken by DeepSpeed {deepspeed_version}",
+         tuple(name for key in sorted(RETIRED_KEYS) for name in (key, f"{key}.*"))),
 )  # fmt: skip
-
-
-def _hpz(config: Mapping[str, Scalar]) -> int:
-    value = config.get(HPZ)
-    return value if isinstance(value, int) else 1
 
 
 def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = RULES) -> str | None:
@@ -388,10 +279,11 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
     bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
-    facts |= {"replica": candidate.ranks_per_replica, "unlike": _why_unlike(candidate, setting)}
+    facts |= {"replica": candidate.ranks_per_replica, "unlike": why_unlike(candidate, setting)}
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
     )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError, nearest
 from autotune.space.candidate import check_knob, check_value
-from autotune.space.deepspeed import DEGREES, Scalar, check_setting
+from autotune.space.deepspeed import Scalar, check_setting
+from autotune.space.degree import DEGREES
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, IntDistribution

@@ -12,7 +12,8 @@ from typing import Any
 
 from autotune.errors import nearest
 from autotune.space.candidate import FIELDS, Candidate
-from autotune.space.deepspeed import DEGREES, Scalar
+from autotune.space.deepspeed import Scalar
+from autotune.space.degree import DEGREES
 from autotune.space.parameter import MOST_KNOBS, Parameter, SpaceError, parse_parameters
 
 BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import SEQUENCE_DEGREE, TENSOR_DEGREE, Scalar
+from autotune.space.deepspeed import Scalar
+from autotune.trial.groups import Groups
 
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
@@ -83,35 +84,6 @@ class Traced:
     messages_s: float
     hidden_s: float
     operations: list[Operation] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Groups of ranks of a running engine, and what one of the ranks holds.
-
-    Attributes:
-        tensor: Ranks over which layers are split.
-        sequence: Ranks over which sequences are split.
-        data: Ranks, or groups of them, that train on different samples.
-        split_modules: Modules that are split over a tensor group.
-        held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
-    """
-
-    tensor: int = 1
-    sequence: int = 1
-    data: int = 1
-    split_modules: int = 0
-    held_parameters: int = 0
-
-    def mismatch(self, candidate: Candidate) -> str | None:
-        """Returns the first degree that differs from the candidate's, in words; None if all were applied."""
-        if candidate.tensor_degree > 1 and not self.split_modules:
-            return f"{TENSOR_DEGREE}: {candidate.tensor_degree} was asked for, and no module was split over ranks"
-        asked = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
-        for path, ran in {TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence}.items():
-            if asked[path] != ran:
-                return f"{path}: {asked[path]} was asked for, {ran} ran"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed, ordinal
 from autotune.space.deepspeed import LARGEST_BATCH, ConfigError, check_config
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
 from autotune.space.parameter import parse_parameters
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import presets
 from autotune.study.spec.spec import read_yaml

@@ -11,8 +11,11 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
-from autotune.space.legality import RULES, Setting, why_illegal
+from autotune.space.deepspeed import RETIRED_KEYS
+from autotune.space.ineffective import NO_EFFECT
+from autotune.space.legality import RULES, why_illegal
 from autotune.space.parameter import parse_parameters
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.spec import presets
 from autotune.trial.request import TrialRequest
@@ -65,6 +68,7 @@ ILLEGAL = [
     ({SEQUENCE: 2}, replace(LLAMA, no_sequence="no attention"), "no attention"),
     ({"pipeline.stages": 2}, replace(CPU, pipeline_stages=1), "num_stages"),
     ({"pipeline.partition": "uniform"}, replace(CPU, pipeline_stages=2), "partition_method"),
+    ({"expert_parallel.autoep_size": 2}, LLAMA, "expert groups are not tuned"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),
     ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
     ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), f"{TENSOR}=2: the loss is 4.9"),
@@ -114,6 +118,12 @@ ILLEGAL = [
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
+    ({f"{ZERO}sub_group_size": 9, "zero_stage": 2}, GPUS, "only ZeRO stage 3 reads"),
+    ({f"{ZERO}round_robin_gradients": True, "zero_stage": 3}, GPUS, "stage 3 does not read"),
+    ({f"{ZERO}offload_optimizer.pin_memory": True, "zero_stage": 2}, GPUS, "no effect without it"),
+    ({"aio.block_size": 9}, GPUS, "without offload to nvme"),
+    *(({f"{name}x" if name.endswith(".") else name: 1, "zero_stage": 3}, GPUS, why) for name, why in NO_EFFECT.items()),
+    *(({name: True}, replace(GPUS, deepspeed_version="0.19.8"), "no longer taken") for name in RETIRED_KEYS),
 ]
 LEGAL = [
     ({}, CPU),

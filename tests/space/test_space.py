@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
 from autotune.space.parameter import SpaceError, parse_parameters
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import presets
 from autotune.study.spec.spec import read_yaml

@@ -10,8 +10,11 @@ from typing import Any
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DEGREES, TENSOR_DEGREE, DsConfig, at_path, degrees_of
-from autotune.space.legality import DEGREE_RULES, Setting, why_illegal
+from autotune.space.deepspeed import DsConfig, at_path
+from autotune.space.degree import DEGREES, TENSOR_DEGREE, degrees_of
+from autotune.space.degree_rules import DEGREE_RULES
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import profile_cache
 from autotune.study.spec.spec import StudySpec

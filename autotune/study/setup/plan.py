@@ -16,8 +16,10 @@ from autotune.scoring.convergence.learning_rate import LearningRate, default_rul
 from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, degrees_of, set_path
-from autotune.space.legality import Setting, inherited_settings, why_illegal
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
+from autotune.space.degree import degrees_of
+from autotune.space.legality import inherited_settings, why_illegal
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import degrees, profile_cache
 from autotune.study.setup.script import (

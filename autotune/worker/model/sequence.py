@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autotune.worker.measure.witness import exchanges
+from autotune.worker.measure.groups import exchanges
 from autotune.worker.model.model_file import ModelFile, WorkloadError
 
 IGNORED = -100  # the label of a position that no loss is taken at, in torch and in transformers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autotune.space.deepspeed import DsConfig, at_path, degrees_of, precision_of, without_auto
+from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
+from autotune.space.degree import degrees_of
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.workload import DataShape, Probed, Workload

@@ -177,7 +177,7 @@ def _extras(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
         yield {}
         return
     for bucket, group in BUCKETS:
-        buckets: dict[str, Scalar] = {BUCKET: bucket, f"{ZERO}allgather_bucket_size": bucket, OVERLAP: True}
+        buckets: dict[str, Scalar] = {BUCKET: bucket, OVERLAP: True}
         if stage == 3:
             buckets[f"{ZERO}sub_group_size"] = group
         yield buckets

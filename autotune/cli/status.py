@@ -105,7 +105,7 @@ def status(
     Returns:
         Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM).
     """
-    from autotune.report import load
+    from autotune.report import attempts, load
     from autotune.retune import fingerprint
     from autotune.session import STUDIES, open_study
     from autotune.study.storage import leases, records
@@ -143,6 +143,8 @@ def status(
     print(lines(data))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     print_answer(report, [], as_json=False)
+    for line in attempts.lines(report):
+        print(f"note: {line}")
     if changed:
         print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
         print(f"is the answer still right? autotune retune {name}")

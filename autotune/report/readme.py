@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
-from autotune.report import tables
+from autotune.report import attempts, tables
 from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import format_bytes, format_count, format_duration
@@ -58,7 +58,8 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         *_reasons(recommended),
     ] if recommended else []  # fmt: skip
     picks = _table(head, rows, numeric=[1]) if rows else ""
-    return _joined([_lead(report), _answer(report), picks, *figures, _bullets("What to know:", report.caveats())])
+    know = [*report.caveats(), *attempts.lines(report)]
+    return _joined([_lead(report), _answer(report), picks, *figures, _bullets("What to know:", know)])
 
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:

@@ -9,7 +9,17 @@ from typing import Any
 
 from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, ops_needed, version
+from autotune.space.deepspeed import (
+    DTYPES,
+    RETIRED_KEYS,
+    RETIRED_SINCE,
+    STAGE_3_PREFIXES,
+    Scalar,
+    at_path,
+    ops_needed,
+    version,
+)
+from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +159,30 @@ OP_RULES = tuple(
 )
 
 
+def _reads(name: str) -> str:
+    """A path, or a section, as a rule names what it reads."""
+    return f"{name}*" if name.endswith(".") else name
+
+
+def _ineffective(candidate: Candidate) -> list[str]:
+    """Why settings of a candidate cannot have an effect, each with its path."""
+    return [f"{path} has no effect: {why}" for path, _ in candidate.config if (why := why_no_effect(path))]
+
+
+def _retired(candidate: Candidate, setting: Setting) -> list[str]:
+    """Settings of a candidate that the installed DeepSpeed no longer takes."""
+    since = not _older(setting, *RETIRED_SINCE)
+    return [path for path, _ in candidate.config if since and path.partition(".")[0] in RETIRED_KEYS]
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """The last names of some paths."""
+    return ", ".join(sorted(path.rpartition(".")[2] for path in paths))
+
+
+OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
+
+
 def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
     """The value of a setting of the data; None where it is as without it."""
     return data.changes({key: value for key, value in config.items() if key == data.PREFIX + name}).get(name)
@@ -243,6 +277,16 @@ RULES: tuple[Rule, ...] = (
          "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
          "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
+    Rule(lambda c, k, s: c.zero_stage != 3 and any(name in STAGE_3 for name, _ in c.config),
+         f"only ZeRO stage 3 reads {_listed(STAGE_3)}", ("zero_stage", *sorted(STAGE_3))),
+    Rule(lambda c, k, s: c.zero_stage == 3 and any(name in STAGES_1_AND_2 for name, _ in c.config),
+         f"ZeRO stage 3 does not read {_listed(STAGES_1_AND_2)}", ("zero_stage", *sorted(STAGES_1_AND_2))),
+    Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
+                             for at, of in OFFLOAD_PATHS.items()),
+         "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
+    Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
+         and any(name.startswith("aio.") for name, _ in c.config),
+         "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),
     Rule(lambda c, k, s: bool(k.get(GRANULARITY)),
          "stage3_module_granularity_threshold fails with a shape error in DeepSpeed", (GRANULARITY,)),
     Rule(lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
@@ -291,6 +335,9 @@ RULES: tuple[Rule, ...] = (
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
     *DATA_RULES,
     *OP_RULES,
+    Rule(lambda c, k, s: bool(_ineffective(c)), "{ineffective}", tuple(map(_reads, NO_EFFECT))),
+    Rule(lambda c, k, s: bool(_retired(c, s)), "{retired}: no longer taken by DeepSpeed {deepspeed_version}",
+         tuple(name for key in sorted(RETIRED_KEYS) for name in (key, f"{key}.*"))),
 )  # fmt: skip
 
 
@@ -309,6 +356,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
     bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     return rule.why.format(

@@ -197,7 +197,8 @@ class TrialMeasurer:
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
         folder, baseline = self._state.folder, self._state.plan.baseline
-        if placement.wants_baseline(folder, result, executor):
-            self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
-            path = placement.baseline_path(folder, result.place)
-            base.run(executor, path, self.request(baseline, "repeat"), ticked)
+        with self._state.leases.alone_with(f"place {result.place}", ticked):
+            if placement.wants_baseline(folder, result, executor):
+                self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+                path = placement.baseline_path(folder, result.place)
+                base.run(executor, path, self.request(baseline, "repeat"), ticked)

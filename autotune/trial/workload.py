@@ -233,6 +233,7 @@ class Workload:
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
         optimizer: Class of that optimizer, if it could be made without data.
+        learning_rates: Rates that its parameter groups begin with.
         environment: Machine and libraries.
         caveats: Remarks for the user about the target.
         script: Findings of the probe, for a training script.
@@ -252,6 +253,7 @@ class Workload:
     client_optimizer: bool
     environment: Environment
     optimizer: str = ""
+    learning_rates: tuple[float, ...] = ()
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
     profile: Profile | None = None

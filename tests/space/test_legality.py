@@ -11,6 +11,8 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import RETIRED_KEYS
+from autotune.space.ineffective import NO_EFFECT
 from autotune.space.legality import DATA_RULES, RULES, Setting, why_illegal
 from autotune.space.parameter import parse_parameters
 from autotune.space.space import SearchSpace
@@ -91,6 +93,12 @@ ILLEGAL = [
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
+    ({f"{ZERO}sub_group_size": 9, "zero_stage": 2}, GPUS, "only ZeRO stage 3 reads"),
+    ({f"{ZERO}round_robin_gradients": True, "zero_stage": 3}, GPUS, "stage 3 does not read"),
+    ({f"{ZERO}offload_optimizer.pin_memory": True, "zero_stage": 2}, GPUS, "no effect without it"),
+    ({"aio.block_size": 9}, GPUS, "without offload to nvme"),
+    *(({f"{name}x" if name.endswith(".") else name: 1, "zero_stage": 3}, GPUS, why) for name, why in NO_EFFECT.items()),
+    *(({name: True}, replace(GPUS, deepspeed_version="0.19.8"), "no longer taken") for name in RETIRED_KEYS),
 ]
 LEGAL = [
     ({}, CPU),

@@ -57,6 +57,7 @@ SETTINGS = (
 WATCHED = ("time_budget_s",)
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
+RESTORING_ATTR = "autotune:restoring"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
@@ -237,6 +238,16 @@ def kept_in(folder: Path) -> StudyRecord | None:
     return _read(folder / RECORD_FILE, StudyRecord)
 
 
+def note_restoring(study: Study, *, restoring: bool) -> None:
+    """Store whether results of the study's folder are still to be told to a new database."""
+    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
+
+
+def is_restoring(study: Study) -> bool:
+    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
+    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))
+
+
 def note_end(study: Study, why: str) -> None:
     """Store why a study ended before its budget of trials; an empty text if it did not."""
     if study.user_attrs.get(ENDED_ATTR, "") != why:
@@ -256,6 +267,12 @@ def wall_s(study: Study) -> float:
 def told_trials(study: Study) -> list[FrozenTrial]:
     """Trials that ended with a result, in order; lost trials and unreadable ones are left out."""
     return [told for told in _with_result(study) if _is_readable(told)]
+
+
+def lost(study: Study) -> list[FrozenTrial]:
+    """Trials whose run ended before they did, in order; their configurations are run again under other numbers."""
+    failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+    return [trial for trial in failed if CANDIDATE_ATTR in trial.user_attrs]
 
 
 def unreadable(study: Study) -> list[int]:

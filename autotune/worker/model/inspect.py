@@ -38,17 +38,18 @@ def inspect_model(request: TrialRequest) -> Workload:
         raise model_file.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    own, rates = _own_optimizer(target, model)
     data = samples.describe(loader.samples(), loader.cannot(model))
-    return replace(found, optimizer=_optimizer_class(target, model), data=data)
+    return replace(found, optimizer=own, learning_rates=rates, data=data)
 
 
-def _optimizer_class(target: model_file.ModelFile, model: torch.nn.Module) -> str:
-    if target.optimizer is None:
-        return ""
-    with contextlib.suppress(Exception):  # it reads values, which only trials have
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return type(target.optimizer(trained)).__name__
-    return ""
+def _own_optimizer(target: model_file.ModelFile, model: torch.nn.Module) -> tuple[str, tuple[float, ...]]:
+    """Returns class and learning rates of the target's optimizer; nothing where it has none."""
+    if target.optimizer is not None:
+        with contextlib.suppress(Exception):  # it reads values, which only trials have
+            made = target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+            return type(made).__name__, tuple(float(group["lr"]) for group in made.param_groups if "lr" in group)
+    return "", ()
 
 
 def workload_of(

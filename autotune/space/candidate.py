@@ -78,8 +78,10 @@ class Candidate:
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
         config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
-        for name in config:
+        for name, value in config.items():
             check_knob(name)
+            if data.is_data(name):
+                data.check_value(name, value)
         for name, value in own.items():
             check_value(name, value)
         if "micro_batch_size" not in own:

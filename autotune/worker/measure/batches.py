@@ -150,6 +150,8 @@ class BatchObserver:
     def _tokens_of(self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Tensor | int]:
         """Returns the tokens of a micro-batch, with and without padding, and notes the lengths of its rows."""
         rows = real_lengths(tensor, args, kwargs, self._padding)
+        if rows is None and tensor.shape[0] == 1:  # packed, or a single sample: nothing to pad to
+            rows = tensor.new_tensor([tensor.shape[1]])
         if rows is None:
             return tensor.numel(), tensor.numel()
         if len(self.lengths) < N_LENGTHS and self._fresh:

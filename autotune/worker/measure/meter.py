@@ -102,7 +102,7 @@ class Meter:
     def _note_lengths(self) -> None:
         """Notes the lengths of the samples, and what a step takes in on average over the data set."""
         seen, candidate = self.batches.lengths, self.candidate
-        self.report.lengths = padding.histogram(seen)
+        self.report.lengths = {} if "packing" in candidate.data_changes else padding.histogram(seen)
         own = padding.expected(
             self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
             candidate.data_changes,

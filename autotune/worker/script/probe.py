@@ -71,6 +71,9 @@ def workload_of(
     if profile is None:
         return workload
     found = profile.profile(workload, prepared.own_config, seen.micro_batch_size)
+    widths = {width for _, width in meter.batches.lengths}
+    if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
+        found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found)
 
 

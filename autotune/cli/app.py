@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from autotune._version import __version__
-from autotune.cli.options import command_of
+from autotune.cli.options import HELP_COLUMNS, command_of
 from autotune.errors import UserError
 
 # By command: its module in this package, whose function has the command's name, and its help.
@@ -76,16 +76,16 @@ def imported(path: str) -> Any:
     return command_of(getattr(import_module(f"autotune.cli.{module}"), path.replace(" ", "_")), path, text)
 
 
-def _group(name: str, text: str, paths: list[str]) -> typer.Typer:
+def _group(name: str, text: str, paths: list[str], *, completion: bool = False) -> typer.Typer:
     """A group that lists commands."""
     found = typer.Typer(
         name=name,
         cls=Group,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=completion,
         rich_markup_mode=None,  # importing rich would double what --help takes
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
         help=text,
     )
     for path in paths:
@@ -97,6 +97,7 @@ app = _group(
     "autotune",
     "Find the DeepSpeed configuration that trains your model best, by measuring it.",
     [path for path in COMMANDS if " " not in path],
+    completion=True,
 )
 app.add_typer(_group("schedule", "When studies are re-tuned.", [path for path in COMMANDS if " " in path]))
 

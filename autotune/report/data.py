@@ -49,7 +49,8 @@ class StudyReport:
             `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
             times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
             (metrics that are extrapolated), `feasible`, `phase_times_s`, `gate` (what the quality gate said),
-            `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval).
+            `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval), `hosts`,
+            `machine` (device, driver, libraries), `waited_s` (for machines), `lost_attempts` (why each was lost).
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.

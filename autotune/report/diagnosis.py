@@ -15,7 +15,7 @@ from autotune.report.data import Data, StudyReport, measured, metric_scale, time
 from autotune.report.series import level_text
 from autotune.scoring.bottleneck import diagnose
 from autotune.scoring.effects import effects
-from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, StepObservation
+from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import Candidate
 from autotune.study import tracing
 from autotune.study.setup import profile_cache
@@ -178,13 +178,21 @@ def _stated_limit(path: Path) -> float | None:
     return float(stated) if stated else None
 
 
-def communication(result: TrialResult, path: Path, n_blocks: int) -> float | None:
-    """The share of communication in a trial's step; None where its phases were not timed."""
+def step_parts(result: TrialResult, path: Path, n_blocks: int) -> dict[str, Part]:
+    """The parts of a trial's step by name, the measured ones; empty where its phases were not timed."""
     ranks = phases(path, result.world_size)
     if not ranks:
-        return None
+        return {}
     found = diagnose(Evidence(seen=_alone(result), world_size=result.world_size, ranks=[ranks], n_blocks=n_blocks), [])
-    return next(part.share for part in found.parts if part.name == "communication")
+    return {part.name: part for part in found.parts if part.seconds is not None}
+
+
+def busy_s(path: Path, world_size: int) -> dict[int, float]:
+    """Seconds of the step that was taken apart in which each rank computed or waited for data, not for other ranks."""
+    return {
+        rank: sum(found.get(name, 0.0) for name in ("data", "forward", "backward"))
+        for rank, found in phases(path, world_size).items()
+    }
 
 
 def as_data(report: StudyReport, found: Diagnosis, folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from autotune.report import figures, fronts, pictures, readme, series, tables
 from autotune.report.data import StudyReport
 from autotune.report.page import render
 from autotune.system import files
+from autotune.system.provenance import provenance
 from autotune.trial.folder import write_record
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -101,7 +102,7 @@ def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
         "ds_config.json": recommended["ds_config"] if recommended else None,
         "recommended.json": report.recommended,
         "front.json": report.front,
-        "environment.json": report.environment,
+        "environment.json": {**report.environment, **provenance(folder)} if report.environment else {},
     }
     for name, data in records.items():
         if data is not None:

@@ -29,6 +29,8 @@ from autotune.trial.workload import TRAINER
 # What a trial's row takes from its stored result, and what results of earlier releases do not hold.
 TOLD = ("reason", "phase", "censored", "feasible", "wall_s", "caveats")
 TOLD_SINCE = ("phase_times_s", "forecast")
+# Where it ran, which its file alone tells.
+WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
@@ -107,6 +109,9 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "trials_wanted": study.user_attrs.get(records.SETTINGS_ATTR, {}).get("trials"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
+            "lost": [
+                {"trial": each.number, "reason": each.user_attrs.get("reason", "")} for each in records.lost(study)
+            ],
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
@@ -193,6 +198,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
             "step_times_s": result.step_times_s if result else [],
             "n_warmup": result.steps.n_warmup if result and result.steps else None,
         }
+        row |= {name: getattr(result, name) for name in WHERE} if result else {}
         rows.append(row)
     return rows
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
-from autotune.report import tables
+from autotune.report import attempts, tables
 from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.scoring.metrics import METRICS
@@ -59,10 +59,9 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         *_reasons(recommended),
     ] if recommended else []  # fmt: skip
     picks = _table(head, rows, numeric=[1]) if rows else ""
+    know = [*report.caveats(), *attempts.lines(report)]
     steps = _bullets("What to do next:", next_steps(report), plain=False)
-    return _joined(
-        [_lead(report), _answer(report), picks, *figures, steps, _bullets("What to know:", report.caveats())]
-    )
+    return _joined([_lead(report), _answer(report), picks, *figures, steps, _bullets("What to know:", know)])
 
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:

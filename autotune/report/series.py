@@ -13,6 +13,7 @@ import numpy as np
 from autotune.report.data import Data, StudyReport, end_words, measured
 from autotune.scoring import step_times
 from autotune.scoring.metrics import METRICS
+from autotune.space.candidate import Candidate
 
 MOST_LOSS_POINTS = 60
 MOST_KNOBS = 8  # more axes than that are not read
@@ -238,9 +239,7 @@ def _pieces(n: int, most: int) -> list[range]:
 
 def _loss_curve(report: StudyReport, trial: Data) -> LossCurve:
     values, candidate, times_s = trial["losses"], trial["candidate"], trial.get("step_times_s") or []
-    batch = (
-        candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
-    )
+    batch = Candidate.of({"micro_batch_size": 1, **candidate}).global_batch_size(report.data_parallel)
     pieces = _pieces(len(values), MOST_LOSS_POINTS)
     middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]
     elapsed_s = list(itertools.accumulate(times_s)) if len(times_s) == len(values) else []

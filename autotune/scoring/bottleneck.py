@@ -368,12 +368,7 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         flops, counted = 6.0 * evidence.n_parameters * evidence.tokens_per_step, "6 x parameters x tokens"
     if flops and evidence.step_s:
         rate = flops / evidence.step_s / max(1, evidence.world_size)
-        of = "; no peak is known of this device, so no MFU: `autotune probe` measures one"
-        if peak:
-            of = f", {rate / peak:.0%} of its peak in {precision} (MFU)"
-        elif evidence.peak_flops:
-            share, reach = rate / evidence.peak_flops, f"{evidence.peak_flops / 1e9:,.1f} GFLOP/s"
-            of = f", {share:.0%} (MFU) of the {reach} that products alone reach here"
+        of = _share_of_peak(rate, peak, evidence.peak_flops, precision)
         notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
@@ -383,6 +378,18 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         rate_gb = f"{moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter)"
         notes.append(f"the optimizer step moves about {rate_gb}{of}")
     return notes
+
+
+def _share_of_peak(rate: float, peak: float | None, probed: float | None, precision: str) -> str:
+    """A rate as a share of the device's peak (MFU), or of what was measured here; never more than all of it."""
+    if not (of := peak or probed):
+        return "; no peak is known of this device, so no MFU: `autotune probe` measures one"
+    named = f"its peak in {precision}" if peak else f"the {of / 1e9:,.1f} GFLOP/s that products alone reach here"
+    if rate > of:
+        wrong = "the operations were counted too high" if peak else "the machine was busy when `autotune probe` ran"
+        again = "" if peak else " (`autotune probe --again` measures it anew)"
+        return f", more than {named}, which cannot be: {wrong}{again}"
+    return f", {rate / of:.0%} of {named} (MFU)"
 
 
 def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], effects: Effects | None) -> list[Advice]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from autotune.errors import nearest
+from autotune.space import data
 from autotune.space.deepspeed import (
     DEVICES,
     DTYPES,
@@ -28,6 +30,7 @@ from autotune.space.deepspeed import (
     set_path,
     without_auto,
 )
+from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -51,6 +54,7 @@ class Candidate:
         offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
         offload_param: Where ZeRO-3 parameters live between uses.
         config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
+            Paths that begin with `data.` are settings of the data and its loader, which DeepSpeed does not get.
     """
 
     micro_batch_size: int
@@ -73,8 +77,11 @@ class Candidate:
             values = {name: value for name, value in values.items() if name != "optimizer"}
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
-        for name in config:
+        config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
+        for name, value in config.items():
             check_knob(name)
+            if data.is_data(name):
+                data.check_value(name, value)
         for name, value in own.items():
             check_value(name, value)
         if "micro_batch_size" not in own:
@@ -95,9 +102,37 @@ class Candidate:
         """The candidate of a key."""
         return cls.of(json.loads(key))
 
+    @property
+    def tensor_degree(self) -> int:
+        """Ranks over which the matrices of a layer are split."""
+        return self._degree(TENSOR_DEGREE)
+
+    @property
+    def sequence_degree(self) -> int:
+        """Ranks over which a sequence is split."""
+        return self._degree(SEQUENCE_DEGREE)
+
+    def _degree(self, path: str) -> int:
+        found = next((value for name, value in self.config if name == path), None)
+        return max(1, found) if isinstance(found, int) else 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that train on the same samples, as they share a copy of the model or a sequence."""
+        return self.tensor_degree * self.sequence_degree
+
+    @property
+    def samples_per_rank(self) -> float:
+        """Samples of an optimizer step for each rank, where ranks of one replica share theirs."""
+        return self.micro_batch_size * self.gradient_accumulation_steps / self.ranks_per_replica
+
     def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * world_size
+        """Samples per optimizer step.
+
+        Args:
+            world_size: Ranks, without those of a pipeline's later stages; the candidate's own degrees are divided out.
+        """
+        return max(1, self.micro_batch_size * self.gradient_accumulation_steps * world_size // self.ranks_per_replica)
 
     def describe(self) -> str:
         """The candidate in words, `micro-batch 8 x 1, bf16, ZeRO 1`: the batch, and what differs from the defaults."""
@@ -136,11 +171,18 @@ class Candidate:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             **config,
         }
+        _drop_degrees(config)
         self._set_precision(config)
         self._set_zero(config)
         for path, value in self.config:
-            set_path(config, path, value)
+            if not data.is_data(path):
+                set_path(config, path, value)
         return config
+
+    @property
+    def data_changes(self) -> dict[str, Scalar]:
+        """Its settings of the data, without their prefix."""
+        return data.changes(dict(self.config))
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}
@@ -175,6 +217,18 @@ class Candidate:
                 config["zero_force_ds_cpu_optimizer"] = False
 
 
+def _drop_degrees(config: DsConfig) -> None:
+    """Removes the user's degrees, which candidates carry themselves; settings beside them stay."""
+    for path in DEGREES:
+        section, _, key = path.partition(".")
+        if not key:
+            config.pop(section, None)
+        elif section in config:
+            config[section] = {name: value for name, value in config[section].items() if name != key}
+            if not config[section]:
+                del config[section]
+
+
 FIELDS = tuple(field.name for field in fields(Candidate) if field.name != "config")
 CHOICES: dict[str, tuple[Scalar, ...]] = {
     "zero_stage": (0, 1, 2, 3),
@@ -204,6 +258,9 @@ def check_knob(name: str) -> None:
     """
     if name in FIELDS:
         return
+    if data.is_data(name):
+        data.check_knob(name)
+        return
     if name in OWNED_PATHS:
         raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
     if name in SECTIONS:
@@ -224,7 +281,9 @@ def check_value(name: str, value: Scalar) -> None:
         ConfigError: It lists the values that the field takes.
     """
     check_plain(value, name)
-    if name in CHOICES:
+    if data.is_data(name):
+        data.check_value(name, value)
+    elif name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
     elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):
@@ -243,7 +302,8 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
     """
     config = without_auto(dict(config))
-    micro, steps = _batch(config, world_size, where)
+    degrees = degrees_of(lambda path: at_path(config, path))
+    micro, steps = _batch(config, max(1, world_size // math.prod(degrees.values())), where)
     zero = config.get("zero_optimization", {})
     values: dict[str, Scalar] = {
         "micro_batch_size": micro,
@@ -252,6 +312,7 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         "precision": precision_of(config),
         "offload_optimizer": _device(zero, "offload_optimizer"),
         "offload_param": _device(zero, "offload_param"),
+        **degrees,
     }
     try:
         return Candidate.of(values)

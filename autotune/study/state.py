@@ -92,6 +92,8 @@ class StudyState:
             if delete_empty:
                 records.delete_study(self.storage, name)
             return False
+        if records.is_restoring(study) and not delete_empty:  # its numbers are not settled yet
+            return False
         self._check_same(kept)
         self._study = study
         self.settle(kept.reference, kept.objectives, kept.learning_rate)

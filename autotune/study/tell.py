@@ -204,5 +204,8 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
+        "tail": result.tail,
+        "lengths": result.lengths,
+        "padding": result.padding,
         "unwitnessed": list(result.observed.unwitnessed) if result.observed else [],
     }

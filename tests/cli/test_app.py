@@ -19,9 +19,9 @@ from support.paths import BENCHMARKS, MODELS
 from support.zoo import wait_until
 
 from autotune import session
-from autotune.cli import check
 from autotune.cli.app import COMMANDS
 from autotune.study.lock import study_lock
+from autotune.study.setup import engine
 from autotune.study.spec.spec import StudySpec
 
 pytestmark = pytest.mark.process
@@ -69,7 +69,7 @@ def finished(tmp_path_factory, models) -> tuple[Path, subprocess.CompletedProces
 @pytest.fixture
 def warm(executor, monkeypatch, models, tmp_path):
     """A folder with the model, whose studies run on the session's server."""
-    for module in (session, check):
+    for module in (session, engine):
         monkeypatch.setattr(module, "executor_for", lambda *_: contextlib.nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     return tmp_path

@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,6 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
 from autotune.errors import UserError
-from autotune.scoring import metrics
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
@@ -27,15 +26,16 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.data import retraining
 from autotune.space.deepspeed import DsConfig
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
-from autotune.study.storage import database, history
+from autotune.study.storage import database, history, repeats
 from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
-from autotune.trial.folder import read_record, result_in
+from autotune.trial.folder import read_record
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
@@ -57,6 +57,7 @@ SETTINGS = (
 WATCHED = ("time_budget_s",)
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
+RESTORING_ATTR = "autotune:restoring"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
@@ -237,6 +238,16 @@ def kept_in(folder: Path) -> StudyRecord | None:
     return _read(folder / RECORD_FILE, StudyRecord)
 
 
+def note_restoring(study: Study, *, restoring: bool) -> None:
+    """Store whether results of the study's folder are still to be told to a new database."""
+    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
+
+
+def is_restoring(study: Study) -> bool:
+    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
+    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))
+
+
 def note_end(study: Study, why: str) -> None:
     """Store why a study ended before its budget of trials; an empty text if it did not."""
     if study.user_attrs.get(ENDED_ATTR, "") != why:
@@ -256,6 +267,12 @@ def wall_s(study: Study) -> float:
 def told_trials(study: Study) -> list[FrozenTrial]:
     """Trials that ended with a result, in order; lost trials and unreadable ones are left out."""
     return [told for told in _with_result(study) if _is_readable(told)]
+
+
+def lost(study: Study) -> list[FrozenTrial]:
+    """Trials whose run ended before they did, in order; their configurations are run again under other numbers."""
+    failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+    return [trial for trial in failed if CANDIDATE_ATTR in trial.user_attrs]
 
 
 def unreadable(study: Study) -> list[int]:
@@ -320,13 +337,7 @@ def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Meas
 
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
-    repeats = {}
-    # Re-measurements time steps; they are too short for a loss curve.
-    reference = replace(kept.reference, loss_target=None) if kept.reference is not None else None
-    for n, path in repeat_paths(folder, told.number).items():
-        result = result_in(path)
-        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
-            repeats[n] = {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
+    paths = repeat_paths(folder, told.number)
     ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
@@ -339,11 +350,13 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == own_numerics,
+        numerics_kept=numerics(ds_config) == own_numerics
+        and retraining(dict(candidate.config)) == retraining(dict(baseline.config)),
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
-        repeats=repeats,
+        repeats=repeats.metrics_of(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
+        unfit=repeats.unfit(paths.values(), candidate),
         forecast=data.get("forecast", {}).get("step_time_s"),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),

@@ -21,6 +21,7 @@ from autotune.worker.script import ds_config, execute
 
 if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
+    from autotune.worker.script.loaders import Loaders
 
 INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -46,6 +47,7 @@ class ScriptContext:
         in_backward: An engine's backward pass is running.
         at_end: Functions to call before the process ends.
         limits: Arguments that may end the script after few steps, as code.
+        loaders: The hooks on its loaders, once they are installed.
     """
 
     def __init__(self, recorder: Recorder, request: TrialRequest, memory: Memory) -> None:
@@ -64,6 +66,7 @@ class ScriptContext:
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
+        self.loaders: Loaders | None = None
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""

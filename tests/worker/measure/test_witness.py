@@ -75,6 +75,7 @@ def test_a_collective_is_known_by_its_phase_and_the_type_of_its_largest_tensor(s
     sent.note("step", ((torch.zeros(2, dtype=torch.int8),), {}))
     sent.note("step", ((), {}))
     assert sent.types("backward") == {torch.float32} and sent.types("step") == {torch.int8}
+    assert sum(sent.calls.values()) == 2
 
 
 @pytest.mark.parametrize(("travelled", "said"), [(torch.bfloat16, None), (torch.float32, "float32")])

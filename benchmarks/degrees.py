@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ FAMILIES = {
     "mixtral": f"MixtralForCausalLM(MixtralConfig({SIZES}, {WIDTHS}, num_local_experts=4))",
 }
 TARGET = """
-import torch, transformers
-from transformers import *
+import torch
+from transformers import {names}
 
 def model():
     return {made}
@@ -54,7 +55,9 @@ def data():
 def family(name: str, ranks: int, folder: Path) -> dict[str, Any]:
     """Runs every legal candidate of a family; returns what came of them."""
     target = folder / f"{name}.py"
-    target.write_text(TARGET.format(made=FAMILIES[name]))
+    target.write_text(
+        TARGET.format(made=FAMILIES[name], names=", ".join(re.findall(r"[A-Z]\w+(?=\()", FAMILIES[name])))
+    )
     space = {path: [None, 2, 4] for path in DEGREES} | {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [MICRO]}
     spec = StudySpec.of(target, {"ranks": ranks, "space": [space], "base_config": {"train_batch_size": MICRO * ranks}})
     with executor_for(spec, folder / "run") as executor:

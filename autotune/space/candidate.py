@@ -105,14 +105,15 @@ class Candidate:
     @property
     def tensor_degree(self) -> int:
         """Ranks over which the matrices of a layer are split."""
-        return self._degree(TENSOR_DEGREE)
+        return self.degree(TENSOR_DEGREE)
 
     @property
     def sequence_degree(self) -> int:
         """Ranks over which a sequence is split."""
-        return self._degree(SEQUENCE_DEGREE)
+        return self.degree(SEQUENCE_DEGREE)
 
-    def _degree(self, path: str) -> int:
+    def degree(self, path: str) -> int:
+        """Ranks of a group: the value at a path of `DEGREES`, 1 without."""
         found = next((value for name, value in self.config if name == path), None)
         return max(1, found) if isinstance(found, int) else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -21,23 +22,37 @@ def hpz(config: Mapping[str, Scalar]) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _own_degrees(setting: Setting) -> tuple[int, ...]:
-    own = degrees_of(dict(setting.base).get)
-    return tuple(own.get(path, 1) for path in DEGREES)
-
-
-def why_unlike(candidate: Candidate, setting: Setting) -> str:
+def why_unlike(candidate: Candidate, setting: Setting, path: str) -> str:
     """What the split model computed unlike the whole one, where that was found; else empty."""
-    degrees = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
-    found = (f"{path}={degree}: {why}" for path, degree, why in setting.unlike if degrees[path] == degree)
-    return next(found, "")
+    own = candidate.degree(path)
+    return next((why for name, number, why in setting.unlike if (name, number) == (path, own)), "")
 
 
-# Degrees: how many ranks share a copy of the model (tensor) or a sequence.
+def _is_moved(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
+    own = degrees_of(dict(setting.base).get).get(path, 1)
+    return bool(setting.no_degrees) and candidate.degree(path) != own
+
+
+def _does_not_divide(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
+    return setting.world_size % candidate.degree(path) != 0
+
+
+def _is_unlike(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
+    return bool(why_unlike(candidate, setting, path))
+
+
+# A rule reads one degree where it can, so that a value that no other makes legal is refused for its own reason.
+OF_EACH = tuple(
+    Rule(partial(broken, path), why, (path,))
+    for path, ranks in ((TENSOR_DEGREE, "{tensor}"), (SEQUENCE_DEGREE, "{sequence}"))
+    for broken, why in (
+        (_is_moved, "{no_degrees}"),
+        (_does_not_divide, f"a group of {ranks} ranks does not divide the {{world_size}} ranks of a trial"),
+        (_is_unlike, f"{{unlike_{path.partition('.')[0]}}}"),
+    )
+)
 DEGREE_RULES: tuple[Rule, ...] = (
-    Rule(lambda c, k, s: bool(s.no_degrees) and (c.tensor_degree, c.sequence_degree) != _own_degrees(s), "{no_degrees}", DEGREES),
-    Rule(lambda c, k, s: s.world_size % c.ranks_per_replica != 0,
-         "degrees of {replica} ranks do not divide the {world_size} ranks of a trial", DEGREES),
+    *OF_EACH,
     Rule(lambda c, k, s: c.tensor_degree > 1 and c.sequence_degree > 1,
          "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", DEGREES),
     Rule(lambda c, k, s: c.tensor_degree > 1 and s.ranks_per_node % c.tensor_degree != 0,
@@ -70,5 +85,4 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: any(name.startswith(EXPERTS) for name in k),
          "expert_parallel: expert groups are not tuned: DeepSpeed's AutoEP (0.19) fails on transformers 5, and the layers of"
          " deepspeed.moe state their own ep_size; tune the rest", (f"{EXPERTS}*",)),
-    Rule(lambda c, k, s: bool(why_unlike(c, s)), "{unlike}", DEGREES),
 )  # fmt: skip

@@ -283,7 +283,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
-    facts |= {"replica": candidate.ranks_per_replica, "unlike": why_unlike(candidate, setting)}
+    facts |= {f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES}
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
     )

@@ -114,7 +114,7 @@ class SearchSpace:
                 " choose other --ranks, or let it vary with --global-batch free"
             )
         samples = global_batch // world_size
-        most = math.prod(self._largest(name) for name in DEGREES)
+        most = math.prod(_largest(self, name) for name in DEGREES)
         if micro_batch_size is not None and samples % micro_batch_size:
             raise SpaceError(
                 f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples} samples of a rank"
@@ -126,11 +126,6 @@ class SearchSpace:
             elif parameter.name != "gradient_accumulation_steps":
                 kept.append(parameter)
         return SearchSpace(parameters=_ordered(kept, {}), samples_per_rank=samples)
-
-    def _largest(self, name: str) -> int:
-        """The largest value of a degree in this space."""
-        values = self[name].all_values() if name in self else ()
-        return max([value for value in values if isinstance(value, int)], default=1)
 
     def active(self, values: Mapping[str, Scalar], default: Candidate) -> list[Parameter]:
         """The parameters whose conditions hold, given the values; one whose parent is not decided yet is not active."""
@@ -251,16 +246,9 @@ class SearchSpace:
     def _value(self, name: str, known: Mapping[str, Scalar], default: Candidate) -> Scalar:
         if self.knob(name) != name and self.samples_per_rank is not None:
             micro = int(known.get("micro_batch_size", default.micro_batch_size) or 1)
-            return self._accumulation(micro, {**dict(default.config), **known})
+            return _accumulation(self.samples_per_rank, micro, {**dict(default.config), **known})
         value: Scalar = known[name] if name in known else getattr(default, name)
         return value
-
-    def _accumulation(self, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:
-        """The accumulation that keeps the global batch: ranks that share a copy of the model share its samples."""
-        assert self.samples_per_rank is not None
-        degrees = (values.get(name) for name in DEGREES)
-        per_replica = self.samples_per_rank * math.prod(max(1, n) for n in degrees if isinstance(n, int))
-        return max(1, per_replica // micro_batch_size)
 
     def inactive(self, name: str, default: Candidate) -> Scalar:
         """The value of a knob whose conditions do not hold."""
@@ -279,7 +267,8 @@ class SearchSpace:
         own = own | {name: value for name, value in values.items() if name in _FIELD_SET}
         if self.samples_per_rank is not None:
             degrees = {**dict(config), **values}
-            own["gradient_accumulation_steps"] = self._accumulation(own["micro_batch_size"], degrees)
+            micro = own["micro_batch_size"]
+            own["gradient_accumulation_steps"] = _accumulation(self.samples_per_rank, micro, degrees)
         config = config + [
             (name, value) for name, value in values.items() if value is not None and name not in _FIELD_SET
         ]
@@ -287,6 +276,19 @@ class SearchSpace:
 
 
 _FIELD_SET = frozenset(FIELDS)
+
+
+def _largest(space: SearchSpace, name: str) -> int:
+    """The largest value of a degree in a space."""
+    values = space[name].all_values() if name in space else ()
+    return max([value for value in values if isinstance(value, int)], default=1)
+
+
+def _accumulation(samples_per_rank: int, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:
+    """The accumulation that keeps the global batch: ranks that share a copy of the model share its samples."""
+    degrees = (values.get(name) for name in DEGREES)
+    per_replica = samples_per_rank * math.prod(max(1, n) for n in degrees if isinstance(n, int))
+    return max(1, per_replica // micro_batch_size)
 
 
 def _first(pair: tuple[str, Scalar]) -> str:

@@ -56,7 +56,7 @@ ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data
 ILLEGAL = [
     ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks"), "a script feeds"),
     ({}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),)), "a script feeds"),
-    ({TENSOR: 3}, LLAMA, "do not divide the 4 ranks"),
+    ({TENSOR: 3}, LLAMA, "does not divide the 4 ranks"),
     ({TENSOR: 2, SEQUENCE: 2}, LLAMA, "the one or the other"),
     ({TENSOR: 2}, replace(LLAMA, ranks_per_node=1), "machines of 1"),
     ({TENSOR: 2}, replace(LLAMA, deepspeed_version="0.16.3"), "0.16.4"),
@@ -72,7 +72,10 @@ ILLEGAL = [
     ({"expert_parallel.autoep_size": 2}, LLAMA, "expert groups are not tuned"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),
     ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
-    ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), f"{TENSOR}=2: the loss is 4.9"),
+    ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), "the loss is 4.9"),
+    ({SEQUENCE: 2}, replace(LLAMA, unlike=((SEQUENCE, 2, "the loss is 4.7"),)), "the loss is 4.7"),
+    ({SEQUENCE: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks"), "a script feeds"),
+    ({SEQUENCE: 3}, LLAMA, "a group of 3 ranks"),
     ({"precision": "fp16"}, CPU, "fp16"),
     ({"precision": "torch_autocast_fp16"}, CPU, "fp16"),
     ({"precision": "bf16"}, Setting(bf16=False), "bfloat16"),
@@ -215,14 +218,14 @@ class Recorder:
             return RecordedSettings(dict(self.candidate.config), self.seen).items()
         if isinstance(derived := getattr(Candidate, name, None), property):
             return derived.fget(self)
-        if name == "_degree":
+        if name == "degree":
             return self._degree_at
         self.seen.add(name)
         return getattr(self.candidate, name)
 
     def _degree_at(self, path: str) -> int:
         self.seen.add(path)
-        return self.candidate._degree(path)
+        return self.candidate.degree(path)
 
 
 class RecordedSettings(dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +30,7 @@ from autotune.space.deepspeed import (
     set_path,
     without_auto,
 )
+from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -81,8 +83,11 @@ class Candidate:
             values = {name: value for name, value in values.items() if name != "optimizer"}
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
-        for name in config:
+        config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
+        for name, value in config.items():
             check_knob(name)
+            if data.is_data(name):
+                data.check_value(name, value)
         for name, value in own.items():
             check_value(name, value)
         if "micro_batch_size" not in own:
@@ -103,9 +108,38 @@ class Candidate:
         """The candidate of a key."""
         return cls.of(json.loads(key))
 
+    @property
+    def tensor_degree(self) -> int:
+        """Ranks over which the matrices of a layer are split."""
+        return self.degree(TENSOR_DEGREE)
+
+    @property
+    def sequence_degree(self) -> int:
+        """Ranks over which a sequence is split."""
+        return self.degree(SEQUENCE_DEGREE)
+
+    def degree(self, path: str) -> int:
+        """Ranks of a group: the value at a path of `DEGREES`, 1 without."""
+        found = next((value for name, value in self.config if name == path), None)
+        return max(1, found) if isinstance(found, int) else 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that train on the same samples, as they share a copy of the model or a sequence."""
+        return self.tensor_degree * self.sequence_degree
+
+    @property
+    def samples_per_rank(self) -> float:
+        """Samples of an optimizer step for each rank, where ranks of one replica share theirs."""
+        return self.micro_batch_size * self.gradient_accumulation_steps / self.ranks_per_replica
+
     def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * world_size
+        """Samples per optimizer step.
+
+        Args:
+            world_size: Ranks, without those of a pipeline's later stages; the candidate's own degrees are divided out.
+        """
+        return max(1, self.micro_batch_size * self.gradient_accumulation_steps * world_size // self.ranks_per_replica)
 
     def describe(self) -> str:
         """The candidate in words, `micro-batch 8 x 1, bf16, ZeRO 1`: the batch, and what differs from the defaults."""
@@ -155,6 +189,7 @@ class Candidate:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             **config,
         }
+        _drop_degrees(config)
         self._set_precision(config)
         self._set_zero(config)
         for path, value in self.config:
@@ -198,6 +233,18 @@ class Candidate:
             config["zero_allow_untested_optimizer"] = True
             if self.offload_optimizer != "none":
                 config["zero_force_ds_cpu_optimizer"] = False
+
+
+def _drop_degrees(config: DsConfig) -> None:
+    """Removes the user's degrees, which candidates carry themselves; settings beside them stay."""
+    for path in DEGREES:
+        section, _, key = path.partition(".")
+        if not key:
+            config.pop(section, None)
+        elif section in config:
+            config[section] = {name: value for name, value in config[section].items() if name != key}
+            if not config[section]:
+                del config[section]
 
 
 FIELDS = tuple(field.name for field in fields(Candidate) if field.name != "config")
@@ -287,7 +334,8 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
     """
     config = without_auto(dict(config))
-    micro, steps = _batch(config, world_size, where)
+    degrees = degrees_of(lambda path: at_path(config, path))
+    micro, steps = _batch(config, max(1, world_size // math.prod(degrees.values())), where)
     zero = config.get("zero_optimization", {})
     values: dict[str, Scalar] = {
         "micro_batch_size": micro,
@@ -296,6 +344,7 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         "precision": precision_of(config),
         "offload_optimizer": _device(zero, "offload_optimizer"),
         "offload_param": _device(zero, "offload_param"),
+        **degrees,
     }
     try:
         return Candidate.of(values)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed, ordinal
 from autotune.space.deepspeed import LARGEST_BATCH, ConfigError, check_config
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
 from autotune.space.parameter import parse_parameters
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import presets
 from autotune.study.spec.spec import read_yaml
@@ -209,6 +210,7 @@ def test_the_batch_is_resolved_as_deepspeed_resolves_it(config, batch):
         ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}, "2 ranks"),
         ({"train_batch_size": 1}, "2 ranks"),
         ({"train_batch_size": "32"}, "train_batch_size: '32' is not a whole number"),
+        ({"train_batch_size": 0, "train_micro_batch_size_per_gpu": 4}, "train_batch_size: 0 is not a whole number"),
         ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: True is not"),
         ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"train_micro_batch_size_per_gpu": LARGEST_BATCH + 1}, "at most 2,147,483,647"),
@@ -255,3 +257,28 @@ def test_the_largest_and_the_smallest_amounts_are_taken_and_a_candidate_has_a_mi
         assert Candidate.of(amounts).values().items() >= amounts.items()
     with pytest.raises(ConfigError, match="micro_batch_size is missing"):
         Candidate.of({"zero_stage": 1})
+
+
+TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+
+
+def test_ranks_that_share_a_copy_of_the_model_share_its_samples():
+    candidate = Candidate.of({"micro_batch_size": 4, "gradient_accumulation_steps": 2, TENSOR: 2})
+    assert (candidate.tensor_degree, candidate.sequence_degree, candidate.ranks_per_replica) == (2, 1, 2)
+    assert candidate.global_batch_size(4) == 16
+    assert Candidate.of({"micro_batch_size": 4, TENSOR: 1}) == Candidate.of({"micro_batch_size": 4})
+
+
+def test_a_degree_of_the_users_own_configuration_belongs_to_the_candidate():
+    own = {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}}
+    candidate = from_deepspeed(own, 4)
+    assert (candidate.tensor_degree, candidate.micro_batch_size) == (2, 8)
+    assert candidate.to_deepspeed(own)["tensor_parallel"] == {"autotp_size": 2, "preset_model": "llama"}
+    plain = Candidate(micro_batch_size=4).to_deepspeed({**own, SEQUENCE: 2})
+    assert plain["tensor_parallel"] == {"preset_model": "llama"} and SEQUENCE not in plain
+
+
+@pytest.mark.parametrize("value", [-2, 1.5, "two", True])
+def test_what_is_no_degree_is_refused_in_a_sentence(value):
+    with pytest.raises(ConfigError, match="is no degree: a whole number of ranks"):
+        check_config({"tensor_parallel": {"autotp_size": value}}, "base config")

@@ -204,6 +204,23 @@ def bottleneck(found: Results) -> Rows:
     return [(f"{what}: without a trace, with one", f"{right['verdicts']}, {right['traced_verdicts']}")]
 
 
+def inert(found: Results) -> Rows:
+    what = f"{found['settings']} settings that do nothing, planted {found['planted']} times in studies of five families: scored"
+    return [(what, f"{len(found['scored'])}")]
+
+
+def claims(found: Results) -> Rows:
+    what = f"what trials claim over what plain torchrun measures, {found['cases']} cases of 8 ms to 1 s a step"
+    what += ": median; median error; 95 % intervals hold"
+    value = f"{found['claim_over_measured']:.3f}; {percent(found['error_median'])}; {found['held']} of {found['cases']}"
+    rows = [(what, value)]
+    if found["hooks"]:
+        each = sorted(row["wall_s"] for row in found["hooks"].values())
+        what = f"step time of a script with the hooks, as a ratio to plain torchrun, {len(each)} cases: median; least, most"
+        rows.append((what, f"{statistics.median(each):.2f}; {each[0]:.2f}, {each[-1]:.2f}"))
+    return rows
+
+
 def views(found: Results) -> Rows:
     def frame(row: Results) -> str:
         return f"{row['p95_ms']:.0f} / {row['longest_ms']:.0f} ms"
@@ -310,6 +327,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "gate": ("python benchmarks/gate.py", gate),
     "time_to_target": ("python benchmarks/time_to_target.py", time_to_target),
     "noise_scale": ("python benchmarks/noise_scale.py", noise_scale),
+    "inert": ("python benchmarks/inert.py", inert),
+    "claims": ("python benchmarks/claims.py", claims),
     "bottleneck": ("python benchmarks/planted.py", bottleneck),
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),

@@ -171,31 +171,6 @@ def noise_samples(name: str, storage: str | None, studies: Path) -> float | None
     return None
 
 
-def advised(scales: Mapping[Mode, Sequence[Scale]], name: str) -> list[str]:
-    """What the ways of scaling lose most to, with the remedies; and how to learn what a larger batch is worth."""
-    from autotune.scoring import scaling
-
-    said = list(dict.fromkeys(text for each in scales.values() for text in scaling.advice(each)))
-    if any(each[-1].same_loss is None for each in scales.values()):
-        said.append(f"what a larger batch is worth is not known: run the study {name} with a free global batch first")
-    return said
-
-
-def show(scales: Mapping[Mode, Sequence[Scale]], notes: Sequence[str], written: Path, *, as_json: bool) -> None:
-    """Prints the tables, or everything for programs."""
-    from autotune.report.page import scaling as page
-
-    if as_json:
-        data = {way: [asdict(one) for one in each] for way, each in scales.items()}
-        print(json.dumps({"scaling": data, "notes": list(notes)}, indent=1))
-    elif scales:
-        for way, each in scales.items():
-            print("\n".join([*page.lines(each, way), ""]))
-        print(f"wrote {shown(written)}")
-    for text in notes:
-        print(f"note: {text}", file=sys.stderr)
-
-
 @takes_settings(
     "base_config", "script_set", "name", "nodes", "executor", "executor_options", "hostfile", "storage",
     base_config="The DeepSpeed configuration to scale.",
@@ -256,13 +231,43 @@ def scale(
             notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
             ways, note = configurations(found.baseline, counts, mode)
             runs, failures = measure(found, executor, folder, list(ways.values()), rounds, logged)
-    noise, n_samples = noise_samples(wanted.name, wanted.storage, studies), found.workload.n_samples
-    of_each = {way: [run for pair in asked.items() for run in runs.get(pair, ())] for way, asked in ways.items()}
-    scales = {way: scaling.scaling(each, n_samples, noise) for way, each in of_each.items() if each}
-    notes = [*filter(None, [note]), *notes, *failures, *advised(scales, wanted.name)]
-    if scales:
-        page.write(scales, wanted.name, notes, folder.parent / "scaling.html")
-    show(scales, notes, folder.parent / "scaling.html", as_json=as_json)
+    noise = noise_samples(wanted.name, wanted.storage, studies)
+    scales = _scales(ways, runs, found.workload.n_samples, noise)
+    said = dict.fromkeys(text for each in scales.values() for text in scaling.advice(each))
+    notes = [*filter(None, [note]), *notes, *failures, *said]
+    if any(each[-1].same_loss is None for each in scales.values()):
+        notes.append(f"what a larger batch is worth is not known; the study {wanted.name} with a free batch says it")
+    _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
     if scales and png is not None:
         page.draw(scales, png)
     return 1 if failures or not scales else 0
+
+
+def _scales(
+    ways: Mapping[Mode, Configurations], runs: Mapping[Any, Sequence[Run]], n_samples: int | None, noise: float | None
+) -> dict[Mode, list[Scale]]:
+    """What was measured, by way of scaling; ways of which nothing ran are left out."""
+    from autotune.scoring import scaling
+
+    compared = {
+        way: scaling.scaling([run for each in asked.items() for run in runs.get(each, ())], n_samples, noise)
+        for way, asked in ways.items()
+    }
+    return {way: each for way, each in compared.items() if each}
+
+
+def _tell(scales: dict[Mode, list[Scale]], name: str, notes: Sequence[str], path: Path, *, as_json: bool) -> None:
+    """Print what was measured, and write it as a page."""
+    from autotune.report.page import scaling as page
+
+    if scales:
+        page.write(scales, name, notes, path)
+    if as_json:
+        data = {way: [asdict(each) for each in each_of] for way, each_of in scales.items()}
+        print(json.dumps({"scaling": data, "notes": notes}, indent=1))
+    elif scales:
+        for way, each in scales.items():
+            print("\n".join([*page.lines(each, way), ""]))
+        print(f"wrote {shown(path)}")
+    for text in notes:
+        print(f"note: {text}", file=sys.stderr)

@@ -56,7 +56,7 @@ def expected(known: Table, n: int = 1) -> float:
     return float(lengths @ np.diff(shares**n))
 
 
-def cut(known: Table, length: int) -> Table:
+def cut(known: Table, length: float) -> Table:
     """Returns the lengths with those above a limit cut to it."""
     return tuple((min(each, float(length)), n) for each, n in known)
 

@@ -94,6 +94,8 @@ def expected(
     """
     known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
     rows = _rows(seen)
+    if changes.get("packing"):
+        return _expected_packed(known, rows, micro, accumulation)
     if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen) or not _alike(known, rows):
         return {}
     highest = np.array([float(each.max()) for each, _ in seen])
@@ -104,6 +106,18 @@ def expected(
     real = micro * accumulation * lengths.expected(known)
     width = _mean_width(known, micro, accumulation if changes.get("group_by_length") else 1)
     return {"tokens": micro * accumulation * (width + float(excess.mean())), "real_tokens": real}
+
+
+def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: int, accumulation: int) -> dict[str, float]:
+    """The same of batches in one row, if their lengths may be sums of samples of the known lengths."""
+    if len(known) < 2 or len(rows) < 2:
+        return {}
+    values, counts = np.array(known, dtype=float).T
+    mean = lengths.expected(known)
+    sd = math.sqrt(micro * float(np.square(values - mean) @ counts / counts.sum()) / len(rows))
+    if abs(rows.mean() - micro * mean) > WITHIN_SDS * sd + WITHIN_SHARE * micro * mean:
+        return {}
+    return dict.fromkeys(("tokens", "real_tokens"), micro * accumulation * mean)
 
 
 def _mean_width(known: lengths.Table, micro: int, grouped: int) -> float:

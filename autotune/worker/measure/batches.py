@@ -77,12 +77,14 @@ class BatchObserver:
     Args:
         engine: The DeepSpeed engine.
         forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
+        shards: Ranks over which each sequence is split; this one sees its share of the tokens.
 
     Attributes:
         last: The latest optimizer step.
     """
 
-    def __init__(self, engine: Any, *, forgiving: bool = False) -> None:
+    def __init__(self, engine: Any, *, forgiving: bool = False, shards: int = 1) -> None:
+        self._shards = shards
         self.backward_counts: set[int] = set()
         self.checksums: list[int] = []
         self.shapes: list[Any] = []
@@ -148,6 +150,8 @@ class BatchObserver:
     def _tokens_of(self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Tensor | int]:
         """Returns the tokens of a micro-batch, with and without padding, and notes the lengths of its rows."""
         rows = real_lengths(tensor, args, kwargs, self._padding)
+        if rows is None and tensor.shape[0] == 1:  # packed, or a single sample: nothing to pad to
+            rows = tensor.new_tensor([tensor.shape[1]])
         if rows is None:
             return tensor.numel(), tensor.numel()
         if len(self.lengths) < N_LENGTHS and self._fresh:
@@ -185,8 +189,8 @@ class BatchObserver:
         ragged = self._ragged(samples)
         i = int(way == "every")
         self.last = StepCount(
-            samples=samples, tokens=self._tokens[i], real_tokens=self._real_tokens[i], elements=self._elements,
-            ragged=ragged,
+            samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
+            elements=self._elements * self._shards, ragged=ragged,
         )  # fmt: skip
         if not ragged:
             self._seen[micro] = None

@@ -139,7 +139,7 @@ def damaged_rows(root):
         tables = [name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")]
         columns = [(table, row[1]) for table in tables for row in connection.execute(f"pragma table_info('{table}')")]
     for n, (table, column) in enumerate(columns):
-        value, copy = VALUES[n % len(VALUES)], database.with_name("copy.db")
+        value, copy, changed = VALUES[n % len(VALUES)], database.with_name("copy.db"), 0
         copy.write_bytes(content)
         with contextlib.closing(sqlite3.connect(copy)) as connection, contextlib.suppress(sqlite3.IntegrityError):
             changed = connection.execute(f'update "{table}" set "{column}" = ?', (value,)).rowcount

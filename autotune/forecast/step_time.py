@@ -8,6 +8,7 @@ import numpy as np
 
 from autotune.forecast.communication import collective_s, within_node_s
 from autotune.forecast.knobs import Knobs
+from autotune.forecast.memory import QUANTIZED_BYTES
 from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -46,7 +47,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
 
     * compute: K micro-steps of FLOPs / rate; where the operations were not counted, x (b + b_half) / b: a small batch
       does not fill the device;
-    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step;
+    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step,
+      those of 4 bits besides as they are written out for each pass;
     * recompute: what a forward of the recomputed blocks adds to both;
     * communication, elements per rank and step: stage 0 all-reduces 2 P at the boundary; stages 1 and 2 all-reduce too,
       where the ZeRO paper scatters (stage_1_and_2.py, allreduce_and_scatter), and gather the weights: 3 P at the
@@ -143,6 +145,8 @@ def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Float
         plain[:, rows], more[:, rows] = first, (second - first) * share[rows]
     plain[:2], more[:2] = plain[:2] * usual, more[:2] * usual
     weights = 3.0 * knobs.weight_bytes * profile.n_parameters
+    # Weights of 4 bits are read and written out in 16 for each pass through them; frozen ones have no pass for gradients.
+    weights = weights + (2.0 + share) * (QUANTIZED_BYTES + knobs.weight_bytes) * profile.quantized
     bandwidth = machine.memory_bytes_per_s
     compute, traffic, launches = plain[0] / rates, (plain[1] + weights) / bandwidth, plain[2] * machine.op_s
     return compute, traffic, more[0] / rates + more[1] / bandwidth + more[2] * machine.op_s, launches

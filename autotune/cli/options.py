@@ -124,7 +124,15 @@ def command_of(function: Function, path: str, text: str) -> Any:
             given["settings"] = {key: _joined(key, given.pop(key)) for key in added}
             if "script_args" in given:
                 given["settings"]["script_args"] = tuple(given.pop("script_args") or ()) or None
-        if status := function(**given):
+        try:
+            status = function(**given)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            from autotune.study.storage.database import damaged
+
+            if (sentence := damaged(error)) is None:
+                raise
+            raise sentence from error
+        if status:
             raise typer.Exit(status)
 
     rest = [_parameter(name, each.annotation, each.default) for name, each in own.items() if name != "settings"]

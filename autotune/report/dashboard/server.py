@@ -25,6 +25,7 @@ from autotune.errors import UserError
 from autotune.report.dashboard.overlay import File, StudyOverlay, config_file
 from autotune.report.dashboard.storage import READ_ONLY, DashboardStorage
 from autotune.study.storage import records
+from autotune.study.storage.database import damaged
 
 Environ: TypeAlias = dict[str, Any]
 StartResponse: TypeAlias = Callable[..., Any]
@@ -113,6 +114,10 @@ class Application:
         environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
         try:
             return self._refusal(environ, start) or self._download(environ, start) or self._answer(environ, start)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if (sentence := damaged(error)) is None:
+                raise
+            return _say(start, HTTPStatus.SERVICE_UNAVAILABLE, str(sentence))
         finally:
             self.overlay.remove_session()
 

@@ -163,6 +163,12 @@ def driver_overhead(found: Results) -> Rows:
     return [(f"{what}: {', '.join(f'`{name}`' for name in names)}", values)]
 
 
+def terminal(found: Results) -> Rows:
+    what = "processor time of `autotune --help`; of the help of a command, median and slowest; first word of `autotune run`"
+    value = f"{found['help_cpu_s']:.2f} s; {found['command_help_cpu_s']:.2f} and {found['slowest_command_help_cpu_s']:.2f} s"
+    return [(what, f"{value}; after {found['first_word_s']:.1f} s ({found['first_word_least_s']:.1f} at best)")]
+
+
 def script_startup(found: Results) -> Rows:
     seconds = [row["beyond_steps_s"] for row in found["trials"]]
     what = "a warm trial of a training script, beyond its own steps (ZeRO 0 to 3)"
@@ -315,6 +321,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
+    "terminal": ("python benchmarks/overhead.py terminal", terminal),
     "script_startup": ("python benchmarks/overhead.py scripts", script_startup),
     "hook_overhead": (
         "python benchmarks/overhead.py hooks",

@@ -90,7 +90,7 @@ def planted_in(family: int) -> Iterator[tuple[int, str, Scalar]]:
 
 def spec_of(how: str, folder: Path) -> StudySpec:
     """The study of a family; its scripts run in a folder of their own."""
-    if how.endswith(".py"):
+    if not how.startswith(TORCHRUN):
         return StudySpec.of(Path(how), {"ranks": 2})
     (folder / "ds.json").write_text(json.dumps(DS_JSON))
     invocation, _ = capture.capture(how, folder)

@@ -28,7 +28,7 @@ from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.data import retraining
 from autotune.space.deepspeed import DsConfig
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database, history, repeats
 from autotune.study.storage.database import Storage

@@ -204,6 +204,41 @@ def bottleneck(found: Results) -> Rows:
     return [(f"{what}: without a trace, with one", f"{right['verdicts']}, {right['traced_verdicts']}")]
 
 
+def data_replayed(found: Results) -> Rows:
+    kinds = found["by_kind"].values()
+    late, before = (sum(kind[name] for kind in kinds) for name in ("late_oom", "late_oom_without_tail"))
+    what = f"micro-batches recommended on {found['corpora']} synthetic corpora, over {found['steps']:,} steps each: out of memory"
+    off = [abs(row["claim_over_rate"] - 1) for row in found["rows"]]
+    own = [abs(row["own_steps_over_rate"] - 1) for row in found["rows"]]
+    rate = "their claimed rate against 2,000 steps: within 5 %; worst error; the same from a trial's own steps alone"
+    within = [sum(each <= 0.05 for each in errors) for errors in (off, own)]
+    return [
+        (
+            f"{what} later; without the worst batch; error of the tail's peak",
+            f"{late}; {before}; {percent(max(kind['worst_tail_error'] for kind in kinds))}",
+        ),
+        (rate, f"{within[0]} of {len(off)}, {percent(max(off))}; {within[1]} of {len(own)}, {percent(max(own))}"),
+    ]
+
+
+def data_packing(found: Results) -> Rows:
+    factor, low, high = found["gains"]["samples_per_s"]
+    gate = "passed" if (found["gate"] or {}).get("passed") else "not passed"
+    what = "a study of an instruction-like corpus: useful tokens/s of what is recommended over the baseline's; the gate on equal samples"
+    return [(what, f"{factor:.2f}x ({low:.2f} to {high:.2f}); {gate}")]
+
+
+def data_loader(found: Results) -> Rows:
+    factor, low, high = found["gain"]
+    what = "a planted loader of 20 ms a sample: what `diagnose` says of the baseline; trials of the study; throughput of its answer"
+    return [
+        (
+            what,
+            f"{found['bound_by']}, {percent(found['waiting'])} of a step; {found['trials']}; {factor:.2f}x ({low:.2f} to {high:.2f})",
+        )
+    ]
+
+
 def inert(found: Results) -> Rows:
     what = f"{found['settings']} settings that do nothing, planted {found['planted']} times in studies of five families: scored"
     return [(what, f"{len(found['scored'])}")]
@@ -330,6 +365,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "inert": ("python benchmarks/inert.py", inert),
     "claims": ("python benchmarks/claims.py", claims),
     "bottleneck": ("python benchmarks/planted.py", bottleneck),
+    "data_replayed": ("python benchmarks/data.py replayed", data_replayed),
+    "data_packing": ("python benchmarks/data.py packing", data_packing),
+    "data_loader": ("python benchmarks/data.py loader", data_loader),
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),

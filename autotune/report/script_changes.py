@@ -50,7 +50,7 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
         )
     if steps != baseline.gradient_accumulation_steps and not noted:
         found.append(
-            f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of"
+            f"Accumulation: DeepSpeed counts {steps} micro-batch{'es' if steps > 1 else ''} per step instead of"
             f" {baseline.gradient_accumulation_steps}; call"
             " `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps"
             f" {steps}`)."

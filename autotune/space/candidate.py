@@ -37,6 +37,12 @@ AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
 # How a candidate is described; a precision or device that is not here is its own word.
 PRECISION_WORDS = {"torch_autocast": "bf16 autocast", "torch_autocast_fp16": "fp16 autocast"}
 DEVICE_WORDS = {"cpu": "the host", "nvme": "NVMe"}
+BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+# What a sentence about a change calls a knob; a setting that is not here keeps its name.
+LABELS = {
+    **dict.fromkeys(BATCH, "micro-batch"), "zero_stage": "ZeRO", "checkpoint_every": "recomputation of",
+    "offload_optimizer": "optimizer on", "offload_param": "parameters on",
+}  # fmt: skip
 # Name of the trial attribute that holds `Candidate.key`.
 CANDIDATE_ATTR = "candidate"
 
@@ -151,6 +157,17 @@ class Candidate:
         words += [f"{path.rsplit('.', 1)[-1]}={plain(value)}" for path, value in self.config]
         return ", ".join(words)
 
+    def changes_from(self, other: Candidate) -> list[str]:
+        """The changes from another candidate in words, one each: `ZeRO 0 instead of 3`."""
+        own, before = self.values(), other.values()
+        said = list[str]()
+        for name in differing(own, before):
+            if name in BATCH and said and said[0].startswith("micro-batch"):
+                continue
+            now, then = (_change_words(name, candidate) for candidate in (self, other))
+            said.append(f"{LABELS.get(name, name)} {now} instead of {then}")
+        return said
+
     def to_deepspeed(self, base: Mapping[str, Any] | None = None) -> DsConfig:
         """The DeepSpeed configuration of this candidate over the user's own.
 
@@ -238,6 +255,20 @@ CHOICES: dict[str, tuple[Scalar, ...]] = {
     "offload_param": ("none", "cpu", "nvme"),
 }
 AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 0}
+
+
+def _change_words(name: str, candidate: Candidate) -> str:
+    """The value of a knob in a sentence about a change; the batch is one."""
+    value = candidate.values().get(name)
+    if name in BATCH:
+        return f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}"
+    if name == "precision":
+        return PRECISION_WORDS.get(candidate.precision, candidate.precision)
+    if name == "checkpoint_every":
+        return "no block" if not value else "every block" if value == 1 else f"every {ordinal(int(value))} block"
+    if name in ("offload_optimizer", "offload_param"):
+        return "the device" if value == "none" else DEVICE_WORDS[str(value)]
+    return "DeepSpeed's default" if value is None else plain(value)
 
 
 def plain(value: Scalar) -> str:

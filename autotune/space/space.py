@@ -140,10 +140,6 @@ class SearchSpace:
                 known[parameter.name] = self.inactive(parameter.name, default)
         return found
 
-    def next_parameter(self, values: Mapping[str, Scalar], default: Candidate) -> Parameter | None:
-        """The next parameter to choose a value for, given those chosen so far; None when all are chosen."""
-        return next((parameter for parameter in self.active(values, default) if parameter.name not in values), None)
-
     def suggest(self, ask: Callable[[Parameter], Scalar], default: Candidate) -> dict[str, Scalar]:
         """Chooses a value for every parameter, in order, asking only for those whose conditions hold.
 

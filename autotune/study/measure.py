@@ -194,7 +194,7 @@ class TrialMeasurer:
                 self._n_tries = 1  # waiting does not help on this machine
             if not n_left or not busy or self._budget.hurries():
                 return result
-            again(f"{busy} meanwhile")
+            again(f"{busy} while it was timed")
 
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""

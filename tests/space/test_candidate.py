@@ -101,6 +101,19 @@ def test_a_candidate_is_described_in_words():
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 113)] == "1st 2nd 3rd 4th 11th 12th 21st 113th".split()
 
 
+def test_a_change_is_said_in_words():
+    before = Candidate(micro_batch_size=2, gradient_accumulation_steps=4, zero_stage=3, checkpoint_every=1)
+    after = Candidate.of(
+        {"micro_batch_size": 8, "precision": "bf16", "offload_optimizer": "cpu", "communication_data_type": "fp16"}
+    )
+    assert after.changes_from(before) == [
+        "micro-batch 8 x 1 instead of 2 x 4", "ZeRO 0 instead of 3", "precision bf16 instead of fp32",
+        "recomputation of no block instead of every block", "optimizer on the host instead of the device",
+        "communication_data_type fp16 instead of DeepSpeed's default",
+    ]  # fmt: skip
+    assert before.changes_from(before) == []
+
+
 def test_candidates_differ_in_the_knobs_whose_values_do():
     baseline = Candidate(micro_batch_size=2, checkpoint_every=1)
     assert differing(baseline.values(), Candidate.of(VALUES).values()) == [
@@ -197,6 +210,7 @@ def test_the_batch_is_resolved_as_deepspeed_resolves_it(config, batch):
         ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}, "2 ranks"),
         ({"train_batch_size": 1}, "2 ranks"),
         ({"train_batch_size": "32"}, "train_batch_size: '32' is not a whole number"),
+        ({"train_batch_size": 0, "train_micro_batch_size_per_gpu": 4}, "train_batch_size: 0 is not a whole number"),
         ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: True is not"),
         ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"train_micro_batch_size_per_gpu": LARGEST_BATCH + 1}, "at most 2,147,483,647"),

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.paths import MODELS
+from support.zoo import Zoo
 
 from autotune.executors import base
-from autotune.executors.local import LocalExecutor
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RETIRED_KEYS
@@ -292,32 +293,27 @@ def every_pair(kinds: list[Candidate], rng: random.Random) -> list[Candidate]:
     return chosen
 
 
-def assert_all_train(chosen: list[Candidate], models: Path, folder: Path) -> None:
+def assert_all_train(chosen: list[Candidate], zoo: Zoo) -> None:
     failed = []
-    executor = LocalExecutor(["torch"], folder / "server.log")
-    try:
-        executor.start()
-        for number, candidate in enumerate(chosen):
-            request = TrialRequest(
-                target=str(models / "ok.py"), candidate=candidate.values(), ds_config=candidate.to_deepspeed(BASE),
-                world_size=2, max_steps=2,
-            )  # fmt: skip
-            result = base.run(executor, folder / str(number), request)
-            if result.outcome is not Outcome.COMPLETE:
-                failed.append((candidate.describe(), str(result.outcome), result.reason))
-    finally:
-        executor.close()
+    for candidate in chosen:
+        request = TrialRequest(
+            target=str(MODELS / "ok.py"), candidate=candidate.values(), ds_config=candidate.to_deepspeed(BASE),
+            world_size=2, max_steps=2,
+        )  # fmt: skip
+        result = base.run(zoo.executor, zoo.next_folder().path, request)
+        if result.outcome is not Outcome.COMPLETE:
+            failed.append((candidate.describe(), str(result.outcome), result.reason))
     assert not failed
 
 
 @pytest.mark.process
 @pytest.mark.timeout(1200)
-def test_every_pair_of_settings_that_is_legal_initialises_and_trains(kinds, models, tmp_path):
-    assert_all_train(every_pair(kinds, random.Random(1)), models, tmp_path)
+def test_every_pair_of_settings_that_is_legal_initialises_and_trains(kinds, zoo):
+    assert_all_train(every_pair(kinds, random.Random(1)), zoo)
 
 
 @pytest.mark.system
 @pytest.mark.timeout(1200)
-def test_hundreds_of_legal_candidates_initialise_and_train(kinds, models, tmp_path):
+def test_hundreds_of_legal_candidates_initialise_and_train(kinds, zoo):
     # More are drawn than run, so that other seeds run others.
-    assert_all_train(random.Random(1).sample(kinds, min(240, len(kinds))), models, tmp_path)
+    assert_all_train(random.Random(1).sample(kinds, min(240, len(kinds))), zoo)

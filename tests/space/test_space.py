@@ -183,9 +183,7 @@ def test_parameters_are_active_under_their_parents_values():
 
 
 def test_parameters_are_chosen_one_after_the_other():
-    values = {}
-    while (parameter := conditional().next_parameter(values, BASELINE)) is not None:
-        values[parameter.name] = parameter.all_values()[-1]
+    values = conditional().suggest(lambda parameter: parameter.all_values()[-1], BASELINE)
     assert values == {
         "micro_batch_size": 2,
         "zero_stage": 3,

@@ -25,10 +25,10 @@ from autotune.study.setup import degrees, profile_cache
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
     SCRIPT_BATCH,
-    _frozen,
-    _moved,
+    frozen_knobs,
     inspect_workload,
     script_request,
+    with_movable,
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
@@ -190,8 +190,8 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
         workload = degrees.compared(spec, executor, split, workload, base_config, setting, wanted, doing)
         base_config, baseline, setting = grounds(spec, target, workload, world_size)
     if target.kind == "script":
-        workload = _moved(spec, executor, trials / "moved", workload, baseline, world_size)
-        space = space.pinned(_frozen(spec, workload, baseline))
+        workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)
+        space = space.pinned(frozen_knobs(spec, workload, baseline))
     if spec.global_batch == "keep":
         space = space.keeping(
             baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size

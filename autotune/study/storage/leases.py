@@ -179,8 +179,7 @@ class StudyLeases(Leases):
         super().__init__(storage.engine, study_name, owner)
         self.storage, self.study_name, self.alone = storage, study_name, storage.is_sqlite
         self._turn: Connection | None = None
-        self._beats = False
-        self._guard, self._mutexes = threading.Lock(), dict[str, threading.Lock]()
+        self._beats, self._guard, self._mutexes = False, threading.Lock(), dict[str, threading.Lock]()
         storage.patiently(lambda: tables.migrate(storage.engine))
 
     def held(self) -> list[Lease]:

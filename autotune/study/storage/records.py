@@ -57,7 +57,6 @@ SETTINGS = (
 WATCHED = ("time_budget_s",)
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
-RESTORING_ATTR = "autotune:restoring"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
@@ -236,16 +235,6 @@ def keep(study: Study, kept: StudyRecord, folder: Path) -> None:
 def kept_in(folder: Path) -> StudyRecord | None:
     """The record in a study's folder; None without one that can be read."""
     return _read(folder / RECORD_FILE, StudyRecord)
-
-
-def note_restoring(study: Study, *, restoring: bool) -> None:
-    """Store whether results of the study's folder are still to be told to a new database."""
-    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
-
-
-def is_restoring(study: Study) -> bool:
-    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
-    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))
 
 
 def note_end(study: Study, why: str) -> None:

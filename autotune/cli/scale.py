@@ -232,30 +232,42 @@ def scale(
             ways, note = configurations(found.baseline, counts, mode)
             runs, failures = measure(found, executor, folder, list(ways.values()), rounds, logged)
     noise = noise_samples(wanted.name, wanted.storage, studies)
-    compared = {
-        way: scaling.scaling(
-            [run for each in asked.items() for run in runs.get(each, ())], found.workload.n_samples, noise
-        )
-        for way, asked in ways.items()
-    }
-    scales: dict[Mode, list[Scale]] = {way: each for way, each in compared.items() if each}
+    scales = _scales(ways, runs, found.workload.n_samples, noise)
     said = dict.fromkeys(text for each in scales.values() for text in scaling.advice(each))
     notes = [*filter(None, [note]), *notes, *failures, *said]
     if any(each[-1].same_loss is None for each in scales.values()):
-        notes.append(
-            f"what a larger batch is worth is not known: run the study {wanted.name} with a free global batch first"
-        )
+        notes.append(f"what a larger batch is worth is not known; the study {wanted.name} with a free batch says it")
+    _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
+    if scales and png is not None:
+        page.draw(scales, png)
+    return 1 if failures or not scales else 0
+
+
+def _scales(
+    ways: Mapping[Mode, Configurations], runs: Mapping[Any, Sequence[Run]], n_samples: int | None, noise: float | None
+) -> dict[Mode, list[Scale]]:
+    """What was measured, by way of scaling; ways of which nothing ran are left out."""
+    from autotune.scoring import scaling
+
+    compared = {
+        way: scaling.scaling([run for each in asked.items() for run in runs.get(each, ())], n_samples, noise)
+        for way, asked in ways.items()
+    }
+    return {way: each for way, each in compared.items() if each}
+
+
+def _tell(scales: dict[Mode, list[Scale]], name: str, notes: Sequence[str], path: Path, *, as_json: bool) -> None:
+    """Print what was measured, and write it as a page."""
+    from autotune.report.page import scaling as page
+
     if scales:
-        page.write(scales, wanted.name, notes, folder.parent / "scaling.html")
+        page.write(scales, name, notes, path)
     if as_json:
         data = {way: [asdict(each) for each in each_of] for way, each_of in scales.items()}
         print(json.dumps({"scaling": data, "notes": notes}, indent=1))
     elif scales:
         for way, each in scales.items():
             print("\n".join([*page.lines(each, way), ""]))
-        print(f"wrote {shown(folder.parent / 'scaling.html')}")
+        print(f"wrote {shown(path)}")
     for text in notes:
         print(f"note: {text}", file=sys.stderr)
-    if scales and png is not None:
-        page.draw(scales, png)
-    return 1 if failures or not scales else 0

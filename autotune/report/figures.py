@@ -130,6 +130,33 @@ def losses(report: StudyReport, across: str = "samples", *, difference: bool = F
     return figure(traces, axis(title, reached, log=spans_decade(reached)), axis(up))
 
 
+def gate(trial: Data, *, difference: bool = False) -> Figure:
+    """The losses of a trial with other numerics beside those of its reference, as the quality gate compared them.
+
+    Args:
+        trial: A trial that the gate looked at.
+        difference: Draw the distance from the reference's losses.
+    """
+    found = trial["gate"]
+    reference = series.pieces_of(found["losses"])
+    own, replicates = series.pieces_of(trial["losses"]), [series.pieces_of(each) for each in found["replicates"]]
+
+    def line(name: str, curve: Sequence[float | None], first: bool = True, **style: Any) -> Trace:
+        pairs = zip(curve, reference, strict=False)
+        away = [None if a is None or b is None else rounded(a - b) for a, b in pairs]
+        y = away if difference else list(curve)
+        x = [1 + i * series.piece_size(max(len(found["losses"]), len(trial["losses"]))) for i in range(len(y))]
+        return scatter(
+            name, x, y, hover=f"{name}<br>step %{{x}}: %{{y:.4g}}", line=style, legendgroup=name, showlegend=first
+        )
+
+    again = "the reference again"
+    traces = [line(again, each, i == 0, color=GREY, width=1) for i, each in enumerate(replicates)]
+    traces.append(line("reference: the baseline's numerics", reference, color=RED, width=2, dash="dash"))
+    traces.append(line(f"trial {trial['trial']}", own, color=BLUE, width=2))
+    return figure(traces, axis("optimizer step"), axis(f"training loss{' minus the reference' if difference else ''}"))
+
+
 def steps(report: StudyReport, trials: Iterable[int]) -> Figure:
     """The time of every step of some trials, warm-up dotted; a band reaches to the longest step of each piece."""
     curves = {curve.trial: curve for curve in series.steps(report)}

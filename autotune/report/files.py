@@ -78,7 +78,7 @@ def draw(report: StudyReport, folder: Path) -> list[Path]:
     marked = [trial for trial in timed if trial in report.marks][:4]
     drawn = {f"front-{x}-{y}": fronts.front(report, x, y) for x, y in combinations(metrics, 2)}
     drawn |= {
-        "parallel": fronts.parallel(report, metrics[0]) if metrics and len(report.points) > 1 else {},
+        "parallel": fronts.parallel(report, metrics[0]) if metrics and len(report.compared) > 1 else {},
         "what-mattered": figures.effects(report),
         "steps": figures.steps(report, marked or timed[:3]),
         "losses": figures.losses(report),

@@ -105,6 +105,8 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
+            "measured_on": _days(study),
+            "trials_wanted": study.user_attrs.get(records.SETTINGS_ATTR, {}).get("trials"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [
@@ -118,6 +120,12 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
     )
+
+
+def _days(study: Study) -> list[str]:
+    """The days on which the first and the last trial ended, in local time."""
+    ended = sorted(told.datetime_complete for told in records.told_trials(study) if told.datetime_complete)
+    return [f"{ended[0]:%Y-%m-%d}", f"{ended[-1]:%Y-%m-%d}"] if ended else []
 
 
 def _threads(kept: StudyRecord) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from autotune.report import progress, tables
 from autotune.report.data import StudyReport, end_words, pick_words, titles, words
+from autotune.report.next_steps import next_steps
 from autotune.report.page.render import fragment
 from autotune.report.readme import machine, subject
 from autotune.scoring.metrics import METRICS
@@ -34,6 +35,7 @@ def answer_html(report: StudyReport) -> str:
         "heads": heads,
         "rows": [_cells(row.line(scales, ""), row) for row in rows],
         "lists": [
+            ("What to do next", next_steps(report)),
             ("Why", (pick or {}).get("reasons") or ()),
             ("Besides the JSON it takes", (pick or {}).get("script_side_changes") or ()),
             ("What to know", report.caveats()),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import UserError, unknown
 from autotune.report import figures, fronts, series
-from autotune.report.data import StudyReport, measured
+from autotune.report.data import StudyReport
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -18,7 +18,7 @@ ACROSS = ("samples", "seconds", "steps")
 
 def front(report: StudyReport, x: str | None, y: str | None) -> go.Figure:
     """The trials over two metrics, by default the first two; a `UserError` if they were not measured."""
-    found = _measured_metrics(report)
+    found = report.compared_metrics()
     across = x or next((name for name in found if name != y), "")
     up = y or next((name for name in found if name != across), "")
     for name in (x, y):
@@ -32,9 +32,9 @@ def front(report: StudyReport, x: str | None, y: str | None) -> go.Figure:
 
 def parallel(report: StudyReport, metric: str | None) -> go.Figure:
     """The trials through their knobs and objectives, coloured by a metric, by default the first objective."""
-    if len(report.points) < 2:
+    if len(report.compared) < 2:
         raise UserError(f"study {report.name!r}: fewer than two trials were measured, so there is nothing to compare")
-    found = _measured_metrics(report)
+    found = report.compared_metrics()
     _check("metric", metric, found)
     return _drawn(report, fronts.parallel(report, metric or found[0]))
 
@@ -55,10 +55,6 @@ def forecast(report: StudyReport, metric: str | None) -> go.Figure:
         raise UserError(f"study {report.name!r}: no trial was forecast, so there is nothing to compare")
     _check("metric", metric, found)
     return _drawn(report, figures.forecasts(report, metric or next(iter(found))))
-
-
-def _measured_metrics(report: StudyReport) -> list[str]:
-    return [name for name in report.metric_names() if any(name in measured(point) for point in report.points.values())]
 
 
 def _check(what: str, name: str | None, known: Iterable[str]) -> None:

@@ -21,15 +21,16 @@ from autotune.system.units import format_duration, format_quantity
 from autotune.trial.result import Outcome
 
 STYLES = {
-    Outcome.COMPLETE: "green", Outcome.OOM: "yellow", Outcome.LOST: "dim", Outcome.STOPPED_EARLY: "dim",
+    Outcome.COMPLETE: "", Outcome.OOM: "yellow", Outcome.LOST: "dim", Outcome.STOPPED_EARLY: "dim",
     Outcome.PREDICTED_OOM: "dim",
 }  # fmt: skip
 # What a line says of a complete trial: metric, unit, head and width of the column.
 COLUMNS = (
-    ("step_time_s", "s", "step time", 9), ("samples_per_s", "samples/s", "samples/s", 9), ("peak_memory_bytes", "B", "memory", 9),
+    ("step_time_s", "s", "step time", 9), ("samples_per_s", "samples/s", "samples/s", 9), ("peak_memory_bytes", "B", "memory", 8),
 )  # fmt: skip
-TRIAL, END = 5, 13  # widths of the first columns
-INDENT = TRIAL + 2 + END + sum(width + 2 for *_, width in COLUMNS)
+TRIAL = 5  # columns of a number
+FIGURES = sum(width + 2 for *_, width in COLUMNS)
+INDENT = TRIAL + FIGURES
 LEAST_WORDS = 30  # columns; with less room a configuration stands on the next line
 BAR = 28
 LONGEST_REASON = 160
@@ -136,19 +137,15 @@ class ProgressView(EventSink):
         if not self._headed:
             self._headed = True
             heads = "".join(f"  {head:>{width}}" for _, _, head, width in COLUMNS)
-            self._print(Text(f"{'trial':>{TRIAL}}  {'':<{END}}{heads}  configuration", style="bold"))
-        label = {"repeat": "again", "baseline": "baseline"}.get(progress.role, "")
-        failed = progress.outcome is not Outcome.COMPLETE
-        line = Text(f"{progress.number:>{TRIAL}}  ")
-        end = str(progress.outcome).replace("_", " ") if failed or not label else label
-        line.append(f"{end:<{END}}", style=STYLES.get(progress.outcome, "red"))
-        for metric, unit, _, width in COLUMNS:
-            known = not failed and metric in progress.metrics
-            text = format_quantity(progress.metrics[metric], unit).removesuffix(" samples/s") if known else ""
-            line.append(f"  {text:>{width}}")
-        words = progress.candidate.describe()
-        if failed and progress.reason:
-            words += f": {progress.reason[:LONGEST_REASON]}"
+            self._print(Text(f"{'trial':>{TRIAL}}{heads}  configuration", style="bold"))
+        words, end = progress.candidate.describe(), str(progress.outcome).replace("_", " ")
+        if progress.outcome is Outcome.COMPLETE:
+            figures = "".join(f"  {_figure(progress.metrics, *column)}" for column in COLUMNS)
+            words += " (baseline)" if progress.role == "baseline" else ""
+        else:
+            figures = f"  {end:>{FIGURES - 2}}"
+            words += f": {progress.reason[:LONGEST_REASON]}" if progress.reason else ""
+        line = Text(f"{progress.number:>{TRIAL}}").append(figures, style=STYLES.get(progress.outcome, "red"))
         room = self.console.width - INDENT - 2
         if self._live is None:
             self._print(line.append(f"  {words}"))
@@ -188,9 +185,15 @@ def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
     return ProgressView(None if show else hidden, after_s=after_s)
 
 
+def _figure(metrics: dict[str, float], metric: str, unit: str, _head: str, width: int) -> str:
+    text = format_quantity(metrics[metric], unit).removesuffix(" samples/s") if metric in metrics else ""
+    return f"{text:>{width}}"
+
+
 def _trials_words(progress: Progress, left_s: float) -> str:
     """How far a study is; it may end before its last trial, when nothing more is to be gained."""
-    return f"{progress.n_told} of at most {progress.n_trials} trials, up to {format_duration(round(left_s))} left"
+    left = f"about {format_duration(round(left_s))} left" if left_s >= 1 else "taking longer than estimated"
+    return f"{progress.n_told} of at most {progress.n_trials} trials, {left}"
 
 
 def _best_words(progress: Progress) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import UserError, nearest
 from autotune.space import installed
+from autotune.space.degree import DEGREES, is_degree
 
 Scalar: TypeAlias = str | int | float | bool | None
 DsConfig: TypeAlias = dict[str, Any]
@@ -373,7 +374,7 @@ def check_config(config: Any, where: str) -> None:
                 _check_section(f"{section}.{key}", inner if isinstance(inner, dict) else ())
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    for path in {**_KIND_OF, **installed.bounds()}:
+    for path in {**_KIND_OF, **installed.bounds(), **dict.fromkeys(DEGREES)}:
         if (value := at_path(config, path)) != "auto":
             check_setting(path, value, f"{where}: {path}")
     if all(at_path(config, f"{name}.enabled") is True for name in DTYPES):
@@ -392,6 +393,8 @@ def check_setting(path: str, value: Any, where: str) -> None:
     """
     if value is None or path.startswith("data."):  # those of the data are none of DeepSpeed's
         return
+    if path in DEGREES and not is_degree(value):
+        raise ConfigError(f"{where}: {value!r} is no degree: a whole number of ranks, 1 (or null) for none")
     words, kinds = _KIND_OF.get(path, ("", (object,)))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):
         raise ConfigError(f"{where}: {words} is needed, not {value!r}")

@@ -2,76 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import (
-    DTYPES,
-    RETIRED_KEYS,
-    RETIRED_SINCE,
-    STAGE_3_PREFIXES,
-    Scalar,
-    at_path,
-    ops_needed,
-    version,
-)
+from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
+from autotune.space.degree import DEGREES, TENSOR_DEGREE
+from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What legality depends on: the machine, the libraries and the workload.
-
-    Attributes:
-        accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
-        deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial that have data of their own: all of them, but for the stages of a pipeline.
-        ranks_per_node: The same on one machine.
-        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
-        bf16: Whether the device computes in bfloat16.
-        fp16: Whether DeepSpeed accepts fp16 on the device.
-        n_blocks: Repeated blocks of the model that can be checkpointed.
-        n_samples: Samples in the data set; None where it has no end.
-        global_batch: Allowed samples per optimizer step, lowest and highest.
-        plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
-        base: Settings of the user's own configuration that candidates inherit and rules look at; see
-            `inherited_settings`.
-        own_optimizer: The target makes the optimizer, not the configuration.
-        unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
-        lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
-        loader: Arguments of the target's own DataLoader.
-        data_cannot: Settings of the data that the target cannot follow, each with the reason.
-        missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
-    """
-
-    accelerator: str = "cpu"
-    deepspeed_version: str = "0.19.8"
-    world_size: int = 1
-    ranks_per_node: int = 1
-    pipeline_stages: int = 0
-    bf16: bool = True
-    fp16: bool = False
-    n_blocks: int = 0
-    n_samples: int | None = None
-    global_batch: tuple[int, int] | None = None
-    plain_backward: bool = False
-    base: tuple[tuple[str, Scalar], ...] = ()
-    own_optimizer: bool = False
-    unsafe_precisions: tuple[str, ...] = ()
-    lengths: tuple[int, int] = (0, 0)
-    loader: tuple[tuple[str, Scalar], ...] = ()
-    data_cannot: tuple[tuple[str, str], ...] = ()
-    missing_ops: tuple[tuple[str, str], ...] = ()
-
+from autotune.space.rule import Rule, Setting, older
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage",
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
@@ -85,31 +32,14 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
     return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A reason why DeepSpeed (or the workload) refuses a candidate in a setting, or why the candidate is pointless.
-
-    Attributes:
-        broken: Whether it holds for a candidate, its DeepSpeed settings (inherited ones included) and a setting.
-        why: The reason, with fields of candidate and setting as templates.
-        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one
-            of them is set at all, and must stay broken when more of them are.
-    """
-
-    broken: Callable[[Candidate, dict[str, Scalar], Setting], bool]
-    why: str
-    reads: tuple[str, ...]
-
-
 ZERO = "zero_optimization."
-BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", *DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
-HPZ, GRANULARITY = f"{ZERO}zero_hpz_partition_size", f"{ZERO}stage3_module_granularity_threshold"
+GRANULARITY = f"{ZERO}stage3_module_granularity_threshold"
 NVME_PATHS = {name: f"{ZERO}{name}.nvme_path" for name in ("offload_optimizer", "offload_param")}
 STAGE_3_SETTINGS = tuple(f"{ZERO}{prefix}" for prefix in STAGE_3_PREFIXES)
-QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 
 
 OPTIMIZER = ("optimizer.type", "optimizer.params.torch_adam")
@@ -132,8 +62,8 @@ def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setti
 MESSAGES = tuple(f"{ZERO}{name}" for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"))
 
 
-def _alone(setting: Setting) -> bool:
-    return setting.world_size == 1 and setting.accelerator != "cpu"
+def _alone(setting: Setting, ranks_per_replica: int = 1) -> bool:
+    return setting.world_size <= ranks_per_replica and setting.accelerator != "cpu"
 
 
 def _offloads(candidate: Candidate) -> bool:
@@ -143,10 +73,6 @@ def _offloads(candidate: Candidate) -> bool:
 def _base_stage(setting: Setting) -> Scalar:
     """The stage of the user's own configuration, which may stand there for more ranks than one."""
     return dict(setting.base).get(f"{ZERO}stage", 0)
-
-
-def _older(setting: Setting, *release: int) -> bool:
-    return version(setting.deepspeed_version) < release
 
 
 OP_RULES = tuple(
@@ -171,7 +97,7 @@ def _ineffective(candidate: Candidate) -> list[str]:
 
 def _retired(candidate: Candidate, setting: Setting) -> list[str]:
     """Settings of a candidate that the installed DeepSpeed no longer takes."""
-    since = not _older(setting, *RETIRED_SINCE)
+    since = not older(setting, *RETIRED_SINCE)
     return [path for path, _ in candidate.config if since and path.partition(".")[0] in RETIRED_KEYS]
 
 
@@ -237,6 +163,7 @@ DATA_RULES = (
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
+    *DEGREE_RULES,
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
          "{precision}: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast", ("precision",)),
     Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
@@ -313,9 +240,15 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
     # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
-    Rule(lambda c, k, s: _alone(s) and c.zero_stage > 1 and not _offloads(c) and c.zero_stage != _base_stage(s),
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage > 1 and not _offloads(c)
+         and c.zero_stage != _base_stage(s),
          "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
-         ("zero_stage", "offload_optimizer", "offload_param")),
+         ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
+    # In 16 bits stage 1 keeps gradients in another type than stage 0, which memory shows.
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage == 1 and c.precision in ("fp32", "torch_autocast")
+         and not _offloads(c) and c.zero_stage != _base_stage(s),
+         "ZeRO stage 1: one rank has no states to share out, so in {precision} it is stage 0 with a copy; use 0, or offload",
+         ("zero_stage", "precision", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
     Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),
          "one rank sends no messages, so neither their overlap nor their size matters",
          ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),
@@ -323,14 +256,14 @@ RULES: tuple[Rule, ...] = (
          "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
          "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
-    Rule(lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
+    Rule(lambda c, k, s: hpz(k) > 1 and (s.world_size % hpz(k) != 0 or hpz(k) >= s.world_size),
          "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
          "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
          " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),
-    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and _older(s, 0, 17, 2),
+    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and older(s, 0, 17, 2),
          "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2", ("precision",)),
-    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
     *DATA_RULES,
@@ -341,11 +274,6 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def _hpz(config: Mapping[str, Scalar]) -> int:
-    value = config.get(HPZ)
-    return value if isinstance(value, int) else 1
-
-
 def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = RULES) -> str | None:
     """Why a candidate cannot run (or can have no effect) in a setting by some of the rules; None if it can."""
     rule = first_broken(candidate, setting, rules)
@@ -354,11 +282,13 @@ def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = 
 
 def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
-    bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
+    bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
     missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
+    facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
+    facts |= {f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES}
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
     )

@@ -50,6 +50,7 @@ class TrialMeasurer:
         self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
+        self._turns = placement.Turns(state.leases)
         self._n_tries = MAX_BUSY_TRIES
 
     def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
@@ -81,7 +82,9 @@ class TrialMeasurer:
             seed=spec.seed,
             budget_s=spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
-            check_gradient=role in ("baseline", "search", "gate") and plan.data_parallel == plan.world_size,
+            check_gradient=role in ("baseline", "search", "gate")
+            and plan.data_parallel == plan.world_size
+            and candidate.ranks_per_replica == 1,
             min_samples=self._min_samples(role),
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=spec.device_memory_bytes,
@@ -130,7 +133,7 @@ class TrialMeasurer:
         plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
         if result is None or result.steps is None:
             return spec.trial_deadline_s
-        growth = max(1.0, candidate.global_batch_size(1) / plan.baseline.global_batch_size(1))
+        growth = max(1.0, candidate.samples_per_rank / plan.baseline.samples_per_rank)
         expected_s = result.wall_s + 20 * result.steps.median_s * growth + spec.trial_budget_s
         return min(spec.trial_deadline_s, max(MIN_DEADLINE_S, 10 * expected_s))
 
@@ -192,12 +195,12 @@ class TrialMeasurer:
                 self._n_tries = 1  # waiting does not help on this machine
             if not n_left or not busy or self._budget.hurries():
                 return result
-            again(f"{busy} meanwhile")
+            again(f"{busy} while it was timed")
 
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
         folder, baseline = self._state.folder, self._state.plan.baseline
-        with self._state.leases.alone_with(f"place {result.place}", ticked):
+        with self._turns.at(result.place, ticked):
             if placement.wants_baseline(folder, result, executor):
                 self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
                 path = placement.baseline_path(folder, result.place)

@@ -72,7 +72,7 @@ class NumericsCheck:
                 left.append(names)
                 continue
             self._events.say(
-                f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}"
+                f"quality gate: comparing the loss of trial {names} with the baseline's numerics at a global batch of {batch}"
             )
             reference, *replicates = self._references(batch, baseline)
             for m in group:
@@ -83,7 +83,7 @@ class NumericsCheck:
                     self._events.say(f"trial {m.trial} {verdict.reason}")
         if left:
             self._events.say(
-                f"how trial {', '.join(left)} trained is not checked: that would take more than the checks' share of the"
+                f"no quality gate for trial {', '.join(left)}: it would take more than the checks' share of the"
                 f" study's time ({CHECK_SHARE:.0%}, twice as much where the answer depends on it)"
             )
         return failed

@@ -118,6 +118,11 @@ class Profile:
         guess = int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks))
         return max((size for size, _ in self.sizes), default=guess)
 
+    @property
+    def width(self) -> float:
+        """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks."""
+        return float(max(1.0, (self.block_share * self.n_parameters / 12 / max(1, self.n_blocks)) ** 0.5))
+
     def worst_share(self, limits: Floats) -> Floats:
         """Returns what a batch of the longest samples is of the batches of the passes.
 
@@ -182,8 +187,7 @@ class Profile:
         block's activations, and what lies outside of the blocks.
         """
         layers = max(1, self.n_blocks)
-        width = (self.block_share * self.n_parameters / 12 / layers) ** 0.5
-        inputs = 4.0 * self.sequence * width * layers * micro
+        inputs = 4.0 * self.sequence * self.width * layers * micro
         return np.minimum(live, inputs + live * (1 - self.block_share + self.block_share / layers)), complete
 
     def largest_tensor_bytes(self, precision: str, micro_batch_size: int) -> float:

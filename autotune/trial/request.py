@@ -54,7 +54,8 @@ class TrialRequest:
     Attributes:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial. `inspect` only loads the target and writes a `Workload`; `probe` does so after a
-            few steps of an unchanged script. `profile` traces a pass of a `model.py` and writes a `Profile`. `rates`
+            few steps of an unchanged script. `split` compares the model, split as the candidate says, with the whole one.
+            `profile` traces a pass of a `model.py` and writes a `Profile`. `rates`
             measures the machine and writes a `Machine`; `machine` does so at length, with the target's data, and writes
             a `Probe`. `build` compiles `ops`.
         candidate: The configuration (none for `inspect`).

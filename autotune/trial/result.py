@@ -13,6 +13,7 @@ from pydantic import ConfigDict
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
+from autotune.trial.groups import Groups
 
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
@@ -104,6 +105,7 @@ class Observed:
         checkpointed_blocks: Blocks whose activations were recomputed.
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
+        groups: Groups of ranks that share a copy of the model or a sequence; None for a pipeline.
     """
 
     micro_batch_size: int | None
@@ -119,9 +121,17 @@ class Observed:
     draw_size: int = 0
     parts: int = 0
     unwitnessed: tuple[str, ...] = ()
+    groups: Groups | None = None
 
-    def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
-        """Returns the first setting that differs from the candidate's, in words; None if all were applied."""
+    def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
+        """Returns the first setting that differs from the candidate's, in words; None if all were applied.
+
+        Args:
+            candidate: What was asked for.
+            data_parallel: Ranks, or groups of them, that trained on different samples.
+        """
+        if self.groups is not None and (why := self.groups.mismatch(candidate)):
+            return why
         dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
         expected = {
             "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
@@ -140,9 +150,9 @@ class Observed:
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             ran = self.micro_batch_size or "a varying number"
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {ran} ran"
-        asked = candidate.global_batch_size(world_size)
+        asked = candidate.micro_batch_size * candidate.gradient_accumulation_steps * data_parallel
         # The last part of a batch that is cut up may be smaller.
-        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * world_size if self.parts else 0
+        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * data_parallel if self.parts else 0
         left_over = n_cut * (candidate.micro_batch_size - 1)
         if not asked - left_over <= self.samples_per_step <= asked:
             return f"global batch: {asked} was asked for, {self.samples_per_step} ran"

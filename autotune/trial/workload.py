@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar
@@ -220,6 +222,33 @@ class Probed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Splitting:
+    """Facts of a model that decide over how many ranks its layers or its sequences can be split.
+
+    Attributes:
+        heads: Attention heads; 0 if unknown.
+        kv_heads: Heads of keys and values; 0 if unknown.
+        hidden: Width of the hidden states; 0 if unknown.
+        tensor: Why DeepSpeed finds no layers to split by itself; empty if it does.
+        sequence: Why sequences cannot be split over ranks; empty if they can.
+        compared: What came of splitting the model, by degree and ranks as `key` writes them; empty where loss and
+            gradient were those of the whole model.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    hidden: int = 0
+    tensor: str = ""
+    sequence: str = ""
+    compared: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def key(path: str, degree: int, world_size: int, settings: Any = None) -> str:
+        """Returns the key of a comparison: the degree, the ranks, and the settings beside it."""
+        return f"{path}={degree} of {world_size}" + (f" {json.dumps(settings, sort_keys=True)}" if settings else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """Findings about the user's target and its environment, by one rank.
 
@@ -241,6 +270,7 @@ class Workload:
         machine: Rates of the machine with all ranks at work; None if they were not measured.
         structure: Digest of the model's modules and parameters; empty if it was not taken.
         data: Shape of the samples; None if none could be drawn.
+        splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
     """
 
     n_parameters: int
@@ -260,7 +290,8 @@ class Workload:
     machine: Machine | None = None
     structure: str = ""
     data: DataShape | None = None
+    splitting: Splitting | None = None
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the number of data-parallel ranks."""
+        """Returns the ranks without those of a pipeline's later stages; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)

@@ -5,12 +5,13 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from html import unescape
 
 import plotly.graph_objects as go
 import pytest
 from rich.console import Console
-from support.commands import autotune, called, one_sentence
+from support.commands import called, one_sentence
 
 from autotune.cli.app import imported
 from autotune.cli.scale import configurations, equal_threads, measure, rank_counts
@@ -19,7 +20,7 @@ from autotune.report.page import scaling as page
 from autotune.report.progress import ProgressView
 from autotune.scoring.scaling import LOSSES, Run, ScalingError, advice, candidates, scaling
 from autotune.space.candidate import Candidate
-from autotune.study.setup import plan
+from autotune.study.setup import engine, plan
 from autotune.study.spec.spec import StudySpec
 
 BASE = Candidate(micro_batch_size=4, gradient_accumulation_steps=2)
@@ -220,13 +221,13 @@ def test_both_ways_of_scaling_are_meant_unless_one_is_asked_for(flags, weak):
 
 
 @pytest.mark.process
-@pytest.mark.alone
-def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
+def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(executor, monkeypatch, tmp_path, models):
     """Weakly: two ranks do twice the samples in a step, each what one did."""
+    monkeypatch.setattr(engine, "executor_for", lambda *_: nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    options = ["--ranks", "1,2", "--weak", "--rounds", "1", "--base-config", "ds.json", "--json"]
-    done = autotune("scale", "ok.py", *options, cwd=tmp_path)
+    (tmp_path / "study.yaml").write_text("{target: ok.py, name: ok, base_config: ds.json, trial_budget_s: 0.3}")
+    done = called("scale", "study.yaml", *"--ranks 1,2 --weak --rounds 1 --json".split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found["scaling"]) == ["weak"]
@@ -241,12 +242,10 @@ def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path,
 
 
 @pytest.mark.process
-@pytest.mark.alone
 def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    found = plan.plan(
-        StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path
-    )
+    overrides = {"ranks": 2, "base_config": str(tmp_path / "ds.json"), "trial_budget_s": 0.3}
+    found = plan.plan(StudySpec.of(models / "ok.py", overrides), executor, tmp_path)
     said = Console(file=io.StringIO())
     ways, _ = configurations(found.baseline, [1, 2], None)
     by_asked, failures = measure(found, executor, tmp_path, list(ways.values()), 2, ProgressView(said))

@@ -18,7 +18,7 @@ from autotune.forecast.cluster import Cluster, Projector
 from autotune.forecast.communication import collective_s
 from autotune.forecast.predictor import ForecastInputs, Predictor
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.trial.profile import Machine, Profile
 
 GB = 1e9

@@ -44,9 +44,7 @@ def test_a_trial_is_a_line_in_words():
         ended(0, "baseline"), ended(1, outcome=Outcome.OOM, reason="over 4 GiB")
     ).splitlines()
     assert head.split() == ["trial", "step", "time", "samples/s", "memory", "configuration"]
-    assert baseline.split(maxsplit=2)[1] == "baseline" and baseline.endswith(
-        "200 ms       40.0   1.00 GiB  micro-batch 8 x 1, fp32, ZeRO 1"
-    )
+    assert baseline == "    0     200 ms       40.0  1.00 GiB  micro-batch 8 x 1, fp32, ZeRO 1 (baseline)"
     assert failed.split()[1] == "oom" and failed.endswith("micro-batch 8 x 1, fp32, ZeRO 1: over 4 GiB")
     assert baseline.index("micro") == failed.index("micro") == head.index("configuration")
 
@@ -64,7 +62,7 @@ def test_a_terminal_shows_time_left_and_no_line_is_too_long(width):
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", said).splitlines()) <= width
     if width >= 80:
         assert (
-            "2 of at most 30 trials, up to 2 min 30 s left" in said
+            "2 of at most 30 trials, about 2 min 30 s left" in said
             and "best so far: trial 0, micro-batch 8 x 1" in said
         )
 

@@ -31,8 +31,8 @@ class Loader:
     Args:
         target: The user's file.
         micro_batch_size: Samples of a micro-batch.
-        rank: This rank.
-        world_size: Ranks.
+        rank: This rank among those that are fed different samples.
+        world_size: Number of those.
         seed: Decides the order.
         first_sample: Position in the order to start at.
         accumulation: Micro-batches of an optimizer step, within which samples may be grouped.
@@ -69,6 +69,14 @@ class Loader:
         else:
             # batch(n) draws at random: other samples on every rank.
             torch.manual_seed(seed * 1_000_003 + rank + first_sample)
+        self._generator: Tensor | None = None
+
+    def isolate(self) -> None:
+        """Draws with random numbers of its own, which the model does not advance.
+
+        Ranks that are fed alike must draw alike, though their shares of the model draw different random numbers.
+        """
+        self._generator = torch.get_rng_state()
 
     def check(self, global_batch_size: int) -> None:
         """Refuses a data set that cannot fill one optimizer step.
@@ -83,6 +91,15 @@ class Loader:
 
     def next(self) -> tuple[Any, int | None]:
         """Returns the next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
+        if self._generator is None:
+            return self._next()
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._generator)
+            found = self._next()
+            self._generator = torch.get_rng_state()
+        return found
+
+    def _next(self) -> tuple[Any, int | None]:
         if self._batch is not None:
             return self._kept(self._batch(self.micro_batch_size)), None
         if self._stream is not None:

@@ -77,12 +77,14 @@ class BatchObserver:
     Args:
         engine: The DeepSpeed engine.
         forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
+        shards: Ranks over which each sequence is split; this one sees its share of the tokens.
 
     Attributes:
         last: The latest optimizer step.
     """
 
-    def __init__(self, engine: Any, *, forgiving: bool = False) -> None:
+    def __init__(self, engine: Any, *, forgiving: bool = False, shards: int = 1) -> None:
+        self._shards = shards
         self.backward_counts: set[int] = set()
         self.checksums: list[int] = []
         self.shapes: list[Any] = []
@@ -187,8 +189,8 @@ class BatchObserver:
         ragged = self._ragged(samples)
         i = int(way == "every")
         self.last = StepCount(
-            samples=samples, tokens=self._tokens[i], real_tokens=self._real_tokens[i], elements=self._elements,
-            ragged=ragged,
+            samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
+            elements=self._elements * self._shards, ragged=ragged,
         )  # fmt: skip
         if not ragged:
             self._seen[micro] = None

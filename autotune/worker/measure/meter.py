@@ -15,7 +15,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed
 from autotune.worker.data import padding
 from autotune.worker.data.witness import watch
-from autotune.worker.measure import applied, machine_load, witness
+from autotune.worker.measure import applied, groups, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
 from autotune.worker.measure.gradient_check import GradientWatch
@@ -49,7 +49,7 @@ class Meter:
         self.noise, self.gradients = noise, gradients
         self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self.device = torch.device(engine.device)
-        self.data_parallel = int(getattr(engine, "dp_world_size", None) or request.world_size)
+        self.data_parallel = groups.data_parallel(engine)
         self.ledger = StepLedger(recorder, request, self.device, self.data_parallel, noise)
         self.ledger.share = applied.share_of(engine, self.data_parallel)
         breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)

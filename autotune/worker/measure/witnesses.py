@@ -11,6 +11,7 @@ import torch
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
 from autotune.worker.data import witness as loading
 from autotune.worker.measure import sizes
+from autotune.worker.measure.groups import exchanges
 from autotune.worker.measure.wire import wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
@@ -244,8 +245,8 @@ def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
 def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
     from deepspeed.sequence.layer import DistributedAttention
 
-    splitting = [module for module in engine.module.modules() if isinstance(module, DistributedAttention)]
-    if value == 1:
+    splitting = exchanges.calls or any(isinstance(module, DistributedAttention) for module in engine.module.modules())
+    if value in (0, 1):
         return "attention is split over ranks" if splitting else None
     degree = int(getattr(engine, "sequence_parallel_size", 1) or 1)
     if degree != value:

@@ -20,6 +20,7 @@ from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices
 from autotune.worker.model import model_file
+from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
 
 
@@ -40,7 +41,8 @@ def inspect_model(request: TrialRequest) -> Workload:
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
     own, rates = _own_optimizer(target, model)
     data = samples.describe(loader.samples(), loader.cannot(model))
-    return replace(found, optimizer=own, learning_rates=rates, data=data)
+    split = splitting(target, model)
+    return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
 
 def _own_optimizer(target: model_file.ModelFile, model: torch.nn.Module) -> tuple[str, tuple[float, ...]]:

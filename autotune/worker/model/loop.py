@@ -23,7 +23,7 @@ from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.tail import Tail
-from autotune.worker.model import model_file, weights
+from autotune.worker.model import model_file, sequence, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # Between the dropout seeds of two replicates: more than there are ranks.
@@ -51,28 +51,49 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
     # how much that matters.
     seed = request.seed + (request.replicate if target.data is None else 0)
+    # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
+    replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
     loader = Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
-        first_sample=request.first_sample, accumulation=candidate.gradient_accumulation_steps,
-        changes=candidate.data_changes,
+        target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
+        first_sample=request.first_sample,
+        accumulation=candidate.gradient_accumulation_steps, changes=candidate.data_changes,
     )  # fmt: skip
+    if candidate.ranks_per_replica > 1:
+        loader.isolate()
     loader_watch.loader = loader
     recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
-    engine = _initialize(request, target, model)
-    # Dropout differs between ranks, and is the same in every trial.
-    set_seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)
+    sequence_groups = sequence_groups_of(model, candidate)
+    engine = initialize(request, target, model, sequence_groups)
+    # Dropout differs between copies of the model, not within one, and is the same in every trial.
+    set_seed(request.seed + 1 + replica + REPLICATE_SEEDS * request.replicate)
     random_fills.flush()
     recorder.enter("warmup")
-    observer = batches.BatchObserver(engine)
+    observer = batches.BatchObserver(engine, shards=candidate.sequence_degree)
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
-    _Trainer(meter, loader, model_file.make_loss(target, model)).train()
+    loss = model_file.make_loss(target, model) if sequence_groups is None else sequence.split_loss(sequence_groups)
+    _Trainer(meter, loader, loss).train()
 
 
-def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module) -> Any:
+def sequence_groups_of(model: torch.nn.Module, candidate: Candidate) -> Any:
+    """Returns the groups over which sequences are split, after the model was made to do so; None without any."""
+    if candidate.sequence_degree == 1:
+        return None
+    return sequence.join(model, candidate.sequence_degree, candidate.micro_batch_size)
+
+
+def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module, mpu: Any = None) -> Any:
+    """Returns the DeepSpeed engine of a model, with the target's optimizer if it makes one.
+
+    Args:
+        request: The trial.
+        target: The user's file.
+        model: Its model.
+        mpu: Groups over which sequences are split; None without any.
+    """
     import deepspeed
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
@@ -86,9 +107,9 @@ def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torc
         for group in optimizer.param_groups:
             for key in {"lr", "initial_lr"} & group.keys():
                 group[key] *= request.learning_rate_factor
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     else:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, mpu=mpu)
     return engine
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from autotune.space.deepspeed import DsConfig, precision_of, without_auto
+from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
+from autotune.space.degree import degrees_of
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.workload import DataShape, Probed, Workload
@@ -51,7 +53,8 @@ def workload_of(
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        model_parallel_size=context.request.world_size // meter.data_parallel,
+        # Degrees of the configuration belong to the candidate, which divides them out itself.
+        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared.own_config)),
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
@@ -72,6 +75,10 @@ def workload_of(
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found)
+
+
+def _degree(own: DsConfig) -> int:
+    return math.prod(degrees_of(lambda path: at_path(own, path)).values())
 
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:

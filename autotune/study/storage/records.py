@@ -281,7 +281,7 @@ def _is_readable(told: FrozenTrial) -> bool:
         data = told_data(told)
         told_candidate(told)
         return data.keys() >= TOLD_FIELDS and data["outcome"] in set(Outcome)
-    except (ValueError, TypeError, KeyError, AttributeError, UserError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
         return False
 
 

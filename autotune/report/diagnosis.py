@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autotune.forecast.knobs import Knobs
-from autotune.forecast.step_time import step_time_terms
+from autotune.forecast.degrees import cost_terms
 from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
 from autotune.report.series import level_text
 from autotune.scoring.bottleneck import diagnose
@@ -110,7 +109,7 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         return found
     found["peak_flops"] = reached.get(own.precision, reached["fp32"])
     if profile is not None and profile.passes:
-        terms = step_time_terms(Knobs.of([replace(own, checkpoint_every=0)]), profile, machine)
+        _, terms = cost_terms([replace(own, checkpoint_every=0)], profile, machine)
         parts = {"products": "compute", "traffic": "traffic", "launches": "launches"}
         found["expected_s"] = {name: float(terms[term][0]) for name, term in parts.items()}
     return found

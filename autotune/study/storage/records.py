@@ -57,7 +57,6 @@ SETTINGS = (
 WATCHED = ("time_budget_s",)
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
-RESTORING_ATTR = "autotune:restoring"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
@@ -157,7 +156,7 @@ class SearchRecord:
     """
 
     space: dict[str, Any]
-    samples_per_rank: int | None
+    samples_per_rank: float | None
     setting: Setting
     memory_limit_bytes: float | None
     bounds: list[tuple[str, Literal["min", "max"], float]]
@@ -238,16 +237,6 @@ def kept_in(folder: Path) -> StudyRecord | None:
     return _read(folder / RECORD_FILE, StudyRecord)
 
 
-def note_restoring(study: Study, *, restoring: bool) -> None:
-    """Store whether results of the study's folder are still to be told to a new database."""
-    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
-
-
-def is_restoring(study: Study) -> bool:
-    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
-    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))
-
-
 def note_end(study: Study, why: str) -> None:
     """Store why a study ended before its budget of trials; an empty text if it did not."""
     if study.user_attrs.get(ENDED_ATTR, "") != why:
@@ -292,7 +281,7 @@ def _is_readable(told: FrozenTrial) -> bool:
         data = told_data(told)
         told_candidate(told)
         return data.keys() >= TOLD_FIELDS and data["outcome"] in set(Outcome)
-    except (ValueError, TypeError, KeyError, AttributeError, UserError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
         return False
 
 

@@ -80,7 +80,7 @@ class Exported:
             ExportError: It cannot be written.
         """
         try:
-            files.write_text(path, self.text)
+            files.write_text(path, self.text, named=True)
         except OSError as error:
             raise ExportError(f"export: {files.words(error)}") from None
 

@@ -19,7 +19,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from autotune._version import __version__
-from autotune.report import figures, fronts, series
+from autotune.report import figures, fronts, samples, series
 from autotune.report.data import StudyReport
 from autotune.report.page import content
 from autotune.system import files
@@ -112,6 +112,7 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
             for trial in content.gated(report)
             for kind in ("loss", "difference")
         },
+        "lengths-plot": {"": figures.lengths(report)} if samples.varies(report) else {},
         "forecast-plot": {name: figures.forecasts(report, name) for name in series.forecasts(report)},
     }
 

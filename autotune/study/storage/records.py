@@ -156,7 +156,7 @@ class SearchRecord:
     """
 
     space: dict[str, Any]
-    samples_per_rank: int | None
+    samples_per_rank: float | None
     setting: Setting
     memory_limit_bytes: float | None
     bounds: list[tuple[str, Literal["min", "max"], float]]
@@ -281,7 +281,7 @@ def _is_readable(told: FrozenTrial) -> bool:
         data = told_data(told)
         told_candidate(told)
         return data.keys() >= TOLD_FIELDS and data["outcome"] in set(Outcome)
-    except (ValueError, TypeError, KeyError, AttributeError, UserError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
         return False
 
 

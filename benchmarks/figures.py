@@ -210,6 +210,41 @@ def bottleneck(found: Results) -> Rows:
     return [(f"{what}: without a trace, with one", f"{right['verdicts']}, {right['traced_verdicts']}")]
 
 
+def data_replayed(found: Results) -> Rows:
+    kinds = found["by_kind"].values()
+    late, before = (sum(kind[name] for kind in kinds) for name in ("late_oom", "late_oom_without_tail"))
+    what = f"micro-batches recommended on {found['corpora']} synthetic corpora, over {found['steps']:,} steps each: out of memory"
+    off = [abs(row["claim_over_rate"] - 1) for row in found["rows"]]
+    own = [abs(row["own_steps_over_rate"] - 1) for row in found["rows"]]
+    rate = "their claimed rate against 2,000 steps: within 5 %; worst error; the same from a trial's own steps alone"
+    within = [sum(each <= 0.05 for each in errors) for errors in (off, own)]
+    return [
+        (
+            f"{what} later; without the worst batch; error of the tail's peak",
+            f"{late}; {before}; {percent(max(kind['worst_tail_error'] for kind in kinds))}",
+        ),
+        (rate, f"{within[0]} of {len(off)}, {percent(max(off))}; {within[1]} of {len(own)}, {percent(max(own))}"),
+    ]
+
+
+def data_packing(found: Results) -> Rows:
+    factor, low, high = found["gains"]["samples_per_s"]
+    gate = "passed" if (found["gate"] or {}).get("passed") else "not passed"
+    what = "a study of an instruction-like corpus: useful tokens/s of what is recommended over the baseline's; the gate on equal samples"
+    return [(what, f"{factor:.2f}x ({low:.2f} to {high:.2f}); {gate}")]
+
+
+def data_loader(found: Results) -> Rows:
+    factor, low, high = found["gain"]
+    what = "a planted loader of 20 ms a sample: what `diagnose` says of the baseline; trials of the study; throughput of its answer"
+    return [
+        (
+            what,
+            f"{found['bound_by']}, {percent(found['waiting'])} of a step; {found['trials']}; {factor:.2f}x ({low:.2f} to {high:.2f})",
+        )
+    ]
+
+
 def inert(found: Results) -> Rows:
     what = f"{found['settings']} settings that do nothing, planted {found['planted']} times in studies of five families: scored"
     return [(what, f"{len(found['scored'])}")]
@@ -308,6 +343,25 @@ def estimates(found: Results) -> Rows:
     return rows
 
 
+def degrees(found: Results) -> Rows:
+    families = found["families"]
+    gaps = [row["largest_loss_gap"] for row in families.values() if row["largest_loss_gap"] is not None]
+    what = f"degrees that `check` calls legal, {found['ranks']} gloo ranks, ZeRO 0 to 3, tiny models ({', '.join(families)})"
+    crashed = sum(len(row["crashed"]) for row in families.values())
+    legal = sum(row["legal"] for row in families.values())
+    return [
+        (f"{what}: crashes; largest difference of a loss to the whole model's in {found['steps']} steps",
+         f"{crashed} of {legal}; {max(gaps):.1e}"),
+    ]  # fmt: skip
+
+
+def degrees_search(found: Results) -> Rows:
+    ends = found["found"]
+    what = f"trials until the best of {found['configurations']} configurations of degrees, stages and micro-batches was tried"
+    said = "; ".join(f"{kind} {row['median']:g} and {row['worst']}" for kind, row in ends.items())
+    return [(f"{what}: median and worst study", said)]
+
+
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -319,6 +373,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
+    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
+    "degrees": ("python benchmarks/degrees.py", degrees),
+    "degrees-search": ("python benchmarks/degrees.py --search", degrees_search),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
     "terminal": ("python benchmarks/overhead.py terminal", terminal),
@@ -337,6 +394,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "inert": ("python benchmarks/inert.py", inert),
     "claims": ("python benchmarks/claims.py", claims),
     "bottleneck": ("python benchmarks/planted.py", bottleneck),
+    "data_replayed": ("python benchmarks/data.py replayed", data_replayed),
+    "data_packing": ("python benchmarks/data.py packing", data_packing),
+    "data_loader": ("python benchmarks/data.py loader", data_loader),
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),

@@ -130,4 +130,6 @@ def _said(result: TrialResult) -> str | None:
     """Returns what speaks against a degree; None where the comparison itself did not fit or end."""
     if result.outcome is Outcome.COMPLETE:
         return ""
-    return result.reason if result.outcome in (Outcome.NOT_APPLIED, Outcome.CRASHED) else None
+    if result.outcome is Outcome.CRASHED:
+        return f"split so, the model fails: {result.reason}"
+    return result.reason if result.outcome is Outcome.NOT_APPLIED else None

@@ -90,7 +90,7 @@ class AnalyticPrior:
         knobs, guessed = Knobs.of(candidates, self.base), self.profile.guessed
         times = step_time_formulas.step_time_terms(knobs, self.profile, self.machine)
         sizes = memory_formulas.memory_terms(knobs, self.profile, self.machine)
-        spreads = np.array(list(step_time_formulas.SPREADS.values()))
+        spreads = np.array(list(step_time_formulas.spreads(self.profile).values()))
         return PriorPrediction(
             time_terms=np.column_stack([times[name] for name in step_time_formulas.SPREADS]),
             memory_terms=np.column_stack([sizes[name] for name in memory_formulas.SPREADS]),

@@ -28,7 +28,7 @@ from autotune.system import files
 PLOTLY = "assets/plotly-basic.min.js"
 # Code up to this length is kept on one line; words longer than that break at their joints.
 SHORT_CODE, LONG_WORD = 34, 12
-# Parts of the figures that take so many characters and occur several times are written into the page once.
+# Parts of the figures of this length or more that occur several times are written into the page once.
 SHARED_CHARS = 60
 
 

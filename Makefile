@@ -95,10 +95,11 @@ rm -rf .cache/$(1)-study && mkdir .cache/$(1)-study && cd .cache/$(1)-study && u
   && $$autotune export first -o ds_config.json && $$autotune report first
 endef
 
-# By file, so that the tests of a file share its studies (under pytest 9.2 the groups of pytest-xdist 3.8 are of no effect).
+# By file, so that the tests of a file share its studies (under pytest 9.2 the groups of pytest-xdist 3.8 are of no effect),
+# in the order of tests/support/lanes.py.
 # A test without a mark is in the lane `unit`; tests/support/lanes.py keeps it to that.
 test: $(STAMP) ## run the tests that need no service of the machine (unit and process; PYTEST_ARGS="-k name", WORKERS=2)
-	@$(RUN) -m pytest -m 'unit or process' -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(RUN) -m pytest -m 'unit or process' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-unit: $(STAMP) ## only the tests that start no process (a minute)
 	@$(RUN) -m pytest -m unit -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)

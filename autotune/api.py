@@ -30,6 +30,7 @@ from autotune.study.storage import urls
 if TYPE_CHECKING:
     from autotune.report.export import Exported
     from autotune.session import Tuned
+    from autotune.study.listeners import Callback
 
 
 __all__ = ["Interval", "Pick", "Prediction", "StudyResult", "export", "load_study", "predict", "run"]
@@ -59,6 +60,9 @@ def run(  # noqa: D417 - the settings follow from their table
     checkpoint_every: int | None = None,
     global_batch: str | int | tuple[int, int] | None = None,
     device_memory_bytes: int | str | None = None,
+    max_length: int | None = None,
+    with_eval: bool | None = None,
+    with_save: bool | None = None,
     sampler: str | None = None,
     stop_below: float | str | None = None,
     memory_filter: bool | None = None,
@@ -83,6 +87,7 @@ def run(  # noqa: D417 - the settings follow from their table
     fresh: bool = False,
     history: bool = True,
     progress: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> StudyResult:
     """Tune a model or a training script, as `autotune run` does, and write the same files into `studies/NAME/`.
 
@@ -94,7 +99,10 @@ def run(  # noqa: D417 - the settings follow from their table
         {settings}
         fresh: Forget the study's earlier trials.
         history: Start from what related studies on this machine found.
-        progress: Print to standard error how far it is.
+        progress: Show how far it is: in a notebook below the cell, else on standard error. The logger `autotune` of
+            Python's `logging` is told in any case.
+        callbacks: Called after each trial with Optuna's study and trial, as those of `optuna.study.Study.optimize`:
+            `optuna_integration.MLflowCallback()`, or a function of yours. What one raises ends the run.
 
     Raises:
         UserError: An argument or the target cannot be used, or the study cannot go on; in one sentence.
@@ -106,15 +114,19 @@ def run(  # noqa: D417 - the settings follow from their table
 def _run(arguments: dict[str, Any]) -> StudyResult:
     """Tune with the arguments of `run`."""
     _outside_of_trials()
-    target, fresh, learn, progress = (arguments.pop(name) for name in ("target", "fresh", "history", "progress"))
+    names = ("target", "fresh", "history", "progress", "callbacks")
+    target, fresh, learn, progress, callbacks = (arguments.pop(name) for name in names)
     overrides = {key: _plain(value, key) for key, value in arguments.items()}
     overrides["script_args"] = _words(arguments["script_args"])
     overrides["storage"] = arguments["storage"] or os.environ.get(urls.VARIABLE) or None
     from autotune import session
-    from autotune.report.progress import viewer
+    from autotune.report.notebook import viewer
+    from autotune.study.events import Broadcast
+    from autotune.study.listeners import LogSink
 
     with disk_errors_in_words(), viewer(progress) as view:
-        tuned = session.tune(_target(target), overrides, fresh=fresh, learn=learn, view=view)
+        heard = Broadcast(LogSink(), view)
+        tuned = session.tune(_target(target), overrides, fresh=fresh, learn=learn, view=heard, callbacks=callbacks)
     if tuned.stopped is not None:
         raise type(tuned.stopped)(_stopped(tuned)) from None
     if tuned.refused is not None:
@@ -169,7 +181,7 @@ def predict(
         base_config: The baseline, as for `run`.
         name: The study whose trials correct the forecast; by default that of the target.
         script_args: As for `run`.
-        progress: Print to standard error that the target is profiled.
+        progress: Show that the target is profiled.
 
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here; in one sentence.
@@ -181,7 +193,7 @@ def predict(
             raise UserError(f"set: {key}: a plain value is needed, not {value!r}")
     given = {"name": name, "ranks": ranks, "device_memory_bytes": device_memory_bytes, "base_config": base_config}
     overrides = {key: _plain(value, key) for key, value in given.items()} | {"script_args": _words(script_args)}
-    from autotune.report.progress import viewer
+    from autotune.report.notebook import viewer
     from autotune.study.setup import forecasts, plan
     from autotune.study.setup.capture import wanted_study
 

@@ -25,6 +25,7 @@ from autotune.retune import fingerprint
 from autotune.search import check_sampler
 from autotune.study import parallel, warm_start
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
+from autotune.study.listeners import Callback, CallbackSink
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
 from autotune.study.setup.capture import wanted_study
@@ -176,7 +177,10 @@ def open_history(url: str, storage: Storage | None = None) -> History:
         return History((storage or records.open_storage(url, create=False)).engine)
 
 
-def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, view: EventSink = SILENT) -> Tuned:
+def tune(
+    target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, view: EventSink = SILENT,
+    callbacks: Sequence[Callback] = (),
+) -> Tuned:  # fmt: skip
     """Run a study to the end of its budget, or until the user stops it, and writes its answer.
 
     Args:
@@ -185,6 +189,7 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
         fresh: Delete the study's earlier trials.
         learn: Start from the findings of a related study.
         view: Receives what happens.
+        callbacks: Called after each trial with the Optuna study and the trial.
 
     Raises:
         UserError: The study cannot be run, and why.
@@ -206,7 +211,8 @@ def tune(target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool,
         held = leases.StudyLeases(storage, wanted.name)
         with held.leading(view.say):
             try:
-                with _planned(wanted, folder, view) as (planned, executor, logged):
+                heard = Broadcast(view, CallbackSink(callbacks, storage, wanted.name)) if callbacks else view
+                with _planned(wanted, folder, heard) as (planned, executor, logged):
                     found = replace(planned, began=began)
                     if fresh:
                         _forget(wanted.name, storage, folder, executor)
@@ -280,7 +286,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     copy = folder / "study.yaml"
     try:
-        kept = json.loads((folder / ORIGIN).read_text())
+        kept = json.loads(files.read_regular(folder / ORIGIN))
         own = (folder / kept["file"]).resolve()
         if not own.is_file() or fingerprint.target_digest(copy) != kept["copy"]:
             return copy, {}

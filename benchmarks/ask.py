@@ -22,7 +22,7 @@ from autotune.forecast.predictor import AnalyticPrior
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.result import Outcome

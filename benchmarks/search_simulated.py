@@ -33,7 +33,7 @@ from autotune.search.acquisition import dominated
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.trial.profile import Machine, Profile
 

@@ -38,7 +38,7 @@ from autotune.trial.target import inspect_target
 from autotune.trial.workload import Workload
 
 KEPT_LOSSES = 12
-WRITE_EVERY = 20
+WRITE_EVERY = 10
 
 
 def collect(path: Path, repeats: int, at_most: int | None, budget_s: float | None) -> None:

@@ -99,7 +99,7 @@ def test_importing_the_package_imports_nothing_else():
 def test_every_key_of_a_study_file_is_an_argument_and_its_default_is_that_nothing_is_said():
     parameters = dict(inspect.signature(autotune.run).parameters)
     keys = set(StudySpec.model_fields) - {"target", "command", "invocation"}
-    assert set(parameters) == keys | {"target", "fresh", "history", "progress"}
+    assert set(parameters) == keys | {"target", "fresh", "history", "progress", "callbacks"}
     assert all(parameters[key].default is None for key in keys)
     documented = inspect.getdoc(autotune.run)
     assert [name for name in parameters if f"\n    {name}: " not in documented] == []
@@ -113,7 +113,10 @@ def test_a_study_is_run_without_a_word_and_read_back_the_same(tuned, capfd):
     again = autotune.load_study("s")
     assert again.picks == tuned.picks and again.recommended == tuned.recommended
     by_path = autotune.load_study(Path.cwd() / "studies" / "s")
-    assert by_path.trials.equals(tuned.trials) and by_path.folder == tuned.folder == Path.cwd() / "studies" / "s"
+    assert (
+        by_path.trials_dataframe().equals(tuned.trials_dataframe())
+        and by_path.folder == tuned.folder == Path.cwd() / "studies" / "s"
+    )
     assert autotune.load_study("studies/s").picks == tuned.picks
     assert capfd.readouterr() == ("", "")
 
@@ -129,7 +132,7 @@ def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_t
     said = json.loads(capsys.readouterr().out)
     trials = {name: pick.trial for name, pick in tuned.picks.items()}
     assert {name: pick["trial"] for name, pick in said["picks"].items()} == trials
-    assert said["study"]["n_trials"] == 6 == len(tuned.trials) and engine.ran == ran
+    assert said["study"]["n_trials"] == 6 == len(tuned.trials_dataframe()) and engine.ran == ran
 
 
 @pytest.mark.process
@@ -157,13 +160,15 @@ def test_a_pick_says_what_was_measured_with_intervals_and_why(tuned):
 @pytest.mark.process
 def test_trials_and_front_are_tables(tuned):
     header = files.as_csv(tuned._report).splitlines()[0].split(",")
-    assert [tuned.trials.index.name, *tuned.trials.columns] == header
-    assert list(tuned.trials.index) == list(range(6)) and set(tuned.trials["outcome"]) == {"complete"}
-    assert set(tuned.trials["candidate.precision"]) <= {"fp32", "bf16"}
-    assert pd.api.types.is_float_dtype(tuned.trials["step_time_s"])
+    assert [tuned.trials_dataframe().index.name, *tuned.trials_dataframe().columns] == header
+    assert list(tuned.trials_dataframe().index) == list(range(6)) and set(tuned.trials_dataframe()["outcome"]) == {
+        "complete"
+    }
+    assert set(tuned.trials_dataframe()["candidate.precision"]) <= {"fp32", "bf16"}
+    assert pd.api.types.is_float_dtype(tuned.trials_dataframe()["step_time_s"])
     front = json.loads((tuned.folder / "front.json").read_text())
     assert list(tuned.front.index) == [point["trial"] for point in front]
-    assert (tuned.trials["step_time_s_low"] <= tuned.trials["step_time_s"]).all()
+    assert (tuned.trials_dataframe()["step_time_s_low"] <= tuned.trials_dataframe()["step_time_s"]).all()
 
 
 @pytest.mark.process
@@ -228,9 +233,9 @@ def test_an_interrupt_leaves_the_best_so_far_and_the_same_call_goes_on(engine):
     with pytest.raises(KeyboardInterrupt, match=r"autotune\.load_study\('.*studies/s'\)"):
         autotune.run(TARGET, **SETTINGS)
     so_far = autotune.load_study("s")
-    assert len(so_far.trials) == 3 and so_far.recommended.trial in range(3)
+    assert len(so_far.trials_dataframe()) == 3 and so_far.recommended.trial in range(3)
     engine.stop_at = -1
-    assert len(autotune.run(TARGET, **SETTINGS).trials) == 6
+    assert len(autotune.run(TARGET, **SETTINGS).trials_dataframe()) == 6
 
 
 @pytest.mark.process
@@ -248,7 +253,7 @@ def test_it_runs_outside_the_main_thread(engine):
     thread = threading.Thread(target=lambda: found.append(autotune.run(TARGET, **SETTINGS)))
     thread.start()
     thread.join(120)
-    assert len(found[0].trials) == 6
+    assert len(found[0].trials_dataframe()) == 6
 
 
 @pytest.mark.process
@@ -261,7 +266,7 @@ def test_it_runs_as_in_a_notebook(engine, monkeypatch):
     async def cell():
         return autotune.run(TARGET, **SETTINGS, progress=True)
 
-    assert len(asyncio.run(cell()).trials) == 6
+    assert len(asyncio.run(cell()).trials_dataframe()) == 6
     assert out.getvalue() == "" and "complete" in err.getvalue()
 
 
@@ -342,7 +347,7 @@ def test_the_database_is_the_one_of_the_environment(engine, monkeypatch, tmp_pat
     monkeypatch.setenv("AUTOTUNE_STORAGE", records.default_url(tmp_path / "elsewhere"))
     autotune.run(TARGET, **SETTINGS)
     assert (tmp_path / "elsewhere" / "autotune.db").exists() and not (tmp_path / "studies" / "autotune.db").exists()
-    assert len(autotune.load_study("s").trials) == 6
+    assert len(autotune.load_study("s").trials_dataframe()) == 6
 
 
 @pytest.mark.process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autotune.advise.choose import Choice
@@ -21,6 +21,9 @@ BINDS = {
     "bookkeeping": "the host: what ZeRO does for each parameter; a larger micro-batch helps",
     "input": "drawing the samples",
 }  # fmt: skip
+# Keys of the DeepSpeed configuration that the words of an advice leave out: always, or at this value.
+ALWAYS_SET = ("overlap_comm", "allgather_bucket_size", "sub_group_size")
+USUAL = {"zero_hpz_partition_size": 1, "reduce_bucket_size": 500_000_000}
 # Share of a memory from which it is what keeps the batch from growing.
 FULL = 0.7
 
@@ -223,28 +226,13 @@ def amount(number: float) -> str:
 
 
 def in_words(choice: Choice) -> str:
-    """A configuration in words."""
-    c = choice.candidate
-    parts = [f"micro-batch {c.micro_batch_size} x {c.gradient_accumulation_steps}", f"ZeRO {c.zero_stage}", c.precision]
-    every = c.checkpoint_every
-    parts.append(
-        "no recomputation"
-        if not every
-        else "every block recomputed"
-        if every == 1
-        else f"every {every}. block recomputed"
-    )
-    moved = [name for name, to in (("optimizer", c.offload_optimizer), ("parameters", c.offload_param)) if to != "none"]
-    if moved:
-        parts.append(" and ".join(moved) + " in host memory")
-    names = {"zero_hpz_partition_size": "hpZ", "reduce_bucket_size": "buckets of"}
-    for path, value in c.config:
-        short = path.rsplit(".", 1)[-1]
-        if short in names and value not in (1, 500_000_000):
-            parts.append(f"{names[short]} {amount(float(str(value)))}")
-        elif short not in (*names, "overlap_comm", "allgather_bucket_size", "sub_group_size"):
-            parts.append(f"{path}={value}")
-    return ", ".join(parts)
+    """A configuration in words, without the keys that every advice sets."""
+    own = [(path, value) for path, value in choice.candidate.config if _is_chosen(path.rsplit(".", 1)[-1], value)]
+    return replace(choice.candidate, config=tuple(own)).describe()
+
+
+def _is_chosen(key: str, value: object) -> bool:
+    return key not in ALWAYS_SET and value != USUAL.get(key)
 
 
 def _waterfall(name: str, whole: Interval, limit: float, terms: Mapping[str, float], said: str) -> Iterator[str]:

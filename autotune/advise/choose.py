@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,11 @@ import numpy as np
 from autotune.advise.devices import Devices
 from autotune.advise.forecast import SURE, Forecasts, forecast
 from autotune.errors import UserError
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.degree import DEGREES, degrees_of
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats, Profile
 
@@ -45,6 +48,8 @@ class Question:
         global_batch: Samples of an optimizer step to keep; None if it is free.
         settings: Knobs that are settled, as a candidate has them.
         base: Settings by dotted path that hold where a candidate says nothing.
+        degrees: What of `Setting` decides over degrees: heads, and why layers or sequences cannot be split.
+        splits: Whether degrees are looked at beyond those that are settled.
     """
 
     profile: Profile
@@ -53,13 +58,15 @@ class Question:
     global_batch: int | None = None
     settings: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    degrees: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    splits: bool = False
 
     def setting(self) -> Setting:
         """What legality depends on, by the latest DeepSpeed that the rules know: the machine is not here."""
         devices = self.devices
         return Setting(
             accelerator="cuda", world_size=devices.count, ranks_per_node=devices.local,
-            bf16="bf16" in devices.card.flops, fp16=True, n_blocks=self.profile.n_blocks,
+            bf16="bf16" in devices.card.flops, fp16=True, n_blocks=self.profile.n_blocks, **self.degrees,
         )  # fmt: skip
 
 
@@ -122,6 +129,9 @@ def _best(question: Question) -> tuple[Choice, list[Choice]]:
     table = forecast_all(question)
     scores = _scores(question.goal, table)
     row = _top(scores, table)
+    if table.fits[row] < SURE and not question.splits and question.devices.local > 1:
+        # Degrees are for what fits in no other way: how they pay in time differs more between machines than is known.
+        return _best(replace(question, splits=True))
     chosen = Choice(devices=question.devices, table=table, row=row)
     return chosen, _next(chosen, scores)
 
@@ -150,34 +160,51 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     devices, fixed = question.devices, dict(question.settings)
     own: dict[str, Scalar]
     own = {name: fixed.pop(name) for name in ("micro_batch_size", "gradient_accumulation_steps") if name in fixed}
-    batches = list(_batches(question, own))
+    batches: dict[int, list[tuple[int, int]]] = {}
     for stage, every, (optimizer, param) in itertools.product(
         range(4), (0, 1, 2, 4), (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
     ):
         is_alone = devices.count == 1 and stage and optimizer == "none" and "zero_stage" not in fixed
         if is_alone or (stage == 0 and optimizer != "none") or (stage < 3 and param != "none"):
             continue
-        for extra in _extras(stage, devices):
+        for extra in _extras(stage, devices, splits=question.splits and optimizer == "none"):
             values = {
                 "zero_stage": stage, "checkpoint_every": every, "offload_optimizer": optimizer, "offload_param": param,
                 "precision": devices.precision, **extra, **fixed,
             }  # fmt: skip
             if int(str(values["zero_stage"])) != stage:
                 continue  # another stage was asked for
-            named = {k: v for k, v in values.items() if "." not in k}
-            config = tuple(sorted((k, v) for k, v in values.items() if "." in k and v is not None))
+            named = {k: v for k, v in values.items() if k in FIELDS}
+            config = tuple(sorted((k, v) for k, v in values.items() if k not in FIELDS and v is not None))
             shape = Candidate(**{"micro_batch_size": 1, **named}, config=config)  # type: ignore[arg-type]
-            for micro, steps in batches:
+            shared = _shared({**extra, **fixed})
+            if shared not in batches:
+                batches[shared] = list(_batches(question, own, shared))
+            for micro, steps in batches[shared]:
                 yield replace(shape, micro_batch_size=micro, gradient_accumulation_steps=steps)
 
 
-def _extras(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
+def _shared(values: Mapping[str, Scalar]) -> int:
+    """Ranks that share a copy of the model or a sequence."""
+    return math.prod(degrees_of(values.get).values())
+
+
+def _extras(stage: int, devices: Devices, *, splits: bool) -> Iterator[dict[str, Scalar]]:
     """Further settings of a stage that are worth a look."""
+    yield from _unsplit(stage, devices)
+    degree = 2
+    while splits and stage <= 1 and degree <= devices.local:
+        for path in DEGREES:
+            yield from ({**each, path: degree} for each in itertools.islice(_unsplit(stage, devices), 1))
+        degree *= 2
+
+
+def _unsplit(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
     if stage == 0:
         yield {}
         return
     for bucket, group in BUCKETS:
-        buckets: dict[str, Scalar] = {BUCKET: bucket, f"{ZERO}allgather_bucket_size": bucket, OVERLAP: True}
+        buckets: dict[str, Scalar] = {BUCKET: bucket, OVERLAP: True}
         if stage == 3:
             buckets[f"{ZERO}sub_group_size"] = group
         yield buckets
@@ -185,9 +212,12 @@ def _extras(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
             yield {**buckets, HPZ: devices.per_node}
 
 
-def _batches(question: Question, own: Mapping[str, Scalar]) -> Iterator[tuple[int, int]]:
-    """Micro-batches with accumulation steps: of the global batch, or free up to `FREE_TOKENS` a step."""
-    count, total = question.devices.count, question.global_batch
+def _batches(question: Question, own: Mapping[str, Scalar], shared: int) -> Iterator[tuple[int, int]]:
+    """Micro-batches with accumulation steps: of the global batch, or free up to `FREE_TOKENS` a step.
+
+    Ranks that share a copy of the model or a sequence, `shared` of them, share their samples.
+    """
+    count, total = max(1, question.devices.count // shared), question.global_batch
     if total is not None and total % count:
         raise UserError(f"--global-batch {total} does not divide among {count} devices; give a multiple of {count}")
     micros: Sequence[int] = [int(str(own["micro_batch_size"]))] if "micro_batch_size" in own else MICRO_BATCHES
@@ -223,13 +253,15 @@ def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
 def _plainness(candidate: Candidate) -> tuple[int, ...]:
     """How much of a configuration needs a reason: offload, a second copy of weights, stage 3, every k-th block."""
     offloads = (candidate.offload_optimizer != "none") + (candidate.offload_param != "none")
-    return offloads, HPZ in dict(candidate.config), candidate.zero_stage == 3, candidate.checkpoint_every > 1
+    parted = candidate.ranks_per_replica
+    return offloads, parted, HPZ in dict(candidate.config), candidate.zero_stage == 3, candidate.checkpoint_every > 1
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     """What makes configurations differ in kind, and not in size."""
-    hpz = dict(candidate.config).get(HPZ)
-    return candidate.zero_stage, candidate.checkpoint_every, candidate.offload_optimizer, candidate.offload_param, hpz
+    hpz, degrees = dict(candidate.config).get(HPZ), (candidate.tensor_degree, candidate.sequence_degree)
+    offloads = candidate.offload_optimizer, candidate.offload_param
+    return candidate.zero_stage, candidate.checkpoint_every, *offloads, hpz, degrees
 
 
 def _next(chosen: Choice, scores: Floats, n: int = 3) -> list[Choice]:

@@ -11,9 +11,9 @@ import numpy as np
 
 from autotune.advise.constants import CONSTANTS, Constants
 from autotune.advise.devices import Devices
+from autotune.forecast.degrees import cost_terms
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import QUANTIZED_BYTES, memory_terms
-from autotune.forecast.step_time import step_time_terms
+from autotune.forecast.memory import QUANTIZED_BYTES
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Profile
 
@@ -89,12 +89,13 @@ def forecast(
         constants: What was fitted.
     """
     machine, knobs = devices.machine(constants), Knobs.of(candidates, base or {})
-    memory, time = memory_terms(knobs, profile, machine), step_time_terms(knobs, profile, machine)
+    memory, time = cost_terms(candidates, profile, machine, base)
     in_host = {name: np.array([getattr(c, name) == "cpu" for c in candidates], float) for name in OFFLOADS}
     host = host_terms(replace(knobs, **in_host), profile, devices)
     margin = np.log(devices.memory_bytes / np.asarray(sum(memory.values()))) / constants.memory_log_sd
     host_margin = np.log(devices.host_bytes / np.asarray(sum(host.values()))) / constants.memory_log_sd
-    tokens = knobs.micro * knobs.accumulation * devices.count * profile.sequence
+    shared = np.array([candidate.ranks_per_replica for candidate in candidates], dtype=float)
+    tokens = knobs.micro * knobs.accumulation * devices.count / shared * profile.sequence
     fits = normal(margin) * normal(host_margin)
     return Forecasts(
         candidates=candidates, memory=memory, host=host, time=time, fits=fits,

@@ -32,6 +32,11 @@ class _Question:
     flops_per_token: float
     base: Mapping[str, Any]
     notes: tuple[str, ...]
+    degrees: Mapping[str, Any]
+
+
+# Fields of `Setting` that say why a model's layers or sequences cannot be split.
+REFUSALS = ("no_degrees", "no_tensor", "no_sequence", "unlike")
 
 
 def _option(name: str, metavar: str, said: str, *more: str) -> Any:
@@ -146,7 +151,7 @@ def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:
     from autotune.system import files
 
     if output is not None:
-        files.write_text(output, json.dumps(found[0].config(), indent=2) + "\n")
+        files.write_text(output, json.dumps(found[0].config(), indent=2) + "\n", named=True)
     if as_json:
         print(json.dumps([one.to_data() for one in found] if len(found) > 1 else found[0].to_data(), indent=1))
     else:
@@ -178,6 +183,11 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
         profile=profile,
         flops_per_token=useful_flops(shape, training) / sequence,
         base={},
+        degrees={
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "no_tensor": "AutoTP does not split the experts of a mixture" if shape.experts else "",
+        },
         notes=tuple(notes),
     )
 
@@ -198,6 +208,7 @@ def _measured(target: str) -> _Question:
     return _Question(
         model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / sequence,
         base=found.base_config,
+        degrees={name: getattr(found.setting, name) for name in ("heads", "kv_heads", *REFUSALS)},
         notes=(*found.notes, "method, attention, optimizer and length are those of the target"),
     )  # fmt: skip
 
@@ -211,7 +222,13 @@ def _advice(
     from autotune.advise.choose import Question, best, fewest_devices
 
     question = Question(
-        profile=asked.profile, devices=devices, goal=goal, global_batch=global_batch, settings=settings, base=asked.base
+        profile=asked.profile,
+        devices=devices,
+        goal=goal,
+        global_batch=global_batch,
+        settings=settings,
+        base=asked.base,
+        degrees=asked.degrees,
     )
     chosen, others = best(question)
     notes = [*asked.notes]

@@ -6,19 +6,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from autotune.cli.options import AsJson, Storage, StudyName
 from autotune.errors import UserError
-from autotune.report.data import StudyReport
-from autotune.report.export import export_pick, pick_or_trial
-from autotune.report.progress import ProgressView, viewer
-from autotune.session import open_study
 from autotune.system.files import shown
 from autotune.system.signals import terminable
+
+if TYPE_CHECKING:
+    from autotune.report.data import StudyReport
 
 QUICK_S = 1.0  # a shorter command shows no progress
 
@@ -37,6 +35,7 @@ def explain(
 ) -> None:
     """Print the evidence for a study's answer."""
     from autotune.report import explain as explanations
+    from autotune.session import open_study
 
     if why_not is not None and what_if is not None:
         raise UserError("explain: give --why-not or --what-if, not both")
@@ -62,6 +61,9 @@ def export(
     storage: Storage = None,
 ) -> None:
     """Print or write a configuration of a study in the form that a training takes."""
+    from autotune.report.export import export_pick
+    from autotune.session import open_study
+
     if pick is not None and trial is not None:
         raise UserError("export: give --pick or --trial, not both")
     found = export_pick(open_study(study, storage).report, pick, trial, form)
@@ -92,6 +94,8 @@ def report(
 ) -> None:
     """Write the page, JSON, CSV and PNG of a study's findings, or print the JSON."""
     from autotune.report.files import as_data, draw, write_report
+    from autotune.report.progress import viewer
+    from autotune.session import open_study
 
     opened = open_study(study, storage)
     # Outside a terminal a command of some seconds shows no progress.
@@ -129,6 +133,9 @@ def diagnose(
 ) -> None:
     """Print what a trial is bound by; with `profile`, after running it again with a trace."""
     from autotune.report import diagnosis
+    from autotune.report.export import pick_or_trial
+    from autotune.report.progress import ProgressView
+    from autotune.session import open_study
     from autotune.study import tracing
 
     report = open_study(study, storage).report
@@ -154,6 +161,8 @@ def diagnose(
 
 def print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:
     """Print the recommendation and the front, and the files that state them."""
+    from rich.console import Console
+
     from autotune.report import answer
 
     if as_json:

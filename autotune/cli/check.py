@@ -9,22 +9,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import AsJson, Target, takes_settings
-from autotune.executors import base
-from autotune.report.progress import ProgressView
-from autotune.space import feasibility
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import Plan, plan, studies_folder
 from autotune.system.files import shown
 from autotune.system.signals import terminable
-from autotune.trial.folder import TrialDir
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome, TrialResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.study.setup.plan import Plan
+    from autotune.trial.result import TrialResult
 
 
 @takes_settings(
@@ -37,8 +32,23 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     Returns:
         Exit status: 0 the baseline runs, 1 it does not.
     """
+    from autotune.report.progress import ProgressView
+
     with ProgressView() as view:
+        view.opening(target)
+        from autotune.study.setup.capture import wanted_study
+
         wanted, notes = wanted_study(target, settings, view)
+
+    from rich.console import Console
+
+    from autotune.executors import base
+    from autotune.study.setup.engine import executor_for
+    from autotune.study.setup.plan import plan, studies_folder
+    from autotune.trial.folder import TrialDir
+    from autotune.trial.request import TrialRequest
+    from autotune.trial.result import Outcome
+
     # Other machines do not see this one's temporary files.
     around = studies_folder(Path(target)) if wanted.runs_elsewhere else None
     if around is not None:
@@ -145,6 +155,9 @@ def _condition(when: Mapping[str, Sequence[Any]]) -> str:
 
 def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
     """The findings of `check` for programs."""
+    from autotune.space import feasibility
+    from autotune.trial.result import Outcome
+
     n_legal, exact = feasibility.count_legal(found.space, found.baseline, found.setting)
     dead = feasibility.dead_values(found.full_space, found.baseline, found.setting)
     baseline = {

@@ -11,8 +11,6 @@ import typer
 
 from autotune.cli.options import Storage
 from autotune.errors import UserError
-from autotune.session import STUDIES
-from autotune.study.storage import records
 from autotune.system.signals import terminable
 
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
@@ -27,6 +25,8 @@ def dashboard(
 ) -> None:
     """Serve the dashboard until Ctrl-C."""
     from autotune.report.dashboard import server
+    from autotune.session import STUDIES
+    from autotune.study.storage import records
 
     token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
     if token is not None and not server.is_strong(token):

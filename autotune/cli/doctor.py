@@ -7,25 +7,23 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import psutil
 import typer
 
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
-from autotune.executors import base
-from autotune.executors.local import LocalExecutor
 from autotune.system.machine import emulates_bf16
-from autotune.system.toolkit import extensions_dir, toolkit
-from autotune.trial.folder import TrialDir, read_record
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
-from autotune.trial.workload import Environment, Workload
+
+if TYPE_CHECKING:
+    from autotune.executors.local import LocalExecutor
+    from autotune.trial.workload import Environment
 
 OPS = ("fused_adam", "cpu_adam")
+WIDTH = 13  # of the longest name of a finding
 LEAST_SHARED_BYTES = 64 << 20
 # An idle device has at least this share free beside our CUDA context (0.5 GiB); with less, another process uses it.
 LEAST_FREE_SHARE = 0.9
@@ -67,21 +65,31 @@ def doctor(
     Returns:
         Exit status: 0 trials can run, 1 they cannot.
     """
-    findings = [Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")]
-    findings += [Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna")]
-    findings += [_compiler(), _shared_memory(), _memory()]
-    if (place := toolkit(os.environ)) is not None:
-        findings.append(Finding("ok", "CUDA toolkit", f"nvcc in {place}"))
-    print("- running the smallest possible trial", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="autotune-doctor-") as name:
-        findings += _trial(Path(name), build=build)
+    findings = []
+    for finding in _examined(build=build):
+        findings.append(finding)
+        if not as_json:
+            print(f"{finding.verdict:<5} {finding.what:<{WIDTH}}  {finding.detail}", flush=True)
+    runs = all(finding.verdict != "fail" for finding in findings)
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:
-        width = max(len(finding.what) for finding in findings)
-        for finding in findings:
-            print(f"{finding.verdict:<5} {finding.what:<{width}}  {finding.detail}")
-    return 1 if any(finding.verdict == "fail" for finding in findings) else 0
+        print("\nTrials can run here." if runs else "\nTrials cannot run here; put right what says `fail`.")
+    return 0 if runs else 1
+
+
+def _examined(*, build: bool) -> Iterator[Finding]:
+    """The findings, each as soon as it is known."""
+    yield Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield from (Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna"))
+    yield from (_compiler(), _shared_memory(), _memory())
+    from autotune.system.toolkit import toolkit
+
+    if (place := toolkit(os.environ)) is not None:
+        yield Finding("ok", "CUDA toolkit", f"nvcc in {place}")
+    print("- importing torch and DeepSpeed once, then running the smallest possible trial", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="autotune-doctor-") as name:
+        yield from _trial(Path(name), build=build)
 
 
 def _compiler() -> Finding:
@@ -105,31 +113,42 @@ def _shared_memory() -> Finding:
 
 
 def _memory() -> Finding:
+    import psutil
+
     memory = psutil.virtual_memory()
     return Finding("ok", "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
 
 
-def _trial(folder: Path, *, build: bool) -> list[Finding]:
+def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
     """Findings of a warm server, a trial in it, and the ops that it builds."""
+    from autotune.executors import base
+    from autotune.executors.local import LocalExecutor
+    from autotune.trial.folder import TrialDir, read_record
+    from autotune.trial.request import TrialRequest
+    from autotune.trial.result import Outcome
+    from autotune.trial.workload import Workload
+
     target = folder / "model.py"
     target.write_text(PROBE)
     executor = LocalExecutor(["torch"], folder / "server.log")
     try:
         executor.start()
     except UserError as error:
-        return [Finding("fail", "server", str(error))]
+        yield Finding("fail", "server", str(error))
+        return
     try:
         result = base.run(executor, folder / "inspect", TrialRequest(target=str(target), mode="inspect"))
         if result.outcome is not Outcome.COMPLETE:
-            return [Finding("fail", "worker", result.reason)]
+            yield Finding("fail", "worker", result.reason)
+            return
         here = read_record(TrialDir(folder / "inspect").workload, Workload).environment
-        findings = _devices(here)
+        yield from _devices(here)
         types = ["fp32", *(["bf16"] if here.bf16 else []), *(["fp16"] if here.fp16 else [])]
         slow = here.accelerator == "cpu" and here.bf16 and emulates_bf16()
         note = "; bf16 is emulated: this processor has no fast bf16, so it is slower than fp32" if slow else ""
-        findings.append(Finding("warn" if slow else "ok", "precisions", ", ".join(types) + note))
+        yield Finding("warn" if slow else "ok", "precisions", ", ".join(types) + note)
         cold = executor.cold_reason
-        findings.append(Finding("warn" if cold else "ok", "warm server", cold or "ranks are forked"))
+        yield Finding("warn" if cold else "ok", "warm server", cold or "ranks are forked")
         ranks = here.n_devices if here.accelerator != "cpu" else 2
         optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         request = TrialRequest(
@@ -139,20 +158,15 @@ def _trial(folder: Path, *, build: bool) -> list[Finding]:
         result = base.run(executor, folder / "trial", request)
         good = result.outcome is Outcome.COMPLETE
         detail = f"{ranks} rank(s), {result.wall_s:.1f} s" if good else f"{result.outcome}: {result.reason}"
-        findings.append(Finding("ok" if good else "fail", "trial", detail))
+        yield Finding("ok" if good else "fail", "trial", detail)
         for op in OPS:
             if why := here.missing_ops.get(op):
-                findings.append(
-                    Finding("warn", op, f"cannot be built, so configurations that need it are not tried: {why}")
-                )
+                yield Finding("warn", op, f"cannot be built, so configurations that need it are not tried: {why}")
             elif build:
                 print(f"- building DeepSpeed's {op} (a minute or two the first time)", file=sys.stderr)
-                findings.append(_built(executor, op))
+                yield _built(executor, op)
             else:
-                findings.append(
-                    Finding("ok", op, "can be built, as far as its compiler and headers tell (--build tries)")
-                )
-        return findings
+                yield Finding("ok", op, "can be built, as far as its compiler and headers tell (--build tries)")
     finally:
         executor.close()
 
@@ -174,6 +188,8 @@ def _devices(here: Environment) -> list[Finding]:
 
 
 def _built(executor: LocalExecutor, op: str) -> Finding:
+    from autotune.system.toolkit import extensions_dir
+
     if failure := executor.build_ops([op]):
         return Finding("warn", op, f"cannot be built, so configurations that need it fail: {failure}")
     return Finding("ok", op, f"built in {extensions_dir()}")

@@ -8,18 +8,18 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
+from autotune.cli.presets import answer_words
 from autotune.errors import UserError
-from autotune.retune import schedule
-from autotune.session import STUDIES, open_history, open_study
 from autotune.study.lock import study_lock
-from autotune.study.storage import records
-from autotune.study.storage.history import History, Row
 from autotune.system.files import shown
+
+if TYPE_CHECKING:
+    from autotune.study.storage.history import Row
 
 
 def history(
@@ -40,6 +40,9 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Print measurements, recommendations or decisions, of one study or all."""
+    from autotune.session import STUDIES, open_history
+    from autotune.study.storage import records
+
     known = open_history(storage or records.default_url(STUDIES))
     known.drop_orphans()
     read: dict[str, Callable[[], Sequence[Row]]] = {
@@ -72,6 +75,10 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Confirm it.")] = False,
 ) -> None:
     """Remove a study, its re-tunings, schedules and history; its small files stay."""
+    from autotune.session import open_study
+    from autotune.study.storage import records
+    from autotune.study.storage.history import History
+
     opened = open_study(study, storage)
     folder, storage_ = opened.folder, opened.storage
     if study not in records.study_names(storage_):
@@ -94,6 +101,8 @@ def delete(
 
 def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]]:
     """For each row its Unix time, and the line for people."""
+    from autotune.retune import schedule
+
     for row in rows:
         at = row["began_at"] if what == "decisions" else row["at"]
         name = row["study"] + (f" (re-tuning {row['generation']})" if row["generation"] else "")
@@ -102,10 +111,7 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]
             where = f"{row['world_size']} ranks, {row['environment'].get('device_name', '')}"
             text = f"trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
         elif what == "recommendations":
-            low, high = row["speedup_low"], row["speedup_high"]
-            text = f"recommended trial {row['trial']}"
-            if row["speedup"] and low:
-                text += f", {row['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput"
+            text = f"recommends trial {row['trial']}, {answer_words(row)}"
         else:
             reason = row["evidence"].get("reason")
             text = f"{row['cause']}: {row['verdict'] or 'under way, or interrupted'}" + (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from autotune.errors import UserError
-from autotune.study.spec.settings import SETTINGS, flag
+from autotune.study.spec.settings import GROUPS, SETTINGS, default_words, flag, group_of
 
 # A function that does what a command does; it returns the exit status, None for 0.
 Function: TypeAlias = Callable[..., int | None]
@@ -23,20 +25,29 @@ Target = Annotated[
     ),
 ]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help=SETTINGS["script_args"].help)]
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
-OnlyStudy = Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.")]
+
+
+def study_names(incomplete: str) -> list[str]:
+    """Names of studies in this folder that begin so, for a shell's completion."""
+    return sorted(path.parent.name for path in Path("studies").glob(f"{glob.escape(incomplete)}*/study.yaml"))
+
+
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.", autocompletion=study_names)]
+OnlyStudy = Annotated[str | None, typer.Argument(metavar="STUDY", help="Only this one.", autocompletion=study_names)]
 Storage = Annotated[
     str | None,
     typer.Option("--storage", metavar="URL", envvar=SETTINGS["storage"].variable, help=SETTINGS["storage"].help),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
+HELP_COLUMNS = 100
+FEW_OPTIONS = 8  # up to this number they are listed without groups
 # The settings that the parameter `settings` of a function stands for, with help texts that replace the table's.
 _settings_of: dict[Function, dict[str, str]] = {}
 
 
 class Command(TyperCommand):
-    """A command that refuses an option which is given twice, where click keeps the last value."""
+    """A command that lists its options in groups, and refuses one given twice, where click keeps the last value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as the base class does.
@@ -51,6 +62,38 @@ class Command(TyperCommand):
                 raise UserError(f"{parameter.opts[0]} is there twice; give it once")
             seen.add(parameter.name)
         return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what follows the command's name in its usage."""
+        return ["[OPTIONS]", *(_shown_argument(each) for each in self.get_params(ctx) if _is_argument(each))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options by group."""
+        parameters: list[Any] = self.get_params(ctx)
+        rows = {"Arguments": [(each.metavar, each.help or "") for each in parameters if _is_argument(each)]}
+        options = [(_group_of(each), each.get_help_record(ctx)) for each in parameters if not _is_argument(each)]
+        for name in [*GROUPS, "Options"]:
+            few = len(options) <= FEW_OPTIONS
+            rows[name] = [
+                record for group, record in options if record is not None and name == ("Options" if few else group)
+            ]
+        for name, found in rows.items():
+            if found:
+                with formatter.section(name):
+                    formatter.write_dl(found)
+
+
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
+
+
+def _group_of(option: Any) -> str:
+    return option.rich_help_panel or group_of(option.name)
+
+
+def _shown_argument(argument: Any) -> str:
+    name = argument.metavar.strip("[]")
+    return name if argument.required else f"[{name}]"
 
 
 def takes_settings(*keys: str, **helps: str) -> Callable[[FunctionType], FunctionType]:
@@ -91,7 +134,9 @@ def command_of(function: Function, path: str, text: str) -> Any:
     everything = [*first, *added.values(), *(each for each in rest if each not in first)]
     call.__signature__ = inspect.Signature(everything)  # type: ignore[attr-defined]
     call.__annotations__ = {}
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone = typer.Typer(
+        add_completion=False, rich_markup_mode=None, context_settings={"max_content_width": HELP_COLUMNS}
+    )
     alone.command(path.rpartition(" ")[2], cls=Command, help=text)(call)
     return typer.main.get_command(alone)
 
@@ -105,10 +150,38 @@ def _option_of(key: str, said: str) -> Any:
     setting = SETTINGS[key]
     kind: Any = {"": bool, "N": int}.get(setting.metavar, str)
     name = f"{flag(key)}/{setting.off}" if setting.off else flag(key)
+    default = f" (default: {words})" if (words := default_words(key)) else ""
     option = typer.Option(
-        name, help=said or setting.help, metavar=setting.metavar or None, envvar=setting.variable or None
+        name,
+        help=f"{said or setting.help}{default}",
+        metavar=setting.metavar or None,
+        envvar=setting.variable or None,
+        autocompletion=_completion_of(key),
     )
     return Annotated[(list[str] if setting.repeatable else kind) | None, option]
+
+
+def _completion_of(key: str) -> Callable[[str], list[str]] | None:
+    """What completes the value of a setting in a shell; None leaves that to the shell, which knows files."""
+    if key in ("name", "script_set") or SETTINGS[key].metavar in ("", "N"):
+        return None
+    if key not in ("space", "objectives", "sampler") and "|" not in SETTINGS[key].metavar:
+        return None
+    return lambda incomplete: [name for name in _values_of(key) if name.startswith(incomplete)]
+
+
+def _values_of(key: str) -> Iterator[str]:
+    """The names that a setting takes."""
+    if key == "sampler":
+        from autotune.search import SAMPLERS
+
+        yield from SAMPLERS
+    elif key in ("space", "objectives"):
+        from autotune.study.spec.presets import presets
+
+        yield from presets("search_spaces" if key == "space" else "objectives")
+    else:
+        yield from (name for name in SETTINGS[key].metavar.split("|") if name.islower() or "-" in name)
 
 
 def _joined(key: str, given: Any) -> Any:

@@ -10,10 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from autotune.cli.options import AsJson, Target, read_settings, takes_settings
-from autotune.report.progress import ProgressView
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.forecasts import foresee
-from autotune.study.setup.plan import studies_folder
 
 
 @takes_settings(
@@ -35,7 +31,14 @@ def predict(
     Raises:
         UserError: A knob or value is wrong, or the configuration cannot run here.
     """
+    from autotune.report.progress import ProgressView
+
     with ProgressView() as view:
+        view.opening(target)
+        from autotune.study.setup.capture import wanted_study
+        from autotune.study.setup.forecasts import foresee
+        from autotune.study.setup.plan import studies_folder
+
         wanted, _ = wanted_study(target, settings, view)
         answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view)
     print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autotune.cli.options import AsJson, Storage
 from autotune.errors import UserError, nearest
-from autotune.scoring.metrics import METRICS
-from autotune.search import SAMPLERS
-from autotune.session import STUDIES
-from autotune.study.spec import presets
-from autotune.study.storage import records
 from autotune.system import files
+
+if TYPE_CHECKING:
+    from autotune.study.spec import presets
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:
@@ -49,6 +48,10 @@ def ls(
     Raises:
         UserError: There is no such kind.
     """
+    from autotune.scoring.metrics import METRICS
+    from autotune.search import SAMPLERS
+    from autotune.study.spec import presets
+
     rows: list[tuple[str, ...]]
     match what:
         case "spaces" | "objectives":
@@ -61,8 +64,7 @@ def ls(
         case "metrics":
             rows = [(name, f"{each.label}, {each.unit}, {each.direction}") for name, each in METRICS.items()]
         case "studies":
-            url = storage or records.default_url(STUDIES)
-            rows = [(name,) for name in records.study_names(records.open_storage(url, create=False))]
+            rows = _studies(storage)
         case _:
             known = ("spaces", "goals", "objectives", "samplers", "metrics", "studies")
             raise UserError(f"ls: unknown {what!r}.{nearest(what, known)} Known: {', '.join(known)}")
@@ -74,6 +76,34 @@ def ls(
         print(f"{row[0]:<{width}}  {row[1]}" if len(row) > 1 else row[0])
 
 
+def _studies(storage: str | None) -> list[tuple[str, ...]]:
+    """Each study with its answer: what is recommended, what that gains, and since when."""
+    from autotune.cli.status import running_studies
+    from autotune.retune.schedule import moment
+    from autotune.session import STUDIES, open_history
+    from autotune.study.storage import records
+
+    url = storage or records.default_url(STUDIES)
+    database = records.open_storage(url, create=False)
+    found = {row["study"]: row for row in reversed(open_history(url, database).recommendations())}
+    running, rows = running_studies(STUDIES), list[tuple[str, ...]]()
+    for name in records.study_names(database):
+        row = found.get(name)
+        answer = "no answer yet" if row is None else f"{answer_words(row)}; {moment(row['at'])}"
+        rows.append((name, f"{answer}; process {running[name]} runs it now" if name in running else answer))
+    return rows
+
+
+def answer_words(row: Mapping[str, Any]) -> str:
+    """A recommendation of the history in words: the configuration, and its throughput over the baseline's."""
+    from autotune.report.data import speedup_words, words
+
+    ends = (row["speedup_low"], row["speedup_high"])
+    gain = speedup_words({"speedup": row["speedup"], "speedup_ci95": ends if all(ends) else None})
+    configuration = words(json.loads(row["candidate"]))
+    return f"{configuration}: {gain} the baseline's throughput" if gain else configuration
+
+
 def cp(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a search space or objective.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
@@ -83,6 +113,8 @@ def cp(
     Raises:
         UserError: There is no such preset, or the file exists.
     """
+    from autotune.study.spec import presets
+
     every = {**presets.presets("search_spaces"), **presets.presets("objectives")}
     if preset not in every:
         raise UserError(f"cp: unknown preset {preset!r}.{nearest(preset, every)} Known: {', '.join(every)}")

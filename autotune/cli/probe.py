@@ -7,24 +7,18 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
-from autotune.executors import base
-from autotune.executors.local import LocalExecutor
-from autotune.report.progress import ProgressView
-from autotune.study.setup import profile_cache
 from autotune.system import device
 from autotune.system.machine import check_ranks
 from autotune.system.units import format_bytes, format_seconds
-from autotune.trial.folder import TrialDir, read_record
-from autotune.trial.links import Link, LoaderRate, Probe
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
-from autotune.trial.target import inspect_target
+
+if TYPE_CHECKING:
+    from autotune.trial.links import Link, LoaderRate, Probe
 
 DEADLINE_S = 240.0
 DEFAULT_RANKS = 2
@@ -46,6 +40,10 @@ def probe(
     Raises:
         UserError: The machine could not be measured, and why.
     """
+    from autotune.study.setup import profile_cache
+    from autotune.trial.links import Probe
+    from autotune.trial.target import inspect_target
+
     world_size = ranks if ranks is not None else (len(device.here().each) or DEFAULT_RANKS)
     if world_size < 1:
         raise UserError(f"probe: --ranks takes a number of ranks from 1 on; it was {world_size}")
@@ -71,6 +69,15 @@ def measure(target: Path | None, world_size: int) -> Probe:
     Raises:
         UserError: The ranks failed, and why.
     """
+    from autotune.executors import base
+    from autotune.executors.local import LocalExecutor
+    from autotune.report.progress import ProgressView
+    from autotune.trial.folder import TrialDir, read_record
+    from autotune.trial.links import Probe
+    from autotune.trial.request import TrialRequest
+    from autotune.trial.result import Outcome
+    from autotune.trial.target import inspect_target
+
     with tempfile.TemporaryDirectory(prefix="autotune-probe-") as name, ProgressView() as view:
         folder = Path(name)
         view.doing("importing torch and DeepSpeed once")

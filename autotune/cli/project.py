@@ -6,24 +6,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError
-from autotune.forecast.cluster import Cluster, Projected, Projector
-from autotune.forecast.communication import NODE_LATENCY_S
-from autotune.forecast.predictor import ForecastInputs, Predictor, settings_of
-from autotune.report.data import metric_scale
-from autotune.report.progress import ProgressView
-from autotune.scoring.scaling import Mode
-from autotune.session import STUDIES
-from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import Scalar
-from autotune.study.setup.forecasts import SURE, foresee_workload, measured_in
-from autotune.study.spec.spec import StudySpec
+from autotune.system import files
 from autotune.system.units import parse_bytes
+
+if TYPE_CHECKING:
+    from autotune.forecast.cluster import Cluster, Projected
+    from autotune.forecast.predictor import ForecastInputs, Predictor
+    from autotune.scoring.scaling import Mode
+    from autotune.space.deepspeed import Scalar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +115,9 @@ def project(
     Raises:
         UserError: The study has no such configuration, or it cannot be carried there.
     """
+    from autotune.forecast.cluster import Cluster
+    from autotune.session import STUDIES
+
     links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
     links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
     cluster, folder = Cluster.of(devices, per_node, links, algorithm), _study_folder(study, STUDIES.absolute())
@@ -133,6 +132,12 @@ def _projection(
     device_memory: str | None,
 ) -> Projection:  # fmt: skip
     """Forecasts of a study's configurations on a cluster."""
+    from autotune.forecast.cluster import Projector
+    from autotune.report.progress import ProgressView
+    from autotune.space.candidate import Candidate
+    from autotune.study.setup.forecasts import foresee_workload
+    from autotune.study.spec.spec import StudySpec
+
     try:
         memory = float(parse_bytes(device_memory)) if device_memory else None
     except ValueError as error:
@@ -160,6 +165,10 @@ def _calibrated(
     inputs: ForecastInputs, folder: Path, target: Path, front: Sequence[Mapping[str, Any]]
 ) -> tuple[Predictor, int]:
     """The study's predictor, corrected by its trials and by `autotune scale`, else by its front; and by how many."""
+    from autotune.forecast.predictor import Predictor, settings_of
+    from autotune.space.candidate import Candidate
+    from autotune.study.setup.forecasts import measured_in
+
     predictor = Predictor(inputs.profile, inputs.machine, settings_of(inputs.base_config))
     n = 0
     for part, counts in ((folder, [inputs.world_size]), (folder / "scaling", range(1, 65))):
@@ -202,8 +211,8 @@ def _study_folder(study: str | None, studies: Path) -> Path:
 def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The front with the baseline, and the row of the configuration to forecast."""
     try:
-        kept = json.loads((folder / "recommended.json").read_text())
-        front = json.loads((folder / "front.json").read_text())
+        kept = json.loads(files.read_regular(folder / "recommended.json"))
+        front = json.loads(files.read_regular(folder / "front.json"))
     except (OSError, ValueError) as error:
         raise UserError(f"project: {folder.name}: {error}; run the study again") from None
     baseline = kept.get("baseline")
@@ -221,6 +230,9 @@ def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, 
 
 
 def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured: int) -> Iterator[str]:
+    from autotune.forecast.communication import NODE_LATENCY_S
+    from autotune.study.setup.forecasts import SURE
+
     yield f"corrected by {n_measured} measurements on {inputs.world_size} rank(s) here; assumes devices as fast as here"
     if inputs.machine.accelerator == "cpu":
         yield "the study ran on a CPU, whose ranks share cores: the cluster's links and memory are forecast, not its devices"
@@ -237,6 +249,9 @@ def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured
 
 def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, describe: bool = False) -> list[list[str]]:
     """The rows of a table, its header first."""
+    from autotune.report.data import metric_scale
+    from autotune.study.setup.forecasts import SURE
+
     times = metric_scale("step_time_s", [end for row in rows for end in (row.step_time_s.low, row.step_time_s.high)])
     sizes = metric_scale("peak_memory_bytes", [row.peak_memory_bytes.value for row in rows])
     header = (

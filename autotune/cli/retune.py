@@ -8,33 +8,26 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autotune.cli.options import AsJson, Storage, StudyName
 from autotune.errors import Unavailable, UserError
-from autotune.executors.base import MachinesGone
-from autotune.report.progress import ProgressView
-from autotune.retune import fingerprint, retuning, schedule
-from autotune.retune.decision import Decision, RetuneVerdict
-from autotune.retune.fingerprint import Fingerprint
-from autotune.retune.retuning import RetuneRequest, Retuning
-from autotune.retune.schedule import Schedule
-from autotune.session import OpenStudy, open_study
-from autotune.study.events import Broadcast, EventSink, Journal
 from autotune.study.lock import study_lock
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import plan, profiled
-from autotune.study.spec.readers import read_share
-from autotune.study.spec.spec import StudySpec
-from autotune.study.storage import records
-from autotune.study.storage.history import GoneError
 from autotune.system.files import shown
 from autotune.system.signals import status_of, terminable
 
-# Exit statuses, documented in docs/retuning.md.
-STATUS = {RetuneVerdict.UNCHANGED: 0, RetuneVerdict.FAILED: 1, RetuneVerdict.IMPROVED: 3}
+if TYPE_CHECKING:
+    from autotune.retune.decision import Decision
+    from autotune.retune.retuning import RetuneRequest, Retuning
+    from autotune.retune.schedule import Schedule
+    from autotune.session import OpenStudy
+    from autotune.study.events import EventSink
+    from autotune.study.spec.spec import StudySpec
+
+# Exit statuses by the value of a `RetuneVerdict`, documented in docs/retuning.md.
+STATUS = {"unchanged": 0, "failed": 1, "improved": 3}
 
 
 def changes(
@@ -45,6 +38,13 @@ def changes(
     as_json: AsJson = False,
 ) -> None:
     """Print what has changed since the study found its answer."""
+    from autotune.report.progress import ProgressView
+    from autotune.retune import fingerprint
+    from autotune.retune.fingerprint import Fingerprint
+    from autotune.session import open_study
+    from autotune.study.setup.engine import executor_for
+    from autotune.study.setup.plan import plan
+
     opened = open_study(study, storage)
     kept, look = opened.record, opened.folder / "retunes" / "look"
     if quick:
@@ -90,6 +90,11 @@ def retune(
     Returns:
         Exit status: 0 unchanged or not due, 3 improved, 1 failed, 130 interrupted (143 by SIGTERM).
     """
+    from autotune.retune import retuning
+    from autotune.retune.retuning import RetuneRequest
+    from autotune.session import open_study
+    from autotune.study.spec.readers import read_share
+
     given = [cause for cause, wanted in (("due", if_due), ("stale", if_stale), ("forced", force)) if wanted]
     if len(given) > 1:
         raise UserError("retune: give one of --if-due, --if-stale, --force")
@@ -105,18 +110,26 @@ def retune(
         decision = _retuned(opened, asked, {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None})
     except retuning.AttemptsError as error:
         print(f"autotune: {error}", file=sys.stderr)
-        return STATUS[RetuneVerdict.FAILED]
+        return STATUS["failed"]
     except KeyboardInterrupt as stop:
         print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
         return status_of(stop)
     if decision is None:
-        return STATUS[RetuneVerdict.UNCHANGED]
+        return STATUS["unchanged"]
     print(json.dumps(decision.to_data(), indent=1) if as_json else "\n".join(decision.lines()))
     return STATUS[decision.verdict]
 
 
 def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, Any]) -> Decision | None:
     """The decision of a re-tuning; None if none is due, or if another process runs the study and does it."""
+    from autotune.report.progress import ProgressView
+    from autotune.retune import schedule
+    from autotune.retune.retuning import Retuning
+    from autotune.retune.schedule import Schedule
+    from autotune.session import open_study
+    from autotune.study.events import Broadcast, Journal
+    from autotune.study.storage import records
+
     if_due, due = asked.cause == "due", list[Schedule]()
     if if_due and _due(opened) is None:
         return None
@@ -144,6 +157,12 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
 
 
 def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
+    from autotune.executors.base import MachinesGone
+    from autotune.study.setup.engine import executor_for
+    from autotune.study.setup.plan import plan, profiled
+    from autotune.study.storage import records
+    from autotune.study.storage.history import GoneError
+
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:
@@ -160,6 +179,9 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
 
 def _due(opened: OpenStudy) -> list[Schedule] | None:
     """The schedules that are due; empty to continue an interrupted re-tuning; None if there is nothing to do."""
+    from autotune.retune import fingerprint, retuning, schedule
+    from autotune.retune.schedule import Schedule
+
     history, study = opened.history, opened.name
     found = schedule.due(history, study)
     if found:

@@ -11,15 +11,14 @@ import typer
 
 from autotune.cli.answer import print_answer
 from autotune.cli.options import AsJson, Target, takes_settings
-from autotune.report.progress import ProgressView
-from autotune.session import tune
 from autotune.system import redaction
 from autotune.system.files import shown
 from autotune.system.signals import status_of
 
 SETTINGS_OF_A_RUN = (
     "name", "space", "goal", "objectives", "quick", "trials", "time_budget_s", "ranks", "executor", "nodes", "executor_options",
-    "patience_s", "hostfile", "base_config", "global_batch", "device_memory_bytes", "sampler", "stop_below", "memory_filter",
+    "patience_s", "hostfile", "base_config", "global_batch", "device_memory_bytes", "max_length", "with_eval", "with_save",
+    "sampler", "stop_below", "memory_filter",
     "stop_trials", "parallel", "overlap", "storage", "seed", "learning_rate_rule", "branch", "branch_tokens",
     "from_checkpoint", "script_set",
 )  # fmt: skip
@@ -31,9 +30,17 @@ def run(
     settings: Mapping[str, Any],
     *,
     as_json: AsJson = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Forget the study's earlier trials and begin anew.", rich_help_panel="How it searches"
+        ),
+    ] = False,
     no_history: Annotated[
-        bool, typer.Option("--no-history", help="Do not start from what related studies found.")
+        bool,
+        typer.Option(
+            "--no-history", help="Do not start from what related studies found.", rich_help_panel="How it searches"
+        ),
     ] = False,
 ) -> int:
     """Tune a target, and write and print the answer.
@@ -41,7 +48,12 @@ def run(
     Returns:
         Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it, 143 SIGTERM did.
     """
+    from autotune.report.progress import ProgressView
+
     with ProgressView() as view:
+        view.opening(target)
+        from autotune.session import tune
+
         tuned = tune(target, settings, fresh=fresh, learn=not no_history, view=view)
     if tuned.report is None:
         print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)

@@ -7,32 +7,37 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.cli.status import SCALING
 from autotune.errors import UserError
-from autotune.executors import base
-from autotune.executors.base import Executor
-from autotune.report import diagnosis
-from autotune.report.progress import ProgressView
-from autotune.scoring.scaling import Run
-from autotune.space.candidate import Candidate
-from autotune.study.events import Broadcast, EventSink, Journal
 from autotune.study.lock import study_lock
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import Plan, plan, studies_folder
 from autotune.system.files import shown
 from autotune.system.signals import terminable
-from autotune.trial.folder import TrialDir
-from autotune.trial.request import TrialRequest
-from autotune.trial.result import Outcome
+
+if TYPE_CHECKING:
+    from autotune.executors.base import Executor
+    from autotune.scoring.scaling import Mode, Run, Scale
+    from autotune.space.candidate import Candidate
+    from autotune.study.events import EventSink
+    from autotune.study.setup.plan import Plan
+
+    Configurations: TypeAlias = Mapping[int, Candidate]
+    Asked: TypeAlias = tuple[int, Candidate]
+
+# What helps where a rank count does not run.
+REMEDIES = {
+    "oom": "Fewer ranks hold larger shards: raise zero_stage, offload, or leave that number of ranks out",
+    "timeout": "Raise trial_deadline_s in study.yaml, or look in the log for what the ranks wait for",
+    "not_applied": "The target does not follow its configuration on this number of ranks; `autotune check` says why",
+    "diverged": "Its loss is no number there; try a lower learning rate or fp32",
+}
 
 
 def rank_counts(text: str) -> list[int]:
@@ -73,29 +78,63 @@ def equal_threads(most: int) -> Iterator[str]:
             del os.environ["OMP_NUM_THREADS"]
 
 
+def configurations(base: Candidate, counts: Sequence[int], mode: Mode | None) -> tuple[dict[Mode, Configurations], str]:
+    """The configurations of each way of scaling, and a note where one of them cannot be.
+
+    Args:
+        base: The configuration of the most ranks.
+        counts: Rank counts.
+        mode: The way; None for both.
+
+    Raises:
+        ScalingError: The rank counts cannot be compared in the way that was asked for.
+    """
+    from autotune.scoring import scaling
+
+    if mode is not None:
+        return {mode: scaling.candidates(base, counts, mode)}, ""
+    weak = scaling.candidates(base, counts, "weak")
+    try:
+        return {"strong": scaling.candidates(base, counts, "strong"), "weak": weak}, ""
+    except scaling.ScalingError as error:
+        return {"weak": weak}, f"weak scaling only: {error}"
+
+
 def measure(
-    plan: Plan, executor: Executor, folder: Path, candidates: Mapping[int, Candidate], rounds: int, events: EventSink
-) -> tuple[list[Run], list[str]]:
-    """Measure every rank count once in each round; one that fails is not tried again.
+    plan: Plan, executor: Executor, folder: Path, wanted: Sequence[Configurations], rounds: int, events: EventSink
+) -> tuple[dict[Asked, list[Run]], list[str]]:
+    """Measure every configuration once in each round; one that fails is not tried again.
 
     Args:
         plan: The target and what is known of it.
         executor: The engine.
         folder: Where the trials' files go.
-        candidates: The configuration for each rank count.
+        wanted: For each way of scaling the configuration of each rank count; what they share is measured once.
         rounds: Rounds.
         events: Receives what is measured.
 
     Returns:
-        The runs, and a sentence for each rank count that failed.
+        The runs by rank count and configuration, and a sentence for each that failed.
     """
-    runs, failures, spec = list[Run](), dict[int, str](), plan.spec
+    from autotune.executors import base
+    from autotune.report import diagnosis
+    from autotune.scoring.scaling import Run
+    from autotune.trial.folder import TrialDir
+    from autotune.trial.request import TrialRequest
+    from autotune.trial.result import Outcome
+
+    asked: list[Asked] = list(dict.fromkeys((n, candidate) for each in wanted for n, candidate in each.items()))
+    asked.sort(key=lambda each: each[0])
+    runs: dict[Asked, list[Run]] = {}
+    failures: dict[Asked, str] = {}
+    spec = plan.spec
     for number in range(rounds):
-        for n, candidate in candidates.items():
-            if n in failures:
+        for n, candidate in asked:
+            if (n, candidate) in failures:
                 continue
             events.say(f"round {number + 1} of {rounds}: {n} rank{'s' if n > 1 else ''}, {candidate.describe()}")
-            path = folder / "trials" / f"{number}-{n}"
+            other = "" if (n, candidate) == next(each for each in asked if each[0] == n) else "-weak"
+            path = folder / "trials" / f"{number}-{n}{other}"
             request = TrialRequest(
                 target=str(spec.target), candidate=candidate.values(), ds_config=plan.ds_config(candidate),
                 world_size=n, nodes=spec.nodes_for(n), seed=spec.seed, budget_s=spec.trial_budget_s,
@@ -105,28 +144,52 @@ def measure(
             with executor.turn(events.waiting):
                 result = base.run(executor, path, request, events.tick)
             if result.outcome is not Outcome.COMPLETE or result.steps is None or not result.samples_per_step:
-                log = shown(TrialDir(path).log(result.failed_rank or 0))
-                failures[n] = f"{n} ranks did not run ({result.outcome}: {result.reason}); see {log}"
+                log, remedy = shown(TrialDir(path).log(result.failed_rank or 0)), REMEDIES.get(result.outcome, "")
+                what = f"{n} ranks did not run ({result.outcome}: {result.reason}); see {log}"
+                failures[n, candidate] = f"{what}. {remedy}" if remedy else what
                 continue
-            step_s, n_samples = result.steps.median_s, result.samples_per_step
-            share = diagnosis.communication(result, path, plan.workload.n_blocks)
+            parts = diagnosis.step_parts(result, path, plan.workload.n_blocks)
             run = Run(
-                world_size=n, round=number, samples_per_s=n_samples / step_s, step_s=step_s,
-                samples_per_step=n_samples, communication=share,
+                world_size=n, round=number, samples_per_s=result.samples_per_step / result.steps.median_s,
+                step_s=result.steps.median_s, samples_per_step=result.samples_per_step,
+                communication=parts["communication"].share if "communication" in parts else None,
+                parts_s={name: part.seconds for name, part in parts.items() if part.seconds is not None},
+                busy_s=diagnosis.busy_s(path, n),
             )  # fmt: skip
-            runs.append(run)
+            runs.setdefault((n, candidate), []).append(run)
     return runs, list(failures.values())
 
 
-@takes_settings("base_config", "script_set", base_config="The DeepSpeed configuration to scale.")
+def noise_samples(name: str, storage: str | None, studies: Path) -> float | None:
+    """The gradient noise scale that the study of this name has measured; None without such a study, or where it is not known."""
+    from autotune.session import open_study
+
+    with contextlib.suppress(UserError):
+        reference = open_study(name, storage, studies).record.reference
+        if reference is not None and reference.noise is not None and reference.noise.resolved:
+            return reference.noise.samples
+    return None
+
+
+@takes_settings(
+    "base_config", "script_set", "name", "nodes", "executor", "executor_options", "hostfile", "storage",
+    base_config="The DeepSpeed configuration to scale.",
+    name="Study whose folder takes the result, and whose noise scale is used if it has run.",
+    storage="Database of that study.",
+)  # fmt: skip
 def scale(
     target: Target,
     settings: Mapping[str, Any],
     ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts to compare.")] = "1,2",
     *,
     weak: Annotated[
-        bool, typer.Option("--weak/--strong", help="Let the global batch grow with the ranks, or keep it.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--weak/--strong",
+            help="Let the global batch grow with the ranks, or keep it; both by default.",
+            show_default=False,
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the plots as PNG, too; takes an installed Chromium.")
@@ -138,40 +201,73 @@ def scale(
     Returns:
         Exit status: 0 all of them ran, 1 not.
     """
-    from autotune.report.page import scaling as page
-    from autotune.scoring import scaling
+    from autotune.report.progress import ProgressView
 
-    mode: Literal["weak", "strong"] = "weak" if weak else "strong"
+    mode: Mode | None = None if weak is None else "weak" if weak else "strong"
     counts = rank_counts(ranks)
     with ProgressView() as view:
+        view.opening(target)
+        from autotune.report.page import scaling as page
+        from autotune.scoring import scaling
+        from autotune.study.events import Broadcast, Journal
+        from autotune.study.setup.capture import wanted_study
+        from autotune.study.setup.engine import executor_for
+        from autotune.study.setup.plan import plan, studies_folder
+
         wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
-    folder = studies_folder(Path(target)) / wanted.name / SCALING
-    with ProgressView() as view, terminable(), equal_threads(max(counts)) as threads, study_lock(folder, wanted.name):
+    studies = studies_folder(Path(target))
+    folder, on_each = studies / wanted.name / SCALING, max(counts) // wanted.nodes_for(max(counts))
+    with ProgressView() as view, terminable(), equal_threads(on_each) as threads, study_lock(folder, wanted.name):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         logged = Broadcast(Journal(folder), view)
         logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
         with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
             environment = found.workload.environment
-            if environment.accelerator != "cpu" and environment.n_devices < max(counts):
+            if environment.accelerator != "cpu" and environment.n_devices < on_each:
                 raise UserError(
-                    f"scale: {max(counts)} ranks need as many devices; this machine has {environment.n_devices}"
+                    f"scale: {on_each} ranks need as many devices; this machine has {environment.n_devices}"
                 )
             notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
-            configurations = scaling.candidates(found.baseline, counts, mode)
-            runs, failures = measure(found, executor, folder, configurations, rounds, logged)
-    scales = scaling.scaling(runs, found.workload.n_samples)
-    notes += failures
-    if scales:
-        page.write(scales, mode, wanted.name, notes, folder.parent / "scaling.html")
-    if as_json:
-        print(json.dumps({"mode": mode, "scales": [asdict(each) for each in scales], "notes": notes}, indent=1))
-    elif scales:
-        for line in page.lines(scales, mode):
-            print(line)
-        print(f"\nwrote {shown(folder.parent / 'scaling.html')}")
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+            ways, note = configurations(found.baseline, counts, mode)
+            runs, failures = measure(found, executor, folder, list(ways.values()), rounds, logged)
+    noise = noise_samples(wanted.name, wanted.storage, studies)
+    scales = _scales(ways, runs, found.workload.n_samples, noise)
+    said = dict.fromkeys(text for each in scales.values() for text in scaling.advice(each))
+    notes = [*filter(None, [note]), *notes, *failures, *said]
+    if any(each[-1].same_loss is None for each in scales.values()):
+        notes.append(f"what a larger batch is worth is not known; the study {wanted.name} with a free batch says it")
+    _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
     if scales and png is not None:
-        page.draw(scales, mode, png)
+        page.draw(scales, png)
     return 1 if failures or not scales else 0
+
+
+def _scales(
+    ways: Mapping[Mode, Configurations], runs: Mapping[Any, Sequence[Run]], n_samples: int | None, noise: float | None
+) -> dict[Mode, list[Scale]]:
+    """What was measured, by way of scaling; ways of which nothing ran are left out."""
+    from autotune.scoring import scaling
+
+    compared = {
+        way: scaling.scaling([run for each in asked.items() for run in runs.get(each, ())], n_samples, noise)
+        for way, asked in ways.items()
+    }
+    return {way: each for way, each in compared.items() if each}
+
+
+def _tell(scales: dict[Mode, list[Scale]], name: str, notes: Sequence[str], path: Path, *, as_json: bool) -> None:
+    """Print what was measured, and write it as a page."""
+    from autotune.report.page import scaling as page
+
+    if scales:
+        page.write(scales, name, notes, path)
+    if as_json:
+        data = {way: [asdict(each) for each in each_of] for way, each_of in scales.items()}
+        print(json.dumps({"scaling": data, "notes": notes}, indent=1))
+    elif scales:
+        for way, each in scales.items():
+            print("\n".join([*page.lines(each, way), ""]))
+        print(f"wrote {shown(path)}")
+    for text in notes:
+        print(f"note: {text}", file=sys.stderr)

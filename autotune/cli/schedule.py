@@ -7,17 +7,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
 from autotune.errors import UserError
-from autotune.retune import schedule
-from autotune.retune import schedule_export as exporting
-from autotune.retune.schedule import Daemon, Schedule, ScheduleError
-from autotune.session import STUDIES, OpenStudy, open_history, open_study
-from autotune.study.storage import records
+
+if TYPE_CHECKING:
+    from autotune.session import OpenStudy
 
 HINT = "`autotune schedule add STUDY --every 7d` makes one"
 
@@ -34,6 +32,10 @@ def schedule_add(
     storage: Storage = None,
 ) -> None:
     """Add a schedule of a study."""
+    from autotune.retune import schedule
+    from autotune.retune.schedule import Schedule
+    from autotune.session import open_study
+
     if on not in (None, "environment-change"):
         raise UserError(f"schedule: --on {on!r}: only environment-change is known")
     every_s, fields = schedule.rule_of(every, cron)
@@ -54,6 +56,11 @@ def schedule_add(
 
 def schedule_list(storage: Storage = None, *, as_json: AsJson = False) -> None:
     """Print every schedule; a row that cannot be read is named on stderr."""
+    from autotune.retune import schedule
+    from autotune.retune.schedule import Schedule, ScheduleError
+    from autotune.session import STUDIES, open_history
+    from autotune.study.storage import records
+
     found = []
     rows = open_history(storage or records.default_url(STUDIES)).schedules()
     for row in rows:
@@ -78,6 +85,10 @@ def schedule_remove(
     storage: Storage = None,
 ) -> None:
     """Remove a schedule."""
+    from autotune.retune.schedule import ScheduleError
+    from autotune.session import STUDIES, open_history
+    from autotune.study.storage import records
+
     history = open_history(storage or records.default_url(STUDIES))
     for row in history.schedules():
         if row["id"] == number and (opened := _there(row["study"], storage)) is not None:
@@ -90,6 +101,10 @@ def schedule_remove(
 
 def schedule_run(storage: Storage = None) -> None:
     """Run due re-tunings until Ctrl-C or SIGTERM."""
+    from autotune.retune.schedule import Daemon
+    from autotune.session import STUDIES
+    from autotune.study.storage import records
+
     studies = STUDIES.absolute()
     daemon = Daemon(storage or records.default_url(studies), studies, lambda text: print(text, flush=True))
     print("Ctrl-C ends it.", file=sys.stderr)
@@ -105,6 +120,11 @@ def schedule_export(
     storage: Storage = None,
 ) -> None:
     """Print the schedules for another scheduler."""
+    from autotune.retune import schedule_export as exporting
+    from autotune.retune.schedule import Schedule, ScheduleError
+    from autotune.session import STUDIES, open_history
+    from autotune.study.storage import records
+
     wanted = [form for form, given in (("cron", cron), ("systemd", systemd), ("k8s", k8s)) if given]
     if len(wanted) != 1:
         raise UserError("schedule export: give one of --cron, --systemd, --k8s")
@@ -123,6 +143,8 @@ def schedule_export(
 
 def _there(study: str, storage: str | None) -> OpenStudy | None:
     """The study of a schedule; None if it is gone, or has no trial yet."""
+    from autotune.session import open_study
+
     with contextlib.suppress(UserError):
         opened = open_study(study, storage)
         _ = opened.record

@@ -6,24 +6,21 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autotune.cli.answer import print_answer
 from autotune.cli.options import AsJson, Storage
 from autotune.errors import UserError
-from autotune.report import load
-from autotune.report.progress import ProgressView
-from autotune.retune import fingerprint
-from autotune.session import STUDIES, open_study
-from autotune.study.events import EventSink, JournalReader
 from autotune.study.lock import run_under_way
-from autotune.study.storage import leases, records
 from autotune.system import device
 from autotune.system.files import shown
 from autotune.system.signals import status_of, terminable
 from autotune.system.units import format_duration
+
+if TYPE_CHECKING:
+    from autotune.study.events import EventSink
 
 LOOK_S = 0.2
 SCALING = "scaling"  # folder in a study's folder, for `autotune scale`
@@ -66,6 +63,8 @@ def follow(folder: Path, pid: int, sink: EventSink) -> None:
         pid: The process that runs it.
         sink: Receives the events.
     """
+    from autotune.study.events import JournalReader
+
     reader = JournalReader(folder, pid)
     try:
         while True:
@@ -106,6 +105,11 @@ def status(
     Returns:
         Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM).
     """
+    from autotune.report import attempts, load
+    from autotune.retune import fingerprint
+    from autotune.session import STUDIES, open_study
+    from autotune.study.storage import leases, records
+
     opened = open_study(study or only_running(STUDIES), storage)
     name, folder, live = opened.name, opened.folder, not (once or as_json)
     pid = run_under_way(folder)
@@ -139,6 +143,8 @@ def status(
     print(lines(data))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     print_answer(report, [], as_json=False)
+    for line in attempts.lines(report):
+        print(f"note: {line}")
     if changed:
         print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
         print(f"is the answer still right? autotune retune {name}")
@@ -149,6 +155,8 @@ def status(
 
 def _watch(what: str, name: str, folder: Path, pid: int) -> KeyboardInterrupt | None:
     """Show a process live until it ends; returns the interrupt of a user who stopped watching before."""
+    from autotune.report.progress import ProgressView
+
     with ProgressView() as view, terminable():
         view.say(f"{what} {name}, run by process {pid}; Ctrl-C ends the watching, not the {what}")
         try:

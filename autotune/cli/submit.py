@@ -12,8 +12,6 @@ import typer
 from autotune.cli.options import Target, takes_settings
 from autotune.cli.run import SETTINGS_OF_A_RUN
 from autotune.errors import UserError, unknown
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.plan import studies_folder
 
 
 @takes_settings(*(name for name in SETTINGS_OF_A_RUN if name != "executor"))
@@ -31,6 +29,8 @@ def submit(
 ) -> None:
     """Submit a run of a target with the options of `autotune run`, and print what became of it."""
     from autotune.executors import submit as engines
+    from autotune.study.setup.capture import wanted_study
+    from autotune.study.setup.plan import studies_folder
 
     if executor not in engines.ENGINES:
         raise UserError(f"--executor: {unknown(executor, engines.ENGINES)}")

@@ -12,24 +12,21 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autotune import session
 from autotune.cli.options import StudyName, takes_settings
 from autotune.errors import UserError
-from autotune.executors.base import Executor
-from autotune.report.progress import ProgressView
-from autotune.study import parallel
-from autotune.study.runner import NEWS_S
-from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import Plan, plan
-from autotune.study.storage import leases, records
-from autotune.study.storage.database import Storage
-from autotune.study.storage.records import StudyRecord
 from autotune.system import signals
 from autotune.system.files import shown
 from autotune.system.signals import status_of
+
+if TYPE_CHECKING:
+    from autotune.executors.base import Executor
+    from autotune.report.progress import ProgressView
+    from autotune.study.setup.plan import Plan
+    from autotune.study.storage import leases
+    from autotune.study.storage.database import Storage
+    from autotune.study.storage.records import StudyRecord
 
 # Part of Optuna's message for a study that was deleted.
 GONE = "Record does not exist"
@@ -45,6 +42,11 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     Raises:
         UserError: This machine cannot run the study's trials.
     """
+    from autotune import session
+    from autotune.report.progress import ProgressView
+    from autotune.study import parallel
+    from autotune.study.storage import leases, records
+
     found_study = session.open_study(study, settings["storage"])
     folder, url, storage = found_study.folder, found_study.url, found_study.storage
     if storage.is_sqlite:
@@ -89,6 +91,9 @@ def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) ->
     Raises:
         UserError: There is no such study, and no process leads it.
     """
+    from autotune.study.runner import NEWS_S
+    from autotune.study.storage import records
+
     name, said = ledger.study_name, False
     with ledger.beating():
         while True:
@@ -115,6 +120,10 @@ def _planned(
     Raises:
         UserError: The study cannot be measured here.
     """
+    from autotune.study.setup.capture import wanted_study
+    from autotune.study.setup.engine import executor_for
+    from autotune.study.setup.plan import plan
+
     file = folder / "study.yaml"
     if not file.exists():
         raise UserError(

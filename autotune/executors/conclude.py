@@ -9,8 +9,9 @@ from typing import Any
 from autotune.scoring import step_times
 from autotune.space.candidate import AUTOCAST
 from autotune.trial.failures import means_lost_peer, means_other_dtype
+from autotune.trial.lengths import added, longest
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import OOM_EXIT_CODE, PHASES, DeviceLoad, Exit, Outcome, RankReport, TrialResult
+from autotune.trial.result import OOM_EXIT_CODE, PHASES, TAIL_PHASES, DeviceLoad, Exit, Outcome, RankReport, TrialResult
 
 
 def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
@@ -47,7 +48,7 @@ def is_dtype_mismatch(result: TrialResult) -> bool:
 
 
 # What rank 0 measures for all ranks.
-OF_RANK_0 = ("step_times_s", "losses", "other_cores", "observed", "noise", "gradient")
+OF_RANK_0 = ("step_times_s", "losses", "other_cores", "observed", "noise", "gradient", "tail", "expected")
 
 
 def merge(
@@ -62,6 +63,9 @@ def merge(
         entered: Last phase of each rank, for ranks without a report.
     """
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
+    if phase in TAIL_PHASES and outcome in (Outcome.OOM, Outcome.CRASHED):
+        how = "does not fit" if outcome is Outcome.OOM else "fails"
+        reason = f"{_in_the_tail(phase, request)} {how}: {reason}"
     every = list(found.values())
     by_phase = _highest(report.peak_memory_bytes for report in every)
     peaks = [*by_phase.values(), *filter(None, (report.reserved_memory_bytes for report in every))]
@@ -95,6 +99,7 @@ def merge(
         result,
         **{name: getattr(lead, name) for name in OF_RANK_0},
         taken_in=_in_short(lead.taken_in),
+        lengths=added(report.lengths for report in every),
         steps=steps if steps.n_steps else None,
         cpu_s_per_step=cpu_s if steps.n_steps else None,
         samples_per_step=lead.observed.samples_per_step,
@@ -105,6 +110,15 @@ def merge(
         device_load=DeviceLoad.of_all(loads),
         reserved_memory_bytes=max(reserved, default=None),
     )
+
+
+def _in_the_tail(phase: str, request: TrialRequest) -> str:
+    """What a trial did in a phase of its tail check, in words."""
+    if phase != "tail" or not request.lengths:
+        return TAIL_PHASES[phase]
+    length = max(longest(request.lengths), request.tail.length if request.tail else 0)
+    n = request.candidate.get("micro_batch_size")
+    return f"{TAIL_PHASES[phase]} ({n} sample{'' if n == 1 else 's'} of up to {length:,})"
 
 
 def _verdict(

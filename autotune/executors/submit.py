@@ -147,7 +147,7 @@ def to_ray(job: DriverJob) -> str:
 
 
 def object_name(name: str, most: int = 63) -> str:
-    """Returns a name as Kubernetes takes it: at most so many small letters, digits and hyphens."""
+    """Returns a name as Kubernetes takes it: small letters, digits and hyphens, cut to its limit."""
     return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:most].strip("-")
 
 

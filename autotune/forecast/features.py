@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.regression import Design, joined
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
 
 Floats = NDArray[np.float64]
@@ -128,14 +128,14 @@ class FeatureTable:
         present, slopes = self._present(new), self._slopes(new)
         micro = np.log2([c.micro_batch_size / self.reference.micro_batch_size for c in new])
         steps = np.log2([c.gradient_accumulation_steps / self.reference.gradient_accumulation_steps for c in new])
-        batch = np.array([c.micro_batch_size * c.gradient_accumulation_steps for c in new], dtype=float)
+        batch = np.array([c.samples_per_rank for c in new], dtype=float)
         one = np.ones(len(new))
         sizes = np.array([c.micro_batch_size for c in new])
         linear = np.column_stack(
             [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2]
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
-        relative = batch / (self.reference.micro_batch_size * self.reference.gradient_accumulation_steps)
+        relative = batch / self.reference.samples_per_rank
         time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
         memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
@@ -201,7 +201,7 @@ def knobs_of(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:
     for candidate in candidates:
         for name, value in candidate.values().items():
             found.setdefault(name, {}).setdefault(repr(value), value)
-    absent = {name for name in found if "." in name}
+    absent = {name for name in found if name not in FIELDS}
     return {name: list(values.values()) for name, values in found.items() if len(values) > 1 or name in absent}
 
 

@@ -49,6 +49,8 @@ class Knobs:
         states_16: Optimizer states are bfloat16.
         quantized_weights: ZeRO++ int8 gathers.
         hpz: Ranks that share a secondary copy of the weights; 1 without.
+        packed: Batches are not padded.
+        limits: Length that samples are cut to; infinite without.
     """
 
     micro: Floats
@@ -73,6 +75,8 @@ class Knobs:
     states_16: Floats
     quantized_weights: Floats
     hpz: Floats
+    packed: Floats
+    limits: Floats
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate], base: Mapping[str, Any] | None = None) -> Knobs:
@@ -129,6 +133,8 @@ class Knobs:
             states_16=column("bf16.bf16_optimizer_states", 0.0),
             quantized_weights=column(zero + "zero_quantized_weights", 0.0),
             hpz=column(zero + "zero_hpz_partition_size", 1.0),
+            packed=column("data.packing", 0.0),
+            limits=column("data.max_length", np.inf),
         )
 
     def recomputed_share(self, n_blocks: int) -> Floats:

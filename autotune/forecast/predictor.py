@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import ndtr
+import scipy
 
 from autotune.forecast import memory as memory_formulas
 from autotune.forecast import step_time as step_time_formulas
+from autotune.forecast.degrees import cost_terms
 from autotune.forecast.features import FeatureTable, PriorPrediction, knobs_of
-from autotune.forecast.knobs import Knobs
 from autotune.forecast.regression import (
     MEMORY_NOISE,
     MEMORY_SMOOTH,
@@ -26,7 +26,7 @@ from autotune.forecast.regression import (
 )
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.trial.profile import Floats, Machine, Profile
 from autotune.trial.workload import Workload
 
@@ -87,9 +87,8 @@ class AnalyticPrior:
 
     def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
         """The prediction, one row for each candidate."""
-        knobs, guessed = Knobs.of(candidates, self.base), self.profile.guessed
-        times = step_time_formulas.step_time_terms(knobs, self.profile, self.machine)
-        sizes = memory_formulas.memory_terms(knobs, self.profile, self.machine)
+        guessed = self.profile.guessed
+        sizes, times = cost_terms(candidates, self.profile, self.machine, self.base)
         spreads = np.array(list(step_time_formulas.spreads(self.profile).values()))
         return PriorPrediction(
             time_terms=np.column_stack([times[name] for name in step_time_formulas.SPREADS]),
@@ -242,7 +241,7 @@ def probability_below(forecast: Forecast, limit: float) -> float:
     """Probability that the total is below a limit."""
     if limit <= 0:
         return 0.0
-    return float(ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
+    return float(scipy.special.ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
-from scipy.special import log_ndtr, ndtr
 
 Floats = NDArray[np.float64]
 
@@ -146,7 +145,7 @@ class CalibratedGP:
             self._correct(data.y, data)
             self._choose(self._expected + self._likelihoods(data))
             self.observe(data)
-            inverse = cho_solve(self._factor, np.eye(len(data.y)))
+            inverse = scipy.linalg.cho_solve(self._factor, np.eye(len(data.y)))
             # Leave-one-out errors in units of their own deviations (Rasmussen and Williams, 5.4.2).
             errors = np.abs(self._alpha) / np.sqrt(np.diag(inverse))
             if not number:  # an outlying trial counts against the model
@@ -205,8 +204,8 @@ class CalibratedGP:
         base, shares = self._prior(data.design)
         self._features = np.hstack([data.design.linear * self.linear_sd, shares * self.term_sd])
         target = y - base + shares @ self.correction
-        self._factor = cho_factor(self._features @ self._features.T + self._remainder(data), lower=True)
-        self._alpha = cho_solve(self._factor, target)
+        self._factor = scipy.linalg.cho_factor(self._features @ self._features.T + self._remainder(data), lower=True)
+        self._alpha = scipy.linalg.cho_solve(self._factor, target)
         self._weights = self._features.T @ self._alpha
 
     def _correct(self, y: Floats, data: Data) -> None:
@@ -214,10 +213,10 @@ class CalibratedGP:
         if not self.term_sd.any():
             return
         linear = data.design.linear * self.linear_sd
-        lower = cholesky(linear @ linear.T + self._remainder(data), lower=True)
+        lower = scipy.linalg.cholesky(linear @ linear.T + self._remainder(data), lower=True)
         for _ in range(STEPS):
             base, shares = self._prior(data.design)
-            white = solve_triangular(lower, np.column_stack([y - base, shares * self.term_sd]), lower=True)
+            white = scipy.linalg.solve_triangular(lower, np.column_stack([y - base, shares * self.term_sd]), lower=True)
             slopes, sd = white[:, 1:], np.maximum(self.term_sd, 1e-6)
             gradient = slopes.T @ white[:, 0] - self.correction / sd
             move = self.term_sd * np.linalg.solve(slopes.T @ slopes + np.eye(len(sd)), gradient)
@@ -249,7 +248,7 @@ class CalibratedGP:
             return base, np.hypot(self._wider * np.sqrt(prior), more)
         cross = features @ self._features.T + self.smooth_sd**2 * _kernel(design.smooth, self._data.design.smooth)
         centre = base - shares @ self.correction + cross @ self._alpha
-        explained = solve_triangular(self._factor[0], cross.T, lower=True)
+        explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
         variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-8)
         return np.asarray(centre, dtype=float), np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
 
@@ -262,7 +261,7 @@ class CalibratedGP:
         if self._data is not None:
             cross = features @ self._features.T + self.smooth_sd**2 * _kernel(design.smooth, self._data.design.smooth)
             centre = base - shares @ self.correction + cross @ self._alpha
-            explained = solve_triangular(self._factor[0], cross.T, lower=True)
+            explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
             covariance -= explained.T @ explained
         values, vectors = np.linalg.eigh(covariance)
         scale = vectors * np.sqrt(np.maximum(values, 0.0))
@@ -273,7 +272,7 @@ class CalibratedGP:
         if self._data is None:
             return self.term_sd
         cross = self._features[:, -len(self.term_sd) :] * self.term_sd
-        explained = solve_triangular(self._factor[0], cross, lower=True)
+        explained = scipy.linalg.solve_triangular(self._factor[0], cross, lower=True)
         return np.asarray(np.sqrt(np.maximum(self.term_sd**2 - (explained**2).sum(axis=0), 0.0)), dtype=float)
 
     def _prior(self, design: Design) -> tuple[Floats, Floats]:
@@ -309,7 +308,9 @@ def fit(
         mean, sd = model.predict(rows)
         z = (data.y[hidden] - mean) / sd
         # E[m | m > c] = mean + sd phi(z) / (1 - Phi(z)), in logarithms so that a far tail stays finite.
-        y[hidden] = np.maximum(data.y[hidden], mean + sd * np.exp(-0.5 * z**2 - 0.9189385332046727 - log_ndtr(-z)))
+        y[hidden] = np.maximum(
+            data.y[hidden], mean + sd * np.exp(-0.5 * z**2 - 0.9189385332046727 - scipy.special.log_ndtr(-z))
+        )
         model.observe(data, y)
     return model
 
@@ -331,7 +332,7 @@ def expected_noise(within: Sequence[float]) -> float:
 
 def probability_below(mean: Floats, sd: Floats, limit: float) -> Floats:
     """Probability that the value is below a limit."""
-    return np.asarray(ndtr((limit - mean) / sd), dtype=float)
+    return np.asarray(scipy.special.ndtr((limit - mean) / sd), dtype=float)
 
 
 def _kernel(a: Floats, b: Floats) -> Floats:

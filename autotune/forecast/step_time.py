@@ -138,9 +138,11 @@ def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Float
     """Compute, traffic, recomputation and launches of one micro-step."""
     rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.precision])
     share = knobs.recomputed_share(profile.n_blocks)
+    usual = profile.usual_share(knobs.micro, knobs.packed, knobs.limits)
     if not profile.passes:
         compute = profile.flops_per_sample * (knobs.micro + machine.half_samples) / rates
         launches = np.full(len(rates), machine.launch_s * max(profile.n_blocks, 1))
+        compute = compute * usual
         return compute, np.zeros(len(rates)), compute * share * profile.block_share / 3.0, launches
     plain, more = np.zeros((3, len(rates))), np.zeros((3, len(rates)))
     arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
@@ -148,6 +150,7 @@ def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Float
         rows = np.flatnonzero(arithmetic == name)
         first, second = (np.array(profile.work(name, every, knobs.micro[rows])) for every in (0, 1))
         plain[:, rows], more[:, rows] = first, (second - first) * share[rows]
+    plain[:2], more[:2] = plain[:2] * usual, more[:2] * usual
     weights = 3.0 * knobs.weight_bytes * profile.n_parameters
     bandwidth = machine.memory_bytes_per_s
     compute, traffic, launches = plain[0] / rates, (plain[1] + weights) / bandwidth, plain[2] * machine.op_s

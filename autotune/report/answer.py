@@ -80,7 +80,7 @@ def _table(report: StudyReport, width: int) -> Iterator[Text]:
         numbers = _aligned(row.line(scales, "-"), widths)
         style = "bold green" if "recommended" in row.marks else "dim" if row.marks == ["baseline"] else ""
         text = row.configuration + (f"  <-\xa0{', '.join(row.marks)}" if row.marks else "")
-        if room < LEAST_WORDS:
+        if room < max(LEAST_WORDS, *map(len, text.split(" "))):
             yield Text(numbers, style=style)
             yield from _wrapped(text, width, "       ", style)
             continue
@@ -104,7 +104,7 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
     for reason in pick.get("reasons") or ():
         yield from _wrapped(f"- {reason}", width, "    ", first="  ")
     if changes:
-        yield Text("  besides the JSON it takes:")
+        yield Text("  besides the JSON, change this in your training:")
     for change in changes:
         yield from _wrapped(f"- {change}", width, "    ", first="  ")
 

@@ -49,7 +49,8 @@ class StudyReport:
             `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
             times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
             (metrics that are extrapolated), `feasible`, `phase_times_s`, `gate` (what the quality gate said),
-            `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval).
+            `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval), `hosts`,
+            `machine` (device, driver, libraries), `waited_s` (for machines), `lost_attempts` (why each was lost).
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.
@@ -99,6 +100,16 @@ class StudyReport:
             return "no configuration completed"
         return f"{ends['complete']} configurations completed, but none keeps every constraint and passed its checks"
 
+    @property
+    def trials_left(self) -> int:
+        """Trials of the budget that did not run, since somebody stopped the search or it goes on; 0 if it is over."""
+        wanted: int | None = self.study.get("trials_wanted")
+        if wanted is None or self.study.get("ended"):
+            return 0
+        # Those predicted not to fit are free, until there are as many as the whole budget (`study.budget`).
+        free: int = min(sum(trial["outcome"] == "predicted_oom" for trial in self.trials), wanted)
+        return max(0, wanted - (len(self.trials) - free))
+
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:
         """Each picked trial once, with all that it was picked for."""
         names: dict[int, list[str]] = {}
@@ -115,6 +126,11 @@ class StudyReport:
         """The objectives in order, then the other metrics that were measured."""
         return [*self.objectives, *(name for name in METRICS if name in self._seen and name not in self.objectives)]
 
+    def compared_metrics(self) -> list[str]:
+        """The metrics of the trials that were compared, in the order of `metric_names`."""
+        seen = {name for point in self.compared.values() for name in measured(point)}
+        return [name for name in self.metric_names() if name in seen]
+
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
         others = [pick for _, pick in self.picks_by_trial()]
@@ -126,6 +142,14 @@ class StudyReport:
     def points(self) -> dict[int, Data]:
         """The trials that yielded something, by number."""
         return {trial["trial"]: trial for trial in self.trials if measured(trial)}
+
+    @cached_property
+    def compared(self) -> dict[int, Data]:
+        """The trials that were compared with one another: complete, within the constraints, not refused."""
+        return {
+            number: point for number, point in self.points.items()
+            if point.get("outcome", "complete") == "complete" and point.get("feasible") is not False
+        }  # fmt: skip
 
     @cached_property
     def configurations(self) -> dict[int, str]:
@@ -274,12 +298,18 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
         lead, said = THROUGHPUT, speedup_words(pick)
     if not said:
         return ""
+    at = price_words(report, pick, lead)
+    whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
+    return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
+
+
+def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
+    """What a pick costs beside the metric that it leads with: `2.48x the step time`; its throughput if it costs nothing."""
+    gains = pick.get("gains") or {}
     ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
     worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
     price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
-    at = [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
-    whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
-    return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
+    return [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
 
 
 def _ratio(metric: str, gain: float) -> float:

@@ -9,13 +9,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autotune.forecast.knobs import Knobs
-from autotune.forecast.step_time import step_time_terms
+from autotune.forecast.degrees import cost_terms
 from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
 from autotune.report.series import level_text
 from autotune.scoring.bottleneck import diagnose
 from autotune.scoring.effects import effects
-from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, StepObservation
+from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import Candidate
 from autotune.study import tracing
 from autotune.study.setup import profile_cache
@@ -86,6 +85,7 @@ def _of_device(result: TrialResult) -> dict[str, Any]:
         "device_load": result.device_load,
         "samples_per_step": result.samples_per_step,
         "tf32": result.observed.tf32 if result.observed else None,
+        "padding": result.padding,
     }
 
 
@@ -98,6 +98,8 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         "device_name": environment.device_name,
     }
     own = Candidate.of(candidate)
+    if (data := workload.data) is not None:
+        found |= {"lengths": data.table, "loader": data.loader, "data_cannot": data.cannot}
     if profile is not None and not profile.guessed:
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}
@@ -107,7 +109,7 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         return found
     found["peak_flops"] = reached.get(own.precision, reached["fp32"])
     if profile is not None and profile.passes:
-        terms = step_time_terms(Knobs.of([replace(own, checkpoint_every=0)]), profile, machine)
+        _, terms = cost_terms([replace(own, checkpoint_every=0)], profile, machine)
         parts = {"products": "compute", "traffic": "traffic", "launches": "launches"}
         found["expected_s"] = {name: float(terms[term][0]) for name, term in parts.items()}
     return found
@@ -178,13 +180,21 @@ def _stated_limit(path: Path) -> float | None:
     return float(stated) if stated else None
 
 
-def communication(result: TrialResult, path: Path, n_blocks: int) -> float | None:
-    """The share of communication in a trial's step; None where its phases were not timed."""
+def step_parts(result: TrialResult, path: Path, n_blocks: int) -> dict[str, Part]:
+    """The parts of a trial's step by name, the measured ones; empty where its phases were not timed."""
     ranks = phases(path, result.world_size)
     if not ranks:
-        return None
+        return {}
     found = diagnose(Evidence(seen=_alone(result), world_size=result.world_size, ranks=[ranks], n_blocks=n_blocks), [])
-    return next(part.share for part in found.parts if part.name == "communication")
+    return {part.name: part for part in found.parts if part.seconds is not None}
+
+
+def busy_s(path: Path, world_size: int) -> dict[int, float]:
+    """Seconds of the step that was taken apart in which each rank computed or waited for data, not for other ranks."""
+    return {
+        rank: sum(found.get(name, 0.0) for name in ("data", "forward", "backward"))
+        for rank, found in phases(path, world_size).items()
+    }
 
 
 def as_data(report: StudyReport, found: Diagnosis, folder: Path) -> dict[str, Any]:

@@ -102,26 +102,59 @@ def progress(
     return figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))
 
 
-def losses(report: StudyReport, across: str = "samples") -> Figure:
-    """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named."""
-    traces, n_named = [], 0
-    for curve in series.losses(report):
-        named, base, best = bool(curve.marks), "baseline" in curve.marks, "recommended" in curve.marks
-        n_named += named and not base and not best
-        color = BLUE if best else RED if base else CYCLE[1 + n_named % 3] if named else GREY
-        line = {
-            "color": color,
-            "width": 3 if best else 2 if named else 1,
-            "dash": "dash" if base and not best else "solid",
-        }
+def losses(report: StudyReport, across: str = "samples", *, difference: bool = False) -> Figure:
+    """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named.
+
+    Args:
+        report: The study.
+        across: What lies across.
+        difference: Draw each curve's distance from the baseline's, as far as both reach.
+    """
+    curves, n_named, traces = series.losses(report), 0, []
+    base = next((curve for curve in curves if "baseline" in curve.marks), None)
+    for curve in curves:
+        named, is_base, best = bool(curve.marks), curve is base, "recommended" in curve.marks
+        n_named += named and not is_base and not best
+        color = BLUE if best else RED if is_base else CYCLE[1 + n_named % 3] if named else GREY
+        width, dash = 3 if best else 2 if named else 1, "dash" if is_base and not best else "solid"
         name, hover = ", ".join(curve.marks) or "others", f"{trial_text(report, curve.trial)}<br>loss %{{y:.4g}}"
-        style: Trace = {"line": line, "legendgroup": name, "opacity": 1.0 if named else 0.35}
-        traces.append(scatter(name, curve.across[across], curve.loss, hover=hover, **style))
+        style: Trace = {"line": {"color": color, "width": width, "dash": dash}, "legendgroup": name}
+        y = series.above(curve, base, across) if difference and base else curve.loss
+        traces.append(scatter(name, curve.across[across], y, hover=hover, opacity=1.0 if named else 0.35, **style))
     traces.sort(key=lambda trace: trace["line"]["width"])  # the named ones are drawn last, on top
     for i, trace in enumerate(traces):
         trace["showlegend"] = trace["name"] not in {other["name"] for other in traces[:i]}
+    reached = [x for trace in traces for x in trace["x"]]
     title = {"samples": "samples trained on", "seconds": "seconds of training", "steps": "optimizer steps"}[across]
-    return figure(traces, axis(title), axis("training loss"))
+    up = "training loss minus the baseline's" if difference and base else "training loss"
+    return figure(traces, axis(title, reached, log=spans_decade(reached)), axis(up))
+
+
+def gate(trial: Data, *, difference: bool = False) -> Figure:
+    """The losses of a trial with other numerics beside those of its reference, as the quality gate compared them.
+
+    Args:
+        trial: A trial that the gate looked at.
+        difference: Draw the distance from the reference's losses.
+    """
+    found = trial["gate"]
+    reference = series.pieces_of(found["losses"])
+    own, replicates = series.pieces_of(trial["losses"]), [series.pieces_of(each) for each in found["replicates"]]
+
+    def line(name: str, curve: Sequence[float | None], first: bool = True, **style: Any) -> Trace:
+        pairs = zip(curve, reference, strict=False)
+        away = [None if a is None or b is None else rounded(a - b) for a, b in pairs]
+        y = away if difference else list(curve)
+        x = [1 + i * series.piece_size(max(len(found["losses"]), len(trial["losses"]))) for i in range(len(y))]
+        return scatter(
+            name, x, y, hover=f"{name}<br>step %{{x}}: %{{y:.4g}}", line=style, legendgroup=name, showlegend=first
+        )
+
+    again = "the reference again"
+    traces = [line(again, each, i == 0, color=GREY, width=1) for i, each in enumerate(replicates)]
+    traces.append(line("reference: the baseline's numerics", reference, color=RED, width=2, dash="dash"))
+    traces.append(line(f"trial {trial['trial']}", own, color=BLUE, width=2))
+    return figure(traces, axis("optimizer step"), axis(f"training loss{' minus the reference' if difference else ''}"))
 
 
 def steps(report: StudyReport, trials: Iterable[int]) -> Figure:
@@ -150,6 +183,16 @@ def step_traces(report: StudyReport, curve: series.StepCurve, color: str) -> lis
         scatter(name, x, curve.median_ms, line=line | {"dash": "dot"}, fill="tonexty", **hidden),
         scatter(name, x[counted:], curve.median_ms[counted:], hover=hover, line=line, **common),
     ]
+
+
+def lengths(report: StudyReport) -> Figure:
+    """The share of the data set's samples by length."""
+    shares = (report.workload.get("data") or {}).get("lengths") or {}
+    edges = sorted(map(int, shares))
+    bar: Trace = {"type": "bar", "name": "samples", "x": [f"to {each:,}" for each in edges]}
+    bar |= {"y": [rounded(100 * shares[str(each)]) for each in edges], "marker": {"color": BLUE}}
+    bar["hovertemplate"] = "%{y:.3g} %<extra></extra>"
+    return figure([bar], axis("length of a sample") | {"type": "category"}, axis("share of the samples (%)"))
 
 
 def forecasts(report: StudyReport, metric: str) -> Figure:

@@ -14,6 +14,7 @@ from autotune.report import figures, fronts, pictures, readme, series, tables
 from autotune.report.data import StudyReport
 from autotune.report.page import render
 from autotune.system import files
+from autotune.system.provenance import provenance
 from autotune.trial.folder import write_record
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -77,7 +78,7 @@ def draw(report: StudyReport, folder: Path) -> list[Path]:
     marked = [trial for trial in timed if trial in report.marks][:4]
     drawn = {f"front-{x}-{y}": fronts.front(report, x, y) for x, y in combinations(metrics, 2)}
     drawn |= {
-        "parallel": fronts.parallel(report, metrics[0]) if metrics and len(report.points) > 1 else {},
+        "parallel": fronts.parallel(report, metrics[0]) if metrics and len(report.compared) > 1 else {},
         "what-mattered": figures.effects(report),
         "steps": figures.steps(report, marked or timed[:3]),
         "losses": figures.losses(report),
@@ -101,7 +102,7 @@ def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
         "ds_config.json": recommended["ds_config"] if recommended else None,
         "recommended.json": report.recommended,
         "front.json": report.front,
-        "environment.json": report.environment,
+        "environment.json": {**report.environment, **provenance(folder)} if report.environment else {},
     }
     for name, data in records.items():
         if data is not None:

@@ -62,13 +62,17 @@ class _Columns:
     """Values, intervals, hover texts and scales of all points, worked out once for all figures of the front."""
 
     def __init__(self, report: StudyReport) -> None:
-        points, marks = report.points, report.marks
+        points, marks = report.compared, report.marks
         self._report = report
         self.points = list(points.values())
-        self.values = {number: measured(point) for number, point in points.items()}
+        self.values = {number: _read(point) for number, point in points.items()}
         seen = {name for found in self.values.values() for name in found}
         self.scales = tables.scales_of(self.points, [name for name in report.metric_names() if name in seen])
-        self.names = {number: ", ".join(found) for number, found in marks.items()}
+        # A trial that was picked for five things is named for the first: there is no room for more beside a point.
+        self.names = {
+            number: ", ".join(dict.fromkeys([found[0], *(["baseline"] if "baseline" in found else [])]))
+            for number, found in marks.items()
+        }
         self.base = {number for number, found in marks.items() if "baseline" in found}
         self.picked = marks.keys() - self.base
         self.texts = {number: self._text(point) for number, point in points.items()}
@@ -97,6 +101,11 @@ class _Columns:
         )
 
 
+def _read(point: Data) -> dict[str, float]:
+    """The metrics that were measured to their end; one that is extrapolated compares with nothing."""
+    return {name: value for name, value in measured(point).items() if name not in (point.get("censored") or ())}
+
+
 def _front(report: StudyReport, columns: _Columns, x: str, y: str) -> Figure:
     points = [p for p in columns.points if x in columns.values[p["trial"]] and y in columns.values[p["trial"]]]
     on_front = {point["trial"] for point in report.front}
@@ -105,12 +114,12 @@ def _front(report: StudyReport, columns: _Columns, x: str, y: str) -> Figure:
         number = point["trial"]
         is_pick = "pick" if number in columns.picked else "front" if number in on_front else "tried"
         groups["baseline" if number in columns.base else is_pick].append(point)
-    logs = tuple(spans_decade(columns.axis(points, name)) for name in (x, y))
+    logs = tuple(all(value > 0 for value in columns.axis(points, name)) for name in (x, y))
     named = {point["trial"]: _at(columns, point, x, y, logs) for point in groups["pick"] + groups["baseline"]}
     around = [_at(columns, point, x, y, logs) for point in points]
     places = _name_places([(columns.names[trial], *at) for trial, at in named.items()], around)
     sides = dict(zip(named, places, strict=True))
-    traces = [_stairs(report, columns, points, x, y)]
+    traces = [_stairs(columns, points, x, y)]
     for name, members in groups.items():
         trials = [point["trial"] for point in members]
         more: Trace = {"marker": MARKERS[name], "hovertext": [columns.texts[trial] for trial in trials]}
@@ -135,9 +144,8 @@ def _at(columns: _Columns, point: Data, x: str, y: str, logs: tuple[bool, ...]) 
     return across, up
 
 
-def _stairs(report: StudyReport, columns: _Columns, points: Sequence[Data], x: str, y: str) -> Trace:
+def _stairs(columns: _Columns, points: Sequence[Data], x: str, y: str) -> Trace:
     """The front of these two metrics alone; the line turns at corners that are known to be reachable."""
-    infeasible = {one["trial"] for one in report.trials if one.get("feasible") is False}
     signs = [1 if METRICS[name].direction == "minimize" else -1 for name in (x, y)]
 
     def key(point: Data) -> tuple[float, float]:
@@ -145,7 +153,7 @@ def _stairs(report: StudyReport, columns: _Columns, points: Sequence[Data], x: s
         return signs[0] * values[x], signs[1] * values[y]
 
     kept: list[Data] = []
-    for point in sorted((p for p in points if p["trial"] not in infeasible), key=key):
+    for point in sorted(points, key=key):
         if not kept or key(point)[1] < key(kept[-1])[1]:
             kept.append(point)
     line = {"color": BLUE, "width": 1.5, "shape": "hv", "dash": "dot"}
@@ -179,10 +187,10 @@ def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tup
 
 def parallel(report: StudyReport, metric: str) -> Figure:
     """A line for each trial through its knobs and objectives, coloured by a metric."""
-    levels, values = series.knobs(report), {number: measured(point) for number, point in report.points.items()}
+    levels, values = series.knobs(report), {number: measured(point) for number, point in report.compared.items()}
     seen = [name for name in report.objectives if any(name in found for found in values.values())]
     metrics = [*seen, *([metric] if metric not in seen else [])]
-    points = [point for number, point in report.points.items() if metric in values[number]]
+    points = [point for number, point in report.compared.items() if metric in values[number]]
     rulers = {
         name: _ruler([values[p["trial"]][name] for p in points if name in values[p["trial"]]]) for name in metrics
     }
@@ -264,7 +272,7 @@ def _range_notes(report: StudyReport, metrics: Sequence[str], first_axis: int) -
     """The least and the most on the axes of metrics."""
     notes = []
     for position, name in enumerate(metrics, start=first_axis):
-        values = [measured(point)[name] for point in report.points.values() if name in measured(point)]
+        values = [measured(point)[name] for point in report.compared.values() if name in measured(point)]
         for place, value in ((0, min(values, default=0.0)), (1, max(values, default=0.0))):
             notes.append(_note(position, place, metric_scale(name, values).quantity(value)))
     return notes

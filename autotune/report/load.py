@@ -28,7 +28,9 @@ from autotune.trial.workload import TRAINER
 
 # What a trial's row takes from its stored result, and what results of earlier releases do not hold.
 TOLD = ("reason", "phase", "censored", "feasible", "wall_s", "caveats")
-TOLD_SINCE = ("phase_times_s", "forecast")
+TOLD_SINCE = ("phase_times_s", "forecast", "tail", "padding")
+# Where it ran, which its file alone tells.
+WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
@@ -103,8 +105,13 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
+            "measured_on": _days(study),
+            "trials_wanted": study.user_attrs.get(records.SETTINGS_ATTR, {}).get("trials"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
+            "lost": [
+                {"trial": each.number, "reason": each.user_attrs.get("reason", "")} for each in records.lost(study)
+            ],
         },
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
@@ -113,6 +120,12 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
     )
+
+
+def _days(study: Study) -> list[str]:
+    """The days on which the first and the last trial ended, in local time."""
+    ended = sorted(told.datetime_complete for told in records.told_trials(study) if told.datetime_complete)
+    return [f"{ended[0]:%Y-%m-%d}", f"{ended[-1]:%Y-%m-%d}"] if ended else []
 
 
 def _threads(kept: StudyRecord) -> int | None:
@@ -185,6 +198,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
             "step_times_s": result.step_times_s if result else [],
             "n_warmup": result.steps.n_warmup if result and result.steps else None,
         }
+        row |= {name: getattr(result, name) for name in WHERE} if result else {}
         rows.append(row)
     return rows
 

@@ -1,14 +1,18 @@
-"""The live view of a running study: a line for each trial, and one for the running trial; all on standard error."""
+"""The live view of a running study: a line for each trial, a bar and the running trial; all on standard error."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 import time
+from collections import Counter
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from autotune.study.events import Event, EventSink, Kind, Progress
@@ -17,17 +21,29 @@ from autotune.system.units import format_duration, format_quantity
 from autotune.trial.result import Outcome
 
 STYLES = {
-    Outcome.COMPLETE: "green", Outcome.OOM: "yellow", Outcome.LOST: "dim", Outcome.STOPPED_EARLY: "dim",
+    Outcome.COMPLETE: "", Outcome.OOM: "yellow", Outcome.LOST: "dim", Outcome.STOPPED_EARLY: "dim",
     Outcome.PREDICTED_OOM: "dim",
 }  # fmt: skip
+# What a line says of a complete trial: metric, unit, head and width of the column.
+COLUMNS = (
+    ("step_time_s", "s", "step time", 9), ("samples_per_s", "samples/s", "samples/s", 9), ("peak_memory_bytes", "B", "memory", 8),
+)  # fmt: skip
+TRIAL = 5  # columns of a number
+FIGURES = sum(width + 2 for *_, width in COLUMNS)
+INDENT = TRIAL + FIGURES
+LEAST_WORDS = 30  # columns; with less room a configuration stands on the next line
+BAR = 28
+LONGEST_REASON = 160
 
 
 class ProgressView(EventSink):
-    """Prints a line for each trial and, in a terminal, keeps one line about the running trial.
+    """Prints a line for each trial and, in a terminal, keeps lines about the running trial and the time left.
+
+    Trials that are measured again share one line.
 
     Args:
         console: The console; standard error by default, since standard output is for the answer.
-        after_s: Delay in seconds before the live line appears, so that a quick command shows none.
+        after_s: Delay in seconds before the live lines appear, so that a quick command shows none.
     """
 
     def __init__(self, console: Console | None = None, *, after_s: float = 0.0) -> None:
@@ -35,11 +51,13 @@ class ProgressView(EventSink):
         self._doing = ""
         self._since = time.monotonic()
         self._shown_from = self._since + after_s
+        self._began_s: float | None = None
         self._under_way: dict[int, str] = {}
-        self._standing = ""
-        self._waited = False
+        self._latest: tuple[Progress, float] | None = None
+        self._again: Counter[int] = Counter()
+        self._headed = self._waited = False
         # It redraws itself, so that seconds pass also where nothing emits ticks.
-        drawn = Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True)
+        drawn = Live(get_renderable=self._drawn, console=self.console, refresh_per_second=4, transient=True)
         self._live = drawn if self.console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -50,29 +68,37 @@ class ProgressView(EventSink):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._show_again()
         if self._live is not None:
             self._live.stop()
 
     def emit(self, event: Event) -> None:
         """Shows an event."""
+        self._began_s = event.time_s if self._began_s is None else self._began_s
         match event.kind:
             case Kind.NOTE:
-                self._print(Text(f"- {redaction.redact(event.text)}"))
+                self._print_note(redaction.redact(event.text))
             case Kind.QUEUE_WAIT:
-                self._print(Text(f"- waiting: {redaction.redact(event.text)}"))
+                self._print_note(f"waiting: {redaction.redact(event.text)}")
             case Kind.TURN_WAIT if not self._waited:
                 self._waited = True
-                self._print(Text("- something else is measured on this machine; taking turns, trial by trial"))
+                self._print_note("another study measures on this machine; the two take turns, trial by trial")
             case Kind.PHASE:
-                self._start_clock(event.text, event)
+                self._start_clock(redaction.redact(event.text), event)
                 if self._live is None:
-                    self._print(Text(f"- {event.text}"))
+                    self._print_note(self._doing)
             case Kind.TRIAL_STARTED if event.trial is not None and event.candidate is not None:
                 again = " again" if event.role == "repeat" else ""
                 self._under_way[event.trial] = f"trial {event.trial}{again}: {event.candidate.describe()}"
                 self._start_clock("; ".join(self._under_way.values()), event)
             case Kind.TRIAL_ENDED if event.progress is not None:
-                self._show_end(event.progress)
+                self._show_end(event.progress, event.time_s)
+        if self._live is not None and self._live.is_started:
+            self._live.refresh()
+
+    def opening(self, target: str) -> None:
+        """Shows at once, in a terminal, that a target is being read; called before slow imports."""
+        self._start_clock(f"reading {redaction.redact(target)}", Event(kind=Kind.PHASE))
         if self._live is not None and self._live.is_started:
             self._live.refresh()
 
@@ -80,30 +106,77 @@ class ProgressView(EventSink):
         self._doing = text
         self._since = time.monotonic() - max(0.0, time.time() - event.time_s)
 
-    def _line(self) -> Text:
+    def _drawn(self) -> Group:
         if not self._doing or time.monotonic() < self._shown_from:
-            return Text()
-        line = Text(f"  {self._doing}  {time.monotonic() - self._since:.0f} s", style="bold")
-        return Text("\n").join([line, Text(f"  {self._standing}", style="dim")]) if self._standing else line
+            return Group()
+        doing = _row(f"{time.monotonic() - self._since:>4.0f} s  {self._doing}", "bold")
+        if self._latest is None or self._began_s is None:
+            return Group(doing)
+        progress, ended_s = self._latest
+        left_s = max(0.0, progress.left_s - (time.time() - ended_s))
+        gone_s = max(0.0, time.time() - self._began_s)
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            "", ProgressBar(1.0, gone_s / max(gone_s + left_s, 1.0), width=BAR), _trials_words(progress, left_s)
+        )
+        return Group(bar, _row(_best_words(progress), "dim"), doing)
 
-    def _show_end(self, progress: Progress) -> None:
+    def _show_end(self, progress: Progress, ended_s: float) -> None:
         self._under_way.pop(progress.number, None)
         self._doing = "; ".join(self._under_way.values()) or self._doing
-        label = {"repeat": "again", "baseline": "base"}.get(progress.role, "")
-        line = Text(f"{progress.number:>4} {label:<6}")
-        line.append(f"{progress.outcome!s:<12}", style=STYLES.get(progress.outcome, "red"))
-        line.append(f" {progress.candidate.describe()}")
-        if progress.outcome is Outcome.COMPLETE:
-            line.append(f"  {_figures(progress.metrics)}")
-        elif progress.reason:
-            line.append(f"  {progress.reason[:160]}", style="dim")
-        self._print(line)
-        self._standing = _standing(progress)
+        self._latest = progress, ended_s
+        if progress.role == "repeat" and progress.outcome is Outcome.COMPLETE:
+            self._again[progress.number] += 1
+            return
+        self._show_again()
+        self._print_trial(progress)
         if self._live is None and progress.role != "repeat" and progress.n_told % 5 == 0:
-            self._print(Text(f"- {self._standing}"))
+            self._print_note(f"{_trials_words(progress, progress.left_s)}; {_best_words(progress)}")
 
-    def _print(self, line: Text) -> None:
-        self.console.print(line, soft_wrap=self._live is None)  # a piped line stays one line
+    def _print_trial(self, progress: Progress) -> None:
+        if not self._headed:
+            self._headed = True
+            heads = "".join(f"  {head:>{width}}" for _, _, head, width in COLUMNS)
+            self._print(Text(f"{'trial':>{TRIAL}}{heads}  configuration", style="bold"))
+        words, end = progress.candidate.describe(), str(progress.outcome).replace("_", " ")
+        if progress.outcome is Outcome.COMPLETE:
+            figures = "".join(f"  {_figure(progress.metrics, *column)}" for column in COLUMNS)
+            words += " (baseline)" if progress.role == "baseline" else ""
+        else:
+            figures = f"  {end:>{FIGURES - 2}}"
+            words += f": {progress.reason[:LONGEST_REASON]}" if progress.reason else ""
+        line = Text(f"{progress.number:>{TRIAL}}").append(figures, style=STYLES.get(progress.outcome, "red"))
+        room = self.console.width - INDENT - 2
+        if self._live is None:
+            self._print(line.append(f"  {words}"))
+        elif room >= LEAST_WORDS:
+            first, *rest = textwrap.wrap(words, room) or [""]
+            self._print(line.append(f"  {first}"), *(Text(" " * (INDENT + 2) + more) for more in rest))
+        else:
+            self._print(
+                line, *(Text(" " * (TRIAL + 2) + more) for more in textwrap.wrap(words, self.console.width - TRIAL - 2))
+            )
+
+    def _show_again(self) -> None:
+        """Prints the line of the trials that were measured again."""
+        if self._again:
+            each = ", ".join(f"trial {number} {n} x" for number, n in sorted(self._again.items()))
+            self._again.clear()
+            self._print_note(f"measured again: {each}")
+
+    def _print_note(self, text: str) -> None:
+        room = self.console.width - 2
+        wrapped = [text] if self._live is None else textwrap.wrap(text, room) or [""]
+        self._print(*(Text(("- " if i == 0 else "  ") + line) for i, line in enumerate(wrapped)))
+
+    def _print(self, *lines: Text) -> None:
+        for line in lines:
+            self.console.print(line, soft_wrap=self._live is None)  # a piped line stays one line
+
+
+def _row(text: str, style: str) -> Text:
+    """A live line; what does not fit is cut, so that the lines below it stay where they are."""
+    return Text(f"  {text}", style=style, no_wrap=True, overflow="ellipsis")
 
 
 def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
@@ -112,18 +185,19 @@ def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
     return ProgressView(None if show else hidden, after_s=after_s)
 
 
-def _figures(metrics: dict[str, float]) -> str:
-    units = {"step_time_s": "s", "samples_per_s": "samples/s", "peak_memory_bytes": "B"}
-    return ", ".join(format_quantity(metrics[name], unit) for name, unit in units.items() if name in metrics)
+def _figure(metrics: dict[str, float], metric: str, unit: str, _head: str, width: int) -> str:
+    text = format_quantity(metrics[metric], unit).removesuffix(" samples/s") if metric in metrics else ""
+    return f"{text:>{width}}"
 
 
-def _standing(progress: Progress) -> str:
-    text = f"{progress.n_told} of {progress.n_trials} trials, about {format_duration(progress.left_s)} left"
-    if progress.best is not None:
-        gain = (
-            f", {progress.best_gain:.2f}x the baseline by the goal"
-            if progress.best_gain and progress.best.trial
-            else ""
-        )
-        text += f"; best so far: trial {progress.best.trial}, {progress.best.candidate.describe()}{gain}"
-    return text
+def _trials_words(progress: Progress, left_s: float) -> str:
+    """How far a study is; it may end before its last trial, when nothing more is to be gained."""
+    left = f"about {format_duration(round(left_s))} left" if left_s >= 1 else "taking longer than estimated"
+    return f"{progress.n_told} of at most {progress.n_trials} trials, {left}"
+
+
+def _best_words(progress: Progress) -> str:
+    if progress.best is None:
+        return "nothing to recommend yet"
+    gain = f", {progress.best_gain:.2f}x the baseline by the goal" if progress.best_gain and progress.best.trial else ""
+    return f"best so far: trial {progress.best.trial}, {progress.best.candidate.describe()}{gain}"

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
-from autotune.report import tables
+from autotune.report import attempts, tables
 from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
+from autotune.report.next_steps import next_steps, reproduce
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import format_bytes, format_count, format_duration
 
@@ -30,7 +31,7 @@ def render(report: StudyReport) -> str:
         *_use(report),
         "## Reproducing it",
         f"```\n{reproduce(report)}\n```",
-        f"Measured with {_plain(_versions(report))}.",
+        f"Measured {_plain(measured_on(report))}with {_plain(_versions(report))}.",
     ]) + "\n"  # fmt: skip
 
 
@@ -58,7 +59,9 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
         *_reasons(recommended),
     ] if recommended else []  # fmt: skip
     picks = _table(head, rows, numeric=[1]) if rows else ""
-    return _joined([_lead(report), _answer(report), picks, *figures, _bullets("What to know:", report.caveats())])
+    know = [*report.caveats(), *attempts.lines(report)]
+    steps = _bullets("What to do next:", next_steps(report), plain=False)
+    return _joined([_lead(report), _answer(report), picks, *figures, steps, _bullets("What to know:", know)])
 
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:
@@ -113,11 +116,6 @@ def _reasons(pick: Data, heading: str = "Why:") -> list[str]:
     return [_bullets(heading, pick.get("reasons")), _bullets("Besides the JSON it takes:", changes, plain=False)]
 
 
-def reproduce(report: StudyReport) -> str:
-    """The command that runs the study again."""
-    return shlex.join(["autotune", "run", f"studies/{report.name}/study.yaml"])
-
-
 def subject(report: StudyReport) -> str:
     """What was tuned: the target and its model."""
     target = PurePath(str(report.study.get("target", ""))).name
@@ -143,6 +141,12 @@ def machine(report: StudyReport) -> str:
     if environment.get("n_cores"):
         found.append(f"{environment['n_cores']} cores")
     return ", ".join(found)
+
+
+def measured_on(report: StudyReport) -> str:
+    """The day, or the days, on which the trials ended: `on 2026-11-23 `; empty if that is not known."""
+    first, last = report.study.get("measured_on") or ("", "")
+    return f"{f'on {first}' if first == last else f'from {first} to {last}'} " if first else ""
 
 
 def _lead(report: StudyReport) -> str:

@@ -15,6 +15,7 @@ from autotune.system import files
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
     from autotune.report.data import StudyReport
     from autotune.report.export import Exported
@@ -106,9 +107,8 @@ class StudyResult:
         """The configuration that all others are compared with; None if it did not complete."""
         return _pick("baseline", self._report.baseline) if self._report.baseline else None
 
-    @property
-    def trials(self) -> pd.DataFrame:
-        """Every trial, by number, with the columns of `trials.csv`.
+    def trials_dataframe(self) -> pd.DataFrame:
+        """Every trial, by number, with the columns of `trials.csv`; units are in the names.
 
         Such are `outcome`, `reason`, `marks`, `speedup`, `wall_s`; each metric with both ends of its 95 % interval, as
         `step_time_s`, `step_time_s_low`, `step_time_s_high`; each knob, as `candidate.zero_stage`.
@@ -122,8 +122,8 @@ class StudyResult:
 
     @property
     def front(self) -> pd.DataFrame:
-        """The trials that no other one beats on every objective; columns as of `trials`."""
-        return self.trials.loc[[point["trial"] for point in self._report.front]]
+        """The trials that no other one beats on every objective; columns as of `trials_dataframe`."""
+        return self.trials_dataframe().loc[[point["trial"] for point in self._report.front]]
 
     @property
     def caveats(self) -> list[str]:
@@ -184,6 +184,55 @@ class StudyResult:
                 return write_report(self._report, where, single_file=False)[0]
             render.write(self._report, where)
         return where
+
+    def plot_front(self, x: str | None = None, y: str | None = None) -> go.Figure:
+        """The trials over two metrics, by default the first two objectives: front, picks and baseline are marked.
+
+        Raises:
+            UserError: A metric is unknown or was not measured.
+        """
+        from autotune.report import plots
+
+        return plots.front(self._report, x, y)
+
+    def plot_parallel(self, metric: str | None = None) -> go.Figure:
+        """A line for each trial through its knobs and objectives, coloured by a metric; errors as of `plot_front`."""
+        from autotune.report import plots
+
+        return plots.parallel(self._report, metric)
+
+    def plot_losses(self, across: str = "samples", *, difference: bool = False) -> go.Figure:
+        """The loss curves of the trials.
+
+        Args:
+            across: `samples`, `seconds` or `steps`.
+            difference: Show how far each curve is above the baseline's.
+
+        Raises:
+            UserError: No loss curves are kept.
+        """
+        from autotune.report import plots
+
+        return plots.losses(self._report, across, difference=difference)
+
+    def plot_forecast(self, metric: str | None = None) -> go.Figure:
+        """What trials measured against what was forecast, with 90 % intervals.
+
+        Args:
+            metric: `step_time_s` or `peak_memory_bytes`; by default the first that was forecast.
+
+        Raises:
+            UserError: Nothing was forecast.
+        """
+        from autotune.report import plots
+
+        return plots.forecast(self._report, metric)
+
+    def _repr_html_(self) -> str:
+        """The answer for a notebook."""
+        from autotune.report.notebook import answer_html
+
+        return answer_html(self._report)
 
     def __repr__(self) -> str:
         picked = self._report.picks.get(RECOMMENDED)

@@ -23,6 +23,8 @@ def script_side_changes(
         family: The framework of that script, which does some of it by itself.
     """
     found = _batch_changes(candidate, baseline, noted=is_script)
+    if not is_script:  # whose degrees stay as they are
+        found += _degree_changes(candidate, baseline)
     if candidate.checkpoint_every != baseline.checkpoint_every:
         found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
     if candidate.precision != baseline.precision and family != TRAINER:
@@ -48,10 +50,38 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
         )
     if steps != baseline.gradient_accumulation_steps and not noted:
         found.append(
-            f"Accumulation: DeepSpeed counts {steps} micro-batches per step instead of"
+            f"Accumulation: DeepSpeed counts {steps} micro-batch{'es' if steps > 1 else ''} per step instead of"
             f" {baseline.gradient_accumulation_steps}; call"
             " `engine.backward(loss)` and `engine.step()` for each (transformers: `--gradient_accumulation_steps"
             f" {steps}`)."
+        )
+    return found
+
+
+def _degree_changes(candidate: Candidate, baseline: Candidate) -> list[str]:
+    found = []
+    tensor, sequence, micro = candidate.tensor_degree, candidate.sequence_degree, candidate.micro_batch_size
+    if tensor != baseline.tensor_degree and tensor > 1:
+        found.append(
+            f"Tensor degree: the JSON splits the layers over {tensor} ranks, which must get the same batches:"
+            f" `DistributedSampler(..., num_replicas=world_size // {tensor}, rank=rank // {tensor})`. Accelerate and"
+            " transformers' Trainer read the degree in the JSON and do so; leave their `tp_plan` and `tp_size` alone."
+        )
+    if sequence != baseline.sequence_degree and sequence > 1:
+        found.append(
+            f"Sequence degree: split the sequences over {sequence} ranks: `mpu ="
+            " UlyssesSPAttentionHF.register_with_transformers(model, model.config._attn_implementation,"
+            f" sequence_parallel_size={sequence}, micro_batch_size={micro})`, `deepspeed.initialize(..., mpu=mpu)`, and"
+            " batches through `UlyssesSPDataLoaderAdapter` (both in `deepspeed.runtime.sequence_parallel.ulysses_sp`)."
+            " Accelerate and transformers: `parallelism_config=ParallelismConfig(sp_backend='deepspeed',"
+            f" sp_size={sequence})` for `Accelerator` or `TrainingArguments`."
+        )
+    if tensor != baseline.tensor_degree:
+        found.append(
+            f"Checkpoints: what was saved at a tensor degree of {baseline.tensor_degree} is converted first, by `python -m"
+            " deepspeed.checkpoint.ds_to_universal --input_folder CHECKPOINT/global_stepN --output_folder"
+            ' CHECKPOINT/global_stepN_universal`, and loaded with `"checkpoint": {"load_universal": true}` in the'
+            " JSON."
         )
     return found
 
@@ -68,7 +98,7 @@ def learning_rate_changes(
         in_json: The DeepSpeed JSON makes the optimizer or its schedule, and so states the learning rate.
         flag: The option that must repeat it, with its value.
     """
-    ratio = candidate.global_batch_size(1) / baseline.global_batch_size(1)
+    ratio = candidate.samples_per_rank / baseline.samples_per_rank
     if ratio == 1:
         return []
     more = f"Learning rate: the global batch is {ratio:.3g} times the baseline's"

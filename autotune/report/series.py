@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from autotune.report.data import Data, StudyReport, end_words, measured
 from autotune.scoring import step_times
 from autotune.scoring.metrics import METRICS
+from autotune.space.candidate import Candidate
 
 MOST_LOSS_POINTS = 60
+MOST_KNOBS = 8  # more axes than that are not read
 MOST_LOSS_CURVES = 80
 # Each trial has its own curve of step times; with many trials they have fewer points, so that the page stays small.
 MOST_STEP_POINTS, LEAST_STEP_POINTS, STEP_POINTS_OF_STUDY = 120, 20, 80_000
@@ -104,19 +108,37 @@ def level_text(value: Any) -> str:
 
 
 def knobs(report: StudyReport) -> dict[str, list[Any]]:
-    """The knobs that differ between the measured trials, each with its values in order."""
-    candidates = [point["candidate"] for point in report.points.values()]
+    """The knobs that differ between the compared trials, at most the eight that matter most, with values in order."""
+    candidates = [point["candidate"] for point in report.compared.values()]
     found = {}
     for name in dict.fromkeys(name for candidate in candidates for name in candidate):
         levels = {repr(candidate.get(name)): candidate.get(name) for candidate in candidates}
         if len(levels) > 1:
             found[name] = sorted(levels.values(), key=_order)
-    return found
+    if len(found) <= MOST_KNOBS:
+        return found
+    shares = {
+        name: max((e.share for each in report.effects for e in each.knobs if e.knob == name), default=0.0)
+        for name in found
+    }
+    kept = sorted(found, key=lambda name: -shares[name])[:MOST_KNOBS]
+    return {name: levels for name, levels in found.items() if name in kept}
 
 
 def losses(report: StudyReport) -> list[LossCurve]:
     """The loss curves, those of the picks and the baseline first."""
     return [_loss_curve(report, each) for each in itertools.islice(_trials_with(report, "losses"), MOST_LOSS_CURVES)]
+
+
+def above(curve: LossCurve, base: LossCurve, across: str) -> list[float | None]:
+    """How far a loss curve lies above another one, at its own points; None where the other one does not reach."""
+    known = [(x, y) for x, y in zip(base.across[across], base.loss, strict=False) if y is not None]
+    if not known:
+        return [None] * len(curve.loss)
+    places, values = zip(*known, strict=True)
+    reference = np.interp(curve.across[across], places, values, left=math.nan, right=math.nan)
+    pairs = zip(curve.loss, map(float, reference), strict=False)
+    return [None if own is None or math.isnan(other) else round(own - other, 5) for own, other in pairs]
 
 
 def steps(report: StudyReport) -> list[StepCurve]:
@@ -197,6 +219,19 @@ def _trials_with(report: StudyReport, series: str) -> Iterable[Data]:
     return (one for one in order if sum(value is not None for value in one.get(series) or ()) > 1)
 
 
+def piece_size(n: int) -> int:
+    """Number of steps that one point of a loss curve stands for, by the length of the curve."""
+    return max(1, -(-n // MOST_LOSS_POINTS))
+
+
+def pieces_of(losses: Sequence[float | None]) -> list[float | None]:
+    """A loss curve, averaged over pieces; None where no loss was finite."""
+    finite = [
+        [loss for loss in losses[p.start : p.stop] if loss is not None] for p in _pieces(len(losses), MOST_LOSS_POINTS)
+    ]
+    return [round(sum(piece) / len(piece), 5) if piece else None for piece in finite]
+
+
 def _pieces(n: int, most: int) -> list[range]:
     size = max(1, -(-n // most))
     return [range(start, min(start + size, n)) for start in range(0, n, size)]
@@ -204,17 +239,14 @@ def _pieces(n: int, most: int) -> list[range]:
 
 def _loss_curve(report: StudyReport, trial: Data) -> LossCurve:
     values, candidate, times_s = trial["losses"], trial["candidate"], trial.get("step_times_s") or []
-    batch = (
-        candidate.get("micro_batch_size", 1) * candidate.get("gradient_accumulation_steps", 1) * report.data_parallel
-    )
+    batch = Candidate.of({"micro_batch_size": 1, **candidate}).global_batch_size(report.data_parallel)
     pieces = _pieces(len(values), MOST_LOSS_POINTS)
-    finite = [[values[i] for i in piece if values[i] is not None] for piece in pieces]
     middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]
     elapsed_s = list(itertools.accumulate(times_s)) if len(times_s) == len(values) else []
     return LossCurve(
         trial=trial["trial"],
         marks=report.marks.get(trial["trial"], []),
-        loss=[round(sum(piece) / len(piece), 5) if piece else None for piece in finite],
+        loss=pieces_of(values),
         across={
             "samples": [step * batch for step in middle],
             "seconds": [round(elapsed_s[piece[len(piece) // 2]], 4) for piece in pieces] if elapsed_s else [],

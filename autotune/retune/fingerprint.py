@@ -86,6 +86,8 @@ PARTS: dict[str, Part] = {
     "samples": Part(label="shape of the samples", opens=True),
     "data size": Part(label="samples in the data set", touches=BATCH, differs=_size_differs),
     "lengths": Part(label="lengths of the samples", touches=MEMORY, differs=_lengths_differ),
+    "optimizer": Part(label="optimizer of the target", opens=True),
+    "learning rate": Part(label="learning rate of the target", touches=BATCH),
     "space": Part(label="search space", opens=True),
     "objectives": Part(label="objectives", opens=True),
     "base configuration": Part(label="the baseline's configuration", opens=True),
@@ -124,8 +126,10 @@ class Change:
                 return f"{label}: {_lengths_words(self.before)}, now {_lengths_words(self.after)}"
             case "device memory" | "memory limit":
                 return f"{label}: {_size_words(self.before)}, now {_size_words(self.after)}"
-            case "objectives" | "base configuration":
+            case "objectives":
                 return f"{label}: {_keys_words(self.before, self.after)}"
+            case "base configuration":
+                return f"{label}: {_settings_words(_flat(self.before), _flat(self.after))}"
         return f"{label}: {_said(self.before)}, now {_said(self.after)}"
 
 
@@ -262,6 +266,10 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
     values["memory limit"] = asked.get("device_memory_bytes") or environment.device_memory_bytes
     if workload.structure:
         values["model"] = workload.structure
+    if workload.client_optimizer and workload.optimizer:
+        values["optimizer"] = workload.optimizer
+    if rates := (workload.script.learning_rates if workload.script else workload.learning_rates):
+        values["learning rate"] = list(rates)
     if workload.data is not None:
         values |= {"samples": list(workload.data.fields), "lengths": dict(workload.data.lengths)}
     # A stated limit stands for the device's own.
@@ -312,3 +320,16 @@ def _space_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def _keys_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
     return f"{', '.join(keys)} changed"
+
+
+def _settings_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+    return "; ".join(f"{key} {_said(before.get(key))}, now {_said(after.get(key))}" for key in keys)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted paths."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return found

@@ -375,7 +375,6 @@ def _by_worth(candidates: Sequence[Candidate], known: PriorStudy | None) -> list
         return unique
     believed = known.guide.beliefs(known.told, unique)
     worth = [
-        float(mean) - math.log(c.global_batch_size(1))
-        for c, mean in zip(unique, believed.log_step_time[0], strict=True)
+        float(mean) - math.log(c.samples_per_rank) for c, mean in zip(unique, believed.log_step_time[0], strict=True)
     ]
     return [c for _, c in sorted(zip(worth, unique, strict=True), key=lambda pair: pair[0])]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.scoring.data_advice import BY_TOKENS, data_notes
 from autotune.scoring.effects import Effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import differing
@@ -35,7 +36,7 @@ AT_A_PRICE = ("recomputation", "launch overhead")
 ADAM_BYTES = 28.0
 # Which knobs to look at for each bottleneck.
 KNOBS: dict[str, tuple[str, ...]] = {
-    "input pipeline": (),
+    "input pipeline": ("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
     "stragglers": (),
     "communication": (
         "gradient_accumulation_steps", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
@@ -57,7 +58,7 @@ UNTRACED = {
     "memory bandwidth": "takes a trace (--profile), or a profile of the model and the machine's rates",
 }
 OUTSIDE = {
-    "input pipeline": "No DeepSpeed knob helps: load in the background (DataLoader num_workers) or beforehand.",
+    "input pipeline": "No DeepSpeed knob helps: load in the background (`--space data` tunes the workers) or beforehand.",
     "stragglers": "No DeepSpeed knob helps: look at that rank's data, throttling, and other processes beside it.",
 }
 
@@ -86,7 +87,10 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
     if _no_room(worst, evidence, others, memory):
         bound = "memory capacity"
         notes.insert(0, f"{worst} takes the time, and what would avoid it does not fit the memory")
-    notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks), *_device(evidence)]
+    waiting = next((part.share or 0.0 for part in parts if part.name == "input pipeline"), 0.0)
+    computing = sum(part.share or 0.0 for part in parts if part.name in BY_TOKENS)
+    notes += [*data_notes(evidence, waiting, computing), *_between_ranks(ranks), *_hidden(evidence)]
+    notes += [*_rates(evidence, ranks), *_device(evidence)]
     # Ranks meet before each collective of the measured step only; other steps do not pay for that.
     spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
     beside = evidence.beside_s or evidence.step_s
@@ -368,12 +372,7 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         flops, counted = 6.0 * evidence.n_parameters * evidence.tokens_per_step, "6 x parameters x tokens"
     if flops and evidence.step_s:
         rate = flops / evidence.step_s / max(1, evidence.world_size)
-        of = "; no peak is known of this device, so no MFU: `autotune probe` measures one"
-        if peak:
-            of = f", {rate / peak:.0%} of its peak in {precision} (MFU)"
-        elif evidence.peak_flops:
-            share, reach = rate / evidence.peak_flops, f"{evidence.peak_flops / 1e9:,.1f} GFLOP/s"
-            of = f", {share:.0%} (MFU) of the {reach} that products alone reach here"
+        of = _share_of_peak(rate, peak, evidence.peak_flops, precision)
         notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
@@ -383,6 +382,18 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         rate_gb = f"{moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter)"
         notes.append(f"the optimizer step moves about {rate_gb}{of}")
     return notes
+
+
+def _share_of_peak(rate: float, peak: float | None, probed: float | None, precision: str) -> str:
+    """A rate as a share of the device's peak (MFU), or of what was measured here; never more than all of it."""
+    if not (of := peak or probed):
+        return "; no peak is known of this device, so no MFU: `autotune probe` measures one"
+    named = f"its peak in {precision}" if peak else f"the {of / 1e9:,.1f} GFLOP/s that products alone reach here"
+    if rate > of:
+        wrong = "the operations were counted too high" if peak else "the machine was busy when `autotune probe` ran"
+        again = "" if peak else " (`autotune probe --again` measures it anew)"
+        return f", more than {named}, which cannot be: {wrong}{again}"
+    return f", {rate / of:.0%} of {named} (MFU)"
 
 
 def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], effects: Effects | None) -> list[Advice]:

@@ -22,7 +22,7 @@ from autotune.trial.result import Outcome
 
 STEP = "step_time_s"
 # Metrics that are a constant, the trial's own, times or over its step time.
-TIMED = (STEP, "samples_per_s", "tokens_per_s", GOODPUT, "time_to_loss_s")
+TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, "time_to_loss_s")
 # Degrees of freedom that the prior of the noise is worth.
 PRIOR_DEGREES = 8
 # Standard deviations on either side of a normal interval of 90 % and of 95 %.

@@ -31,6 +31,7 @@ class Measured:
         forecast: Its step time as it was foretold before it ran: value and both ends of the 90 % interval.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
+        unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
         numerics_kept: Whether it computes the same numbers as the baseline, but for the batch.
         verdict: What the quality gate said of it, where it was asked.
@@ -49,6 +50,7 @@ class Measured:
     forecast: Sequence[float] | None = None
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
+    unfit: str = ""
     unwitnessed: Sequence[str] = ()
     numerics_kept: bool = True
     verdict: GateVerdict | None = None
@@ -58,6 +60,8 @@ class Measured:
     @property
     def doubt(self) -> str:
         """Why it must not be recommended although it is usable; empty if nothing is left open."""
+        if self.unfit:
+            return self.unfit
         if self.unwitnessed:
             return f"nothing shows whether {' and '.join(self.unwitnessed)} acted"
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
@@ -71,7 +75,7 @@ class Measured:
     @property
     def barred(self) -> bool:
         """Whether a check has been made that it did not stand, so that no further one helps."""
-        if self.unwitnessed:
+        if self.unwitnessed or self.unfit:
             return True
         failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)

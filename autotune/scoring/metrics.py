@@ -108,6 +108,11 @@ METRICS: dict[str, Metric] = {
         unit="tokens/s", direction="maximize", label="tokens per second", of=_rate(lambda r: r.tokens_per_step, "real_tokens"),
         why_missing="the batches hold no token sequences; use samples_per_s",
     ),
+    "padded_tokens_per_s": Metric(
+        unit="tokens/s", direction="maximize", label="tokens per second, padding included",
+        of=_rate(lambda r: r.tokens_per_step, "tokens"),
+        why_missing="the batches hold no token sequences; use samples_per_s",
+    ),
     "peak_memory_bytes": Metric(
         unit="B", direction="minimize", label="peak memory", of=_exact(lambda r: r.peak_memory_bytes),
         why_missing="the trial reported no memory",

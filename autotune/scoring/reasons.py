@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.space.candidate import Candidate, differing
 
 # From this change of the machine's speed between first trial and re-measurements on, the reasons mention it: 10 %.
 DRIFT = 0.1
@@ -22,20 +20,6 @@ def named(objectives: Sequence[Objective]) -> str:
     return f"compromise of {', '.join(first)} and {last}" if first else last
 
 
-def changes(candidate: Candidate, baseline: Measured | None) -> list[str]:
-    """The knobs in which a candidate differs from the baseline, in words."""
-    if baseline is None:
-        return []
-    before, after = baseline.candidate.values(), candidate.values()
-    return [
-        f"{name} {_said(after.get(name))} instead of {_said(before.get(name))}" for name in differing(before, after)
-    ]
-
-
-def _said(value: Any) -> str:
-    return "default" if value is None else str(value)
-
-
 def words(measured: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> list[str]:
     """The changes of a trial, and its gains over the baseline."""
     baseline = estimates.baseline
@@ -43,9 +27,9 @@ def words(measured: Measured, estimates: Estimates, objectives: Sequence[Objecti
         return ["the baseline did not run, so there is no speed-up to state"]
     if measured.trial == baseline.trial:
         return ["this is the baseline: no other trial is measurably better"]
-    found = changes(measured.candidate, baseline)
+    found = measured.candidate.changes_from(baseline.candidate)
     gains = [f"{METRICS[o.metric].label} {_gain(measured, estimates, o.metric)}" for o in objectives]
-    return [*([f"changes {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}"]
+    return [*([f"what changes: {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}"]
 
 
 def _gain(measured: Measured, estimates: Estimates, metric: str) -> str:

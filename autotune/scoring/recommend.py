@@ -13,7 +13,8 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import changes, checked, drift, named, passed_by, words
+from autotune.scoring.reasons import checked, drift, named, passed_by, words
+from autotune.space.candidate import differing
 
 # Trials whose gains differ by less than 1 % are alike: the one that changes least is recommended.
 TIE = 0.01
@@ -241,7 +242,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     alike = [m for m in confirmed if behind[m.trial] <= TIE]
     if baseline is not None and baseline.trial in behind and not shown_better(top, estimates, objectives):
         alike = [m for m in confirmed if m.trial == baseline.trial]
-    chosen = min(alike, key=lambda m: (len(changes(m.candidate, baseline)), behind[m.trial]))
+    own = baseline.candidate.values() if baseline else {}
+    n_changes = {m.trial: len(differing(m.candidate.values(), own)) if baseline else 0 for m in alike}
+    chosen = min(alike, key=lambda m: (n_changes[m.trial], behind[m.trial]))
     gain = math.exp(log_gain(chosen, baseline or top, objectives))
     why = f"the best {named(objectives)} ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     tied = [

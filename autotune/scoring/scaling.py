@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from autotune.errors import UserError
 from autotune.scoring import step_times
@@ -31,6 +31,8 @@ class Run:
         step_s: Median step time.
         samples_per_step: Samples of an optimizer step over all ranks.
         communication: Share of the step that collectives took; None if not known.
+        parts_s: The step by its parts, as `bottleneck.diagnose` names them; empty if it was not taken apart.
+        busy_s: Time in which each rank computed or waited for data, not for other ranks; empty if not known.
     """
 
     world_size: int
@@ -39,6 +41,48 @@ class Run:
     step_s: float
     samples_per_step: int
     communication: float | None = None
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    busy_s: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What can stand in the way of more ranks.
+
+    Attributes:
+        parts: The parts of a step that it takes, as `bottleneck.diagnose` names them.
+        remedy: What helps.
+    """
+
+    parts: tuple[str, ...]
+    remedy: str
+
+
+# A step's time beyond the ideal one, by what takes it. `launch` is what lies between the parts that were timed.
+LOSSES = {
+    "communication": Loss(
+        parts=("communication",),
+        remedy="accumulate more micro-batches, use a lower ZeRO stage or larger buckets, or put ranks on a faster link",
+    ),
+    "waiting for the slowest rank": Loss(
+        parts=("stragglers",),
+        remedy="give ranks equal work (lengths of samples, cores, devices), and look for other processes beside the slowest",
+    ),
+    "data": Loss(parts=("input pipeline",), remedy="load in the background (num_workers), or nearer to the ranks"),
+    "update": Loss(
+        parts=("optimizer",), remedy="each rank updates all parameters: shard that (zero_stage 1), or accumulate more",
+    ),
+    "memory bandwidth": Loss(
+        parts=("compute", "recomputation"),
+        remedy="forward and backward of the same samples take longer beside other ranks, which share memory, caches or"
+        " power: use fewer ranks for each machine, pin them to cores, or compute in 16 bits",
+    ),
+    "launch": Loss(parts=(), remedy="use larger micro-batches, so that fewer operations are started for each sample"),
+}  # fmt: skip
+# Shares of a step from which on a loss is named with its remedy.
+NAMED_FROM = 0.05
+# A rank is named whose computing exceeds the mean by this share.
+IMBALANCED_FROM = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +100,20 @@ class Scale:
         speedup_ci95: Its interval.
         efficiency: Speed-up over the ideal one.
         efficiency_ci95: Its interval.
-        serial_share: Karp-Flatt metric: the share of the work that would have to be serial to explain the speed-up.
-            Where it grows with the ranks, communication is to blame; where it stays, work that is not divided.
+        serial_share: Karp-Flatt metric: the share of the work that would have to be serial to explain the speed-up, at
+            most 1, where more ranks are no faster. Where it grows with the ranks, communication is to blame; where it
+            stays, work that is not divided.
         communication: Share of the step that collectives took.
         communication_ci95: Its interval.
         epoch_s: Time to train on every sample once; None without a data set of known size.
         epoch_ci95: Its interval.
         n_rounds: Rounds.
+        losses: Share of the step that each of `LOSSES` takes beyond the ideal step; together what the efficiency lacks,
+            negative where something is quicker. Empty for the fewest ranks and where steps were not taken apart.
+        slowest_rank: The rank that computes longest; None if not known.
+        imbalance: How much longer than the mean of the ranks it does.
+        same_loss: Time to the same loss over that of the fewest ranks; None if the batches differ and the noise scale is
+            not known.
     """
 
     world_size: int
@@ -81,6 +132,10 @@ class Scale:
     epoch_s: float | None
     epoch_ci95: Interval | None
     n_rounds: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    slowest_rank: int | None = None
+    imbalance: float | None = None
+    same_loss: float | None = None
 
 
 def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, Candidate]:
@@ -111,12 +166,13 @@ def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, C
     return {n: Candidate.of({**base.values(), "gradient_accumulation_steps": steps * most // n}) for n in sorted(ranks)}
 
 
-def scaling(runs: Sequence[Run], n_samples: int | None) -> list[Scale]:
+def scaling(runs: Sequence[Run], n_samples: int | None, noise_samples: float | None = None) -> list[Scale]:
     """Compares the rank counts, each round with itself, so that a machine that drifts drifts for all.
 
     Args:
         runs: What was measured.
         n_samples: Samples in the data set; None if it has no end.
+        noise_samples: The gradient noise scale, which says what samples of a larger batch are worth; None if unknown.
     """
     by_rank: dict[int, dict[int, Run]] = {}
     for run in runs:
@@ -145,15 +201,83 @@ def scaling(runs: Sequence[Run], n_samples: int | None) -> list[Scale]:
                 speedup_ci95=speedup_ci95,
                 efficiency=speedup / ideal,
                 efficiency_ci95=(speedup_ci95[0] / ideal, speedup_ci95[1] / ideal) if speedup_ci95 else None,
-                serial_share=(1 / speedup - 1 / ideal) / (1 - 1 / ideal) if ideal > 1 else None,
+                serial_share=min(1.0, (1 / speedup - 1 / ideal) / (1 - 1 / ideal)) if ideal > 1 else None,
                 communication=statistics.fmean(shares) if shares else None,
                 communication_ci95=_share_ci95(shares),
                 epoch_s=epoch_s,
                 epoch_ci95=epoch_ci95,
                 n_rounds=len(rounds),
+                losses=_losses(rounds.values(), by_rank[fewest].values()) if world_size != fewest else {},
+                **_balance(rounds.values()),
+                same_loss=_same_loss(rounds.values(), by_rank[fewest].values(), noise_samples),
             )
         )
     return found
+
+
+def advice(found: Sequence[Scale]) -> list[str]:
+    """The losses and the imbalance that count, each with its remedy, for people."""
+    said = []
+    for name, loss in LOSSES.items():
+        worst = max(found, key=lambda scale: scale.losses.get(name, 0.0))
+        if (share := worst.losses.get(name, 0.0)) >= NAMED_FROM:
+            said.append(f"{name} takes {share:.0%} of a step on {worst.world_size} ranks: {loss.remedy}")
+    uneven = [(scale, scale.imbalance) for scale in found if (scale.imbalance or 0.0) >= IMBALANCED_FROM]
+    said += [
+        f"on {scale.world_size} ranks, rank {scale.slowest_rank} computes {imbalance:.0%} longer than the mean: the others"
+        " wait for it"
+        for scale, imbalance in uneven
+    ]
+    return said
+
+
+def _means(runs: Iterable[Run]) -> dict[str, float]:
+    """Seconds of a step's losses, means over the runs; together the step. Empty where it was not taken apart."""
+    apart = [run for run in runs if sum(run.parts_s.values()) > 0]
+    if not apart:
+        return {}
+    seconds = dict.fromkeys(LOSSES, 0.0)
+    for run in apart:
+        whole = sum(run.parts_s.values())
+        # The step that was taken apart waits for its parts, so that it may take longer than the typical one.
+        scale = min(1.0, run.step_s / whole) / len(apart)
+        for name, loss in LOSSES.items():
+            seconds[name] += scale * sum(run.parts_s.get(part, 0.0) for part in loss.parts)
+        seconds["launch"] += max(0.0, run.step_s - whole) / len(apart)
+    return seconds
+
+
+def _losses(own: Iterable[Run], reference: Iterable[Run]) -> dict[str, float]:
+    own, reference = list(own), list(reference)
+    spent, before = _means(own), _means(reference)
+    if not spent or not before:
+        return {}
+    # What each rank does of a step, beside what each did on the fewest ranks: its part in strong scaling, all in weak.
+    work = own[0].samples_per_step / own[0].world_size * reference[0].world_size / reference[0].samples_per_step
+    whole = sum(spent.values())
+    return {name: (spent[name] - before[name] * work) / whole for name in LOSSES}
+
+
+def _balance(runs: Iterable[Run]) -> dict[str, Any]:
+    """The rank that computes longest, and by how much; of all rounds together, so that one slow moment names nobody."""
+    known = [run.busy_s for run in runs if len(run.busy_s) > 1]
+    if not known:
+        return {}
+    totals = {rank: sum(busy.get(rank, 0.0) for busy in known) for rank in known[0]}
+    slowest, mean = max(totals, key=lambda rank: totals[rank]), statistics.fmean(totals.values())
+    return {"slowest_rank": slowest, "imbalance": totals[slowest] / mean - 1 if mean > 0 else None}
+
+
+def _same_loss(own: Iterable[Run], reference: Iterable[Run], noise_samples: float | None) -> float | None:
+    """Steps to a loss grow as 1 + noise scale / batch (McCandlish et al. 2018)."""
+    (step_s, batch), (first_s, first_batch) = (
+        (_typical([run.step_s for run in runs])[0], runs[0].samples_per_step) for runs in (list(own), list(reference))
+    )
+    if batch == first_batch:
+        return step_s / first_s
+    if noise_samples is None or not math.isfinite(noise_samples):
+        return None
+    return step_s / first_s * (1 + noise_samples / batch) / (1 + noise_samples / first_batch)
 
 
 def _speedup(own: Mapping[int, Run], reference: Mapping[int, Run]) -> tuple[float, Interval | None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 Floats = NDArray[np.float64]
 
@@ -14,7 +14,9 @@ DRAWN, KEPT = 6000, 256
 def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
     """Expected decrease below the best cost so far (Jones, Schonlau and Welch, 1998)."""
     z = (best - mean) / sd
-    return np.asarray((best - mean) * ndtr(z) + sd * np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi), dtype=float)
+    return np.asarray(
+        (best - mean) * scipy.special.ndtr(z) + sd * np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi), dtype=float
+    )
 
 
 def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.random.Generator) -> Floats:
@@ -39,7 +41,7 @@ def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.ran
         return np.zeros(len(mean))
     total = np.ones((len(mean), len(free)))
     for column in range(len(low)):
-        total *= ndtr((free[None, :, column] - mean[:, column, None]) / sd[:, column, None])
+        total *= scipy.special.ndtr((free[None, :, column] - mean[:, column, None]) / sd[:, column, None])
     return np.asarray(ratio * total.mean(axis=1), dtype=float)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from autotune.forecast.features import FeatureTable
 from autotune.forecast.regression import (
@@ -120,7 +120,7 @@ class CostModel:
             limit = sign * (math.log(amount) - (math.log(self.tokens) if metric == "tokens_per_s" else 0.0))
             below = (end == "max") == (sign > 0)
             z = (limit - mean) / sd
-            chance = chance * ndtr(z if below else -z)
+            chance = chance * scipy.special.ndtr(z if below else -z)
         return np.maximum(chance, 1e-6)  # a bound that nothing seems to keep must not end the search
 
     def step_time(self, rows: Rows, *, noise: bool = False) -> tuple[Floats, Floats]:

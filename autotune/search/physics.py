@@ -28,7 +28,8 @@ from autotune.search.observation import Observation
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome

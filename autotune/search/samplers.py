@@ -17,8 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.search import check_sampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
 from autotune.space.parameter import Parameter
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 
 STARTUP_TRIALS = 8

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from autotune.errors import nearest
+from autotune.space import data
 from autotune.space.deepspeed import (
     DEVICES,
     DTYPES,
@@ -28,9 +30,19 @@ from autotune.space.deepspeed import (
     set_path,
     without_auto,
 )
+from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
+# How a candidate is described; a precision or device that is not here is its own word.
+PRECISION_WORDS = {"torch_autocast": "bf16 autocast", "torch_autocast_fp16": "fp16 autocast"}
+DEVICE_WORDS = {"cpu": "the host", "nvme": "NVMe"}
+BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+# What a sentence about a change calls a knob; a setting that is not here keeps its name.
+LABELS = {
+    **dict.fromkeys(BATCH, "micro-batch"), "zero_stage": "ZeRO", "checkpoint_every": "recomputation of",
+    "offload_optimizer": "optimizer on", "offload_param": "parameters on",
+}  # fmt: skip
 # Name of the trial attribute that holds `Candidate.key`.
 CANDIDATE_ATTR = "candidate"
 
@@ -48,6 +60,7 @@ class Candidate:
         offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
         offload_param: Where ZeRO-3 parameters live between uses.
         config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
+            Paths that begin with `data.` are settings of the data and its loader, which DeepSpeed does not get.
     """
 
     micro_batch_size: int
@@ -70,8 +83,11 @@ class Candidate:
             values = {name: value for name, value in values.items() if name != "optimizer"}
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
-        for name in config:
+        config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
+        for name, value in config.items():
             check_knob(name)
+            if data.is_data(name):
+                data.check_value(name, value)
         for name, value in own.items():
             check_value(name, value)
         if "micro_batch_size" not in own:
@@ -92,20 +108,65 @@ class Candidate:
         """The candidate of a key."""
         return cls.of(json.loads(key))
 
-    def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * world_size
+    @property
+    def tensor_degree(self) -> int:
+        """Ranks over which the matrices of a layer are split."""
+        return self.degree(TENSOR_DEGREE)
 
-    def describe(self, baseline: Candidate | None = None) -> str:
-        """The candidate in a few words: the batch, and whatever differs from the defaults (or from `baseline`)."""
-        reference = baseline.values() if baseline else {"precision": None, "zero_stage": None}
-        default = Candidate(micro_batch_size=0).values()
-        words = [f"{self.micro_batch_size}x{self.gradient_accumulation_steps}", self.precision, f"z{self.zero_stage}"]
-        for name, value in self.values().items():
-            plain = name in ("micro_batch_size", "gradient_accumulation_steps", "precision", "zero_stage")
-            if not plain and value != reference.get(name, default.get(name)):
-                words.append(f"{name.rsplit('.', 1)[-1]}={value}")
-        return " ".join(words)
+    @property
+    def sequence_degree(self) -> int:
+        """Ranks over which a sequence is split."""
+        return self.degree(SEQUENCE_DEGREE)
+
+    def degree(self, path: str) -> int:
+        """Ranks of a group: the value at a path of `DEGREES`, 1 without."""
+        found = next((value for name, value in self.config if name == path), None)
+        return max(1, found) if isinstance(found, int) else 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that train on the same samples, as they share a copy of the model or a sequence."""
+        return self.tensor_degree * self.sequence_degree
+
+    @property
+    def samples_per_rank(self) -> float:
+        """Samples of an optimizer step for each rank, where ranks of one replica share theirs."""
+        return self.micro_batch_size * self.gradient_accumulation_steps / self.ranks_per_replica
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples per optimizer step.
+
+        Args:
+            world_size: Ranks, without those of a pipeline's later stages; the candidate's own degrees are divided out.
+        """
+        return max(1, self.micro_batch_size * self.gradient_accumulation_steps * world_size // self.ranks_per_replica)
+
+    def describe(self) -> str:
+        """The candidate in words, `micro-batch 8 x 1, bf16, ZeRO 1`: the batch, and what differs from the defaults."""
+        words = [
+            f"micro-batch {self.micro_batch_size} x {self.gradient_accumulation_steps}",
+            PRECISION_WORDS.get(self.precision, self.precision),
+            f"ZeRO {self.zero_stage}",
+        ]
+        if self.checkpoint_every:
+            which = "block" if self.checkpoint_every == 1 else f"{ordinal(self.checkpoint_every)} block"
+            words.append(f"every {which} recomputed")
+        for what, device in (("optimizer", self.offload_optimizer), ("parameters", self.offload_param)):
+            if device != "none":
+                words.append(f"{what} on {DEVICE_WORDS[device]}")
+        words += [f"{path.rsplit('.', 1)[-1]}={plain(value)}" for path, value in self.config]
+        return ", ".join(words)
+
+    def changes_from(self, other: Candidate) -> list[str]:
+        """The changes from another candidate in words, one each: `ZeRO 0 instead of 3`."""
+        own, before = self.values(), other.values()
+        said = list[str]()
+        for name in differing(own, before):
+            if name in BATCH and said and said[0].startswith("micro-batch"):
+                continue
+            now, then = (_change_words(name, candidate) for candidate in (self, other))
+            said.append(f"{LABELS.get(name, name)} {now} instead of {then}")
+        return said
 
     def to_deepspeed(self, base: Mapping[str, Any] | None = None) -> DsConfig:
         """The DeepSpeed configuration of this candidate over the user's own.
@@ -128,11 +189,18 @@ class Candidate:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             **config,
         }
+        _drop_degrees(config)
         self._set_precision(config)
         self._set_zero(config)
         for path, value in self.config:
-            set_path(config, path, value)
+            if not data.is_data(path):
+                set_path(config, path, value)
         return config
+
+    @property
+    def data_changes(self) -> dict[str, Scalar]:
+        """Its settings of the data, without their prefix."""
+        return data.changes(dict(self.config))
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}
@@ -167,6 +235,18 @@ class Candidate:
                 config["zero_force_ds_cpu_optimizer"] = False
 
 
+def _drop_degrees(config: DsConfig) -> None:
+    """Removes the user's degrees, which candidates carry themselves; settings beside them stay."""
+    for path in DEGREES:
+        section, _, key = path.partition(".")
+        if not key:
+            config.pop(section, None)
+        elif section in config:
+            config[section] = {name: value for name, value in config[section].items() if name != key}
+            if not config[section]:
+                del config[section]
+
+
 FIELDS = tuple(field.name for field in fields(Candidate) if field.name != "config")
 CHOICES: dict[str, tuple[Scalar, ...]] = {
     "zero_stage": (0, 1, 2, 3),
@@ -177,6 +257,31 @@ CHOICES: dict[str, tuple[Scalar, ...]] = {
 AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 0}
 
 
+def _change_words(name: str, candidate: Candidate) -> str:
+    """The value of a knob in a sentence about a change; the batch is one."""
+    value = candidate.values().get(name)
+    if name in BATCH:
+        return f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}"
+    if name == "precision":
+        return PRECISION_WORDS.get(candidate.precision, candidate.precision)
+    if name == "checkpoint_every":
+        return "no block" if not value else "every block" if value == 1 else f"every {ordinal(int(value))} block"
+    if name in ("offload_optimizer", "offload_param"):
+        return "the device" if value == "none" else DEVICE_WORDS[str(value)]
+    return "DeepSpeed's default" if value is None else plain(value)
+
+
+def plain(value: Scalar) -> str:
+    """A knob's value as JSON writes it, text without quotation marks."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def ordinal(number: int) -> str:
+    """A number as an ordinal: `2nd`."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def check_knob(name: str) -> None:
     """Refuses a knob that is neither a Candidate field nor a path that DeepSpeed reads.
 
@@ -184,6 +289,9 @@ def check_knob(name: str) -> None:
         ConfigError: It says which names are near.
     """
     if name in FIELDS:
+        return
+    if data.is_data(name):
+        data.check_knob(name)
         return
     if name in OWNED_PATHS:
         raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
@@ -205,7 +313,9 @@ def check_value(name: str, value: Scalar) -> None:
         ConfigError: It lists the values that the field takes.
     """
     check_plain(value, name)
-    if name in CHOICES:
+    if data.is_data(name):
+        data.check_value(name, value)
+    elif name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
     elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):
@@ -224,7 +334,8 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
     """
     config = without_auto(dict(config))
-    micro, steps = _batch(config, world_size, where)
+    degrees = degrees_of(lambda path: at_path(config, path))
+    micro, steps = _batch(config, max(1, world_size // math.prod(degrees.values())), where)
     zero = config.get("zero_optimization", {})
     values: dict[str, Scalar] = {
         "micro_batch_size": micro,
@@ -233,6 +344,7 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         "precision": precision_of(config),
         "offload_optimizer": _device(zero, "offload_optimizer"),
         "offload_param": _device(zero, "offload_param"),
+        **degrees,
     }
     try:
         return Candidate.of(values)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import UserError, nearest
 from autotune.space import installed
+from autotune.space.degree import DEGREES, is_degree
 
 Scalar: TypeAlias = str | int | float | bool | None
 DsConfig: TypeAlias = dict[str, Any]
@@ -39,7 +40,8 @@ TOP_LEVEL_KEYS = RETIRED_KEYS | frozenset(
     use_data_before_expert_parallelism weight_quantization vocabulary_size nebula train_seq_parallel inference
     """.split()
 )
-# Keys inside the sections that DeepSpeed validates strictly; sections that are not here are passed through unchecked.
+# Keys inside the sections that DeepSpeed validates strictly, or that it reads without a word about others; sections that
+# are not here are passed through unchecked.
 SECTION_KEYS: dict[str, frozenset[str]] = {
     "zero_optimization": frozenset(
         """
@@ -68,6 +70,28 @@ SECTION_KEYS: dict[str, frozenset[str]] = {
     ),
     "torch_autocast": frozenset("enabled dtype lower_precision_safe_modules".split()),
     "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype".split()),
+    "optimizer": frozenset("type params legacy_fusion".split()),
+    "scheduler": frozenset("type params".split()),
+    "activation_checkpointing": frozenset(
+        """
+        partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
+        synchronize_checkpoint_boundary
+        """.split()
+    ),
+    "aio": frozenset(
+        """
+        block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds
+        """.split()
+    ),
+    "zero_optimization.offload_optimizer": frozenset(
+        """
+        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc pipeline
+        """.split()
+    ),
+    "zero_optimization.offload_param": frozenset(
+        "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()
+    ),
 }
 # Paths that a Candidate field owns: a dotted knob for one of them would fight with the field.
 OWNED_PATHS = {
@@ -110,12 +134,18 @@ def check_path(path: str) -> None:
     if "" in names:
         raise ConfigError(f"{path!r}: a path is names with one dot between them, as in zero_optimization.overlap_comm")
     _check_keys(names[0], names[1:2], f" (in {path!r})")
+    _check_section(".".join(names[:2]), names[2:3], f" (in {path!r})")
 
 
 def _check_keys(section: str, keys: Iterable[str], place: str = "") -> None:
     """Refuses a top-level key, or keys of its section, that DeepSpeed does not read."""
     if section not in TOP_LEVEL_KEYS:
         raise ConfigError(f"DeepSpeed has no key {section!r}{place}.{nearest(section, TOP_LEVEL_KEYS)}")
+    _check_section(section, keys, place)
+
+
+def _check_section(section: str, keys: Iterable[str], place: str = "") -> None:
+    """Refuses keys of a section, or of one within it, that DeepSpeed does not read."""
     known = SECTION_KEYS.get(section, frozenset())
     for key in keys:
         if known and key not in known:
@@ -340,9 +370,11 @@ def check_config(config: Any, where: str) -> None:
     for section, value in config.items():
         try:
             _check_keys(section, value if isinstance(value, dict) else ())
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                _check_section(f"{section}.{key}", inner if isinstance(inner, dict) else ())
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    for path in {**_KIND_OF, **installed.bounds()}:
+    for path in {**_KIND_OF, **installed.bounds(), **dict.fromkeys(DEGREES)}:
         if (value := at_path(config, path)) != "auto":
             check_setting(path, value, f"{where}: {path}")
     if all(at_path(config, f"{name}.enabled") is True for name in DTYPES):
@@ -359,8 +391,10 @@ def check_setting(path: str, value: Any, where: str) -> None:
     Raises:
         ConfigError: It says what is needed.
     """
-    if value is None:
+    if value is None or path.startswith("data."):  # those of the data are none of DeepSpeed's
         return
+    if path in DEGREES and not is_degree(value):
+        raise ConfigError(f"{where}: {value!r} is no degree: a whole number of ranks, 1 (or null) for none")
     words, kinds = _KIND_OF.get(path, ("", (object,)))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):
         raise ConfigError(f"{where}: {words} is needed, not {value!r}")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.legality import RULES, Rule, Setting, first_broken, in_words
+from autotune.space.legality import RULES, first_broken, in_words
 from autotune.space.parameter import LONG_RANGE, Parameter
+from autotune.space.rule import Rule, Setting
 from autotune.space.space import SearchSpace
 
 # Draws behind an estimate: a share of 1 % is then known to a tenth of itself.

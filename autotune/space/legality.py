@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, STAGE_3_PREFIXES, Scalar, at_path, ops_needed, version
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What legality depends on: the machine, the libraries and the workload.
-
-    Attributes:
-        accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
-        deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial that have data of their own: all of them, but for the stages of a pipeline.
-        ranks_per_node: The same on one machine.
-        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
-        bf16: Whether the device computes in bfloat16.
-        fp16: Whether DeepSpeed accepts fp16 on the device.
-        n_blocks: Repeated blocks of the model that can be checkpointed.
-        n_samples: Samples in the data set; None where it has no end.
-        global_batch: Allowed samples per optimizer step, lowest and highest.
-        plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
-        base: Settings of the user's own configuration that candidates inherit and rules look at; see
-            `inherited_settings`.
-        own_optimizer: The target makes the optimizer, not the configuration.
-        unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
-        missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
-    """
-
-    accelerator: str = "cpu"
-    deepspeed_version: str = "0.19.8"
-    world_size: int = 1
-    ranks_per_node: int = 1
-    pipeline_stages: int = 0
-    bf16: bool = True
-    fp16: bool = False
-    n_blocks: int = 0
-    n_samples: int | None = None
-    global_batch: tuple[int, int] | None = None
-    plain_backward: bool = False
-    base: tuple[tuple[str, Scalar], ...] = ()
-    own_optimizer: bool = False
-    unsafe_precisions: tuple[str, ...] = ()
-    missing_ops: tuple[tuple[str, str], ...] = ()
-
+from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
+from autotune.space.degree import DEGREES, TENSOR_DEGREE
+from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unlike
+from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
+from autotune.space.rule import Rule, Setting, older
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage",
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
@@ -68,31 +32,14 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
     return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A reason why DeepSpeed (or the workload) refuses a candidate in a setting, or why the candidate is pointless.
-
-    Attributes:
-        broken: Whether it holds for a candidate, its DeepSpeed settings (inherited ones included) and a setting.
-        why: The reason, with fields of candidate and setting as templates.
-        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one
-            of them is set at all, and must stay broken when more of them are.
-    """
-
-    broken: Callable[[Candidate, dict[str, Scalar], Setting], bool]
-    why: str
-    reads: tuple[str, ...]
-
-
 ZERO = "zero_optimization."
-BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", *DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
-HPZ, GRANULARITY = f"{ZERO}zero_hpz_partition_size", f"{ZERO}stage3_module_granularity_threshold"
+GRANULARITY = f"{ZERO}stage3_module_granularity_threshold"
 NVME_PATHS = {name: f"{ZERO}{name}.nvme_path" for name in ("offload_optimizer", "offload_param")}
 STAGE_3_SETTINGS = tuple(f"{ZERO}{prefix}" for prefix in STAGE_3_PREFIXES)
-QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 
 
 OPTIMIZER = ("optimizer.type", "optimizer.params.torch_adam")
@@ -115,8 +62,8 @@ def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setti
 MESSAGES = tuple(f"{ZERO}{name}" for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"))
 
 
-def _alone(setting: Setting) -> bool:
-    return setting.world_size == 1 and setting.accelerator != "cpu"
+def _alone(setting: Setting, ranks_per_replica: int = 1) -> bool:
+    return setting.world_size <= ranks_per_replica and setting.accelerator != "cpu"
 
 
 def _offloads(candidate: Candidate) -> bool:
@@ -128,10 +75,6 @@ def _base_stage(setting: Setting) -> Scalar:
     return dict(setting.base).get(f"{ZERO}stage", 0)
 
 
-def _older(setting: Setting, *release: int) -> bool:
-    return version(setting.deepspeed_version) < release
-
-
 OP_RULES = tuple(
     Rule(
         partial(_lacks_op, op),
@@ -141,8 +84,86 @@ OP_RULES = tuple(
     for op, otherwise in OPS.items()
 )
 
+
+def _reads(name: str) -> str:
+    """A path, or a section, as a rule names what it reads."""
+    return f"{name}*" if name.endswith(".") else name
+
+
+def _ineffective(candidate: Candidate) -> list[str]:
+    """Why settings of a candidate cannot have an effect, each with its path."""
+    return [f"{path} has no effect: {why}" for path, _ in candidate.config if (why := why_no_effect(path))]
+
+
+def _retired(candidate: Candidate, setting: Setting) -> list[str]:
+    """Settings of a candidate that the installed DeepSpeed no longer takes."""
+    since = not older(setting, *RETIRED_SINCE)
+    return [path for path, _ in candidate.config if since and path.partition(".")[0] in RETIRED_KEYS]
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """The last names of some paths."""
+    return ", ".join(sorted(path.rpartition(".")[2] for path in paths))
+
+
+OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
+
+
+def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
+    """The value of a setting of the data; None where it is as without it."""
+    return data.changes({key: value for key, value in config.items() if key == data.PREFIX + name}).get(name)
+
+
+def _unused(config: Mapping[str, Scalar], setting: Setting) -> bool:
+    """Whether arguments of workers are given for a loader without workers."""
+    workers = _asked(config, "num_workers")
+    given = any(_asked(config, name) is not None for name in ("prefetch_factor", "persistent_workers"))
+    return given and not (workers if workers is not None else dict(setting.loader).get("num_workers"))
+
+
+def _cannot(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return name in dict(setting.data_cannot) and _asked(config, name) is not None
+
+
+def _all_alike(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return _asked(config, name) is not None and setting.lengths[0] == setting.lengths[1] > 0
+
+
+def _own_already(name: str, _candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    own, asked = dict(setting.loader), _asked(config, name)
+    return asked is not None and name in own and own[name] == asked
+
+
+DATA, WORKERS = data.PREFIX, f"{data.PREFIX}num_workers"
+DATA_RULES = (
+    *(Rule(partial(_cannot, name),
+           f"{DATA}{name}: {{cannot_{name}}}", (DATA + name,)) for name in data.KNOBS),
+    *(Rule(partial(_own_already, name),
+           f"{DATA}{name}: the target's own loader has that value already", (DATA + name,)) for name in data.OF_LOADER),
+    *(Rule(partial(_all_alike, name),
+           f"{DATA}{name}: all samples are of one length, so nothing is padded", (DATA + name,))
+      for name in data.AGAINST_PADDING),
+    Rule(lambda c, k, s: _unused(k, s), f"{DATA}prefetch_factor and {DATA}persistent_workers need {WORKERS}",
+         (WORKERS, f"{DATA}prefetch_factor", f"{DATA}persistent_workers")),
+    Rule(lambda c, k, s: bool(_asked(k, "pin_memory")) and s.accelerator == "cpu",
+         f"{DATA}pin_memory: on a CPU nothing is copied to a device", (f"{DATA}pin_memory",)),
+    Rule(lambda c, k, s: int(str(_asked(k, "max_length") or 0)) >= s.lengths[1] > 0
+         and _asked(k, "max_length") is not None, f"{DATA}max_length: no sample is longer", (f"{DATA}max_length",)),
+    Rule(lambda c, k, s: _asked(k, "packing") is not None and c.micro_batch_size == 1,
+         f"{DATA}packing: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}packing")),
+    Rule(lambda c, k, s: _asked(k, "packing") is not None and _asked(k, "pad_to_multiple_of") is not None,
+         f"{DATA}pad_to_multiple_of: packed batches are not padded", (f"{DATA}packing", f"{DATA}pad_to_multiple_of")),
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps == 1,
+         f"{DATA}group_by_length: with one micro-batch a step there is nothing to group",
+         ("gradient_accumulation_steps", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,
+         f"{DATA}group_by_length: packed batches have no padding to save",
+         (f"{DATA}packing", f"{DATA}group_by_length")),
+)  # fmt: skip
+
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
 RULES: tuple[Rule, ...] = (
+    *DEGREE_RULES,
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
          "{precision}: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast", ("precision",)),
     Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
@@ -183,6 +204,16 @@ RULES: tuple[Rule, ...] = (
          "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
          "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
+    Rule(lambda c, k, s: c.zero_stage != 3 and any(name in STAGE_3 for name, _ in c.config),
+         f"only ZeRO stage 3 reads {_listed(STAGE_3)}", ("zero_stage", *sorted(STAGE_3))),
+    Rule(lambda c, k, s: c.zero_stage == 3 and any(name in STAGES_1_AND_2 for name, _ in c.config),
+         f"ZeRO stage 3 does not read {_listed(STAGES_1_AND_2)}", ("zero_stage", *sorted(STAGES_1_AND_2))),
+    Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
+                             for at, of in OFFLOAD_PATHS.items()),
+         "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
+    Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
+         and any(name.startswith("aio.") for name, _ in c.config),
+         "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),
     Rule(lambda c, k, s: bool(k.get(GRANULARITY)),
          "stage3_module_granularity_threshold fails with a shape error in DeepSpeed", (GRANULARITY,)),
     Rule(lambda c, k, s: any(name.startswith("bf16.") for name in k) and c.precision != "bf16",
@@ -209,9 +240,15 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
     # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
-    Rule(lambda c, k, s: _alone(s) and c.zero_stage > 1 and not _offloads(c) and c.zero_stage != _base_stage(s),
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage > 1 and not _offloads(c)
+         and c.zero_stage != _base_stage(s),
          "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
-         ("zero_stage", "offload_optimizer", "offload_param")),
+         ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
+    # In 16 bits stage 1 keeps gradients in another type than stage 0, which memory shows.
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage == 1 and c.precision in ("fp32", "torch_autocast")
+         and not _offloads(c) and c.zero_stage != _base_stage(s),
+         "ZeRO stage 1: one rank has no states to share out, so in {precision} it is stage 0 with a copy; use 0, or offload",
+         ("zero_stage", "precision", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
     Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),
          "one rank sends no messages, so neither their overlap nor their size matters",
          ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),
@@ -219,23 +256,22 @@ RULES: tuple[Rule, ...] = (
          "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
          "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
-    Rule(lambda c, k, s: _hpz(k) > 1 and (s.world_size % _hpz(k) != 0 or _hpz(k) >= s.world_size),
+    Rule(lambda c, k, s: hpz(k) > 1 and (s.world_size % hpz(k) != 0 or hpz(k) >= s.world_size),
          "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
          "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
          " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),
-    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and _older(s, 0, 17, 2),
+    Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and older(s, 0, 17, 2),
          "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2", ("precision",)),
-    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and _older(s, 0, 18, 3),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and older(s, 0, 18, 3),
          "bf16 master weights and optimizer states are ignored by DeepSpeed {deepspeed_version}: they came with 0.18.3",
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    *DATA_RULES,
     *OP_RULES,
+    Rule(lambda c, k, s: bool(_ineffective(c)), "{ineffective}", tuple(map(_reads, NO_EFFECT))),
+    Rule(lambda c, k, s: bool(_retired(c, s)), "{retired}: no longer taken by DeepSpeed {deepspeed_version}",
+         tuple(name for key in sorted(RETIRED_KEYS) for name in (key, f"{key}.*"))),
 )  # fmt: skip
-
-
-def _hpz(config: Mapping[str, Scalar]) -> int:
-    value = config.get(HPZ)
-    return value if isinstance(value, int) else 1
 
 
 def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = RULES) -> str | None:
@@ -246,9 +282,13 @@ def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = 
 
 def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
-    bounds = "..".join(map(str, setting.global_batch)) if setting.global_batch else ""
+    bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
+    missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
+    facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
+    facts |= {f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES}
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import UserError, nearest
 from autotune.space.candidate import check_knob, check_value
 from autotune.space.deepspeed import Scalar, check_setting
+from autotune.space.degree import DEGREES
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -172,7 +173,12 @@ def _parse_choices(name: str, data: Mapping[str, Any], where: str) -> tuple[Scal
         _check(name, value, f"{where}: choices")
         if value in choices[:index]:
             raise SpaceError(f"{where}: choices: {value!r} is there twice")
-    return tuple(choices)
+    return _distinct(name, choices)
+
+
+def _distinct(name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
+    """The values, with one spelling of each: a degree of 0 or 1 is the same as none."""
+    return tuple(dict.fromkeys(None if name in DEGREES and value in (0, 1) else value for value in values))
 
 
 def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scalar, ...]], where: str) -> Parameter:
@@ -222,7 +228,7 @@ def _parse_when(data: Any, where: str) -> dict[str, tuple[Scalar, ...]]:
             raise SpaceError(f"{where}: when: {parent}: no value given, so the knob would never exist")
         for value in allowed:
             _check(str(parent), value, f"{where}: when")
-        when[str(parent)] = tuple(allowed)
+        when[str(parent)] = _distinct(str(parent), allowed)
     return when
 
 

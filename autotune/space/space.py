@@ -13,6 +13,7 @@ from typing import Any
 from autotune.errors import nearest
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
+from autotune.space.degree import DEGREES
 from autotune.space.parameter import MOST_KNOBS, Parameter, SpaceError, parse_parameters
 
 BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")
@@ -37,7 +38,7 @@ class SearchSpace:
     """
 
     parameters: tuple[Parameter, ...]
-    samples_per_rank: int | None = None
+    samples_per_rank: float | None = None
 
     @classmethod
     def parse(cls, data: Any, where: str) -> SearchSpace:
@@ -93,7 +94,9 @@ class SearchSpace:
         ]
         return SearchSpace(parameters=tuple(kept), samples_per_rank=self.samples_per_rank)
 
-    def keeping(self, global_batch: int, world_size: int, micro_batch_size: int | None = None) -> SearchSpace:
+    def keeping(
+        self, global_batch: int, world_size: int, micro_batch_size: int | None = None, shared: int = 1
+    ) -> SearchSpace:
         """The part of the space that trains on the same global batch.
 
         The accumulation is derived, `global_batch / (micro_batch_size * world_size)`, so it is no longer a parameter;
@@ -103,24 +106,26 @@ class SearchSpace:
             global_batch: Samples per optimizer step, over all ranks.
             world_size: Ranks.
             micro_batch_size: The baseline's, which always belongs to the space.
+            shared: The baseline's ranks that share a copy of the model, and its samples.
 
         Raises:
             SpaceError: The ranks do not divide the global batch, or no micro-batch does.
         """
-        if global_batch % world_size:
+        if global_batch * shared % world_size:
             raise SpaceError(
                 f"a global batch of {global_batch} does not divide by {world_size} ranks;"
                 " choose other --ranks, or let it vary with --global-batch free"
             )
-        samples = global_batch // world_size
-        if micro_batch_size is not None and samples % micro_batch_size:
+        samples = global_batch / world_size
+        most = max(shared, math.prod(_largest(self, name) for name in DEGREES))
+        if micro_batch_size is not None and samples * shared % micro_batch_size:
             raise SpaceError(
-                f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples} samples of a rank"
+                f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples * shared:g} samples of a rank"
             )
         kept = []
         for parameter in self.parameters:
             if parameter.name == "micro_batch_size":
-                kept.append(_dividing(parameter, samples, micro_batch_size))
+                kept.append(_dividing(parameter, samples, most, micro_batch_size))
             elif parameter.name != "gradient_accumulation_steps":
                 kept.append(parameter)
         return SearchSpace(parameters=_ordered(kept, {}), samples_per_rank=samples)
@@ -137,10 +142,6 @@ class SearchSpace:
             else:
                 known[parameter.name] = self.inactive(parameter.name, default)
         return found
-
-    def next_parameter(self, values: Mapping[str, Scalar], default: Candidate) -> Parameter | None:
-        """The next parameter to choose a value for, given those chosen so far; None when all are chosen."""
-        return next((parameter for parameter in self.active(values, default) if parameter.name not in values), None)
 
     def suggest(self, ask: Callable[[Parameter], Scalar], default: Candidate) -> dict[str, Scalar]:
         """Chooses a value for every parameter, in order, asking only for those whose conditions hold.
@@ -247,7 +248,8 @@ class SearchSpace:
 
     def _value(self, name: str, known: Mapping[str, Scalar], default: Candidate) -> Scalar:
         if self.knob(name) != name and self.samples_per_rank is not None:
-            return self.samples_per_rank // int(known.get("micro_batch_size", default.micro_batch_size) or 1)
+            micro = int(known.get("micro_batch_size", default.micro_batch_size) or 1)
+            return _accumulation(self.samples_per_rank, micro, {**dict(default.config), **known})
         value: Scalar = known[name] if name in known else getattr(default, name)
         return value
 
@@ -267,7 +269,9 @@ class SearchSpace:
         """The candidate with these values of active parameters, over a `template`."""
         own = own | {name: value for name, value in values.items() if name in _FIELD_SET}
         if self.samples_per_rank is not None:
-            own["gradient_accumulation_steps"] = self.samples_per_rank // own["micro_batch_size"]
+            degrees = {**dict(config), **values}
+            micro = own["micro_batch_size"]
+            own["gradient_accumulation_steps"] = _accumulation(self.samples_per_rank, micro, degrees)
         config = config + [
             (name, value) for name, value in values.items() if value is not None and name not in _FIELD_SET
         ]
@@ -275,6 +279,19 @@ class SearchSpace:
 
 
 _FIELD_SET = frozenset(FIELDS)
+
+
+def _largest(space: SearchSpace, name: str) -> int:
+    """The largest value of a degree in a space."""
+    values = space[name].all_values() if name in space else ()
+    return max([value for value in values if isinstance(value, int)], default=1)
+
+
+def _accumulation(samples_per_rank: float, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:
+    """The accumulation that keeps the global batch: ranks that share a copy of the model share its samples."""
+    degrees = (values.get(name) for name in DEGREES)
+    per_replica = samples_per_rank * math.prod(max(1, n) for n in degrees if isinstance(n, int))
+    return max(1, int(per_replica) // micro_batch_size)
 
 
 def _first(pair: tuple[str, Scalar]) -> str:
@@ -285,7 +302,7 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
     """Every choice for the parameters that others depend on, with the active ones that nothing depends on."""
     parents = {parent for parameter in space.parameters for parent in parameter.when}
     if space.samples_per_rank is not None and "gradient_accumulation_steps" in parents:
-        parents.add("micro_batch_size")
+        parents |= {"micro_batch_size", *(name for name in DEGREES if name in space)}
     branches = [parameter for parameter in space.parameters if parameter.name in parents]
     leaves = [parameter for parameter in space.parameters if parameter.name not in parents]
 
@@ -305,12 +322,14 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
     return walk(0, {}, {})
 
 
-def _dividing(micro_batch: Parameter, samples: int, always: int | None) -> Parameter:
-    """The micro-batches that divide the samples of a rank."""
-    divisors = {n for n in micro_batch.all_values() if isinstance(n, int) and samples % n == 0}
+def _dividing(micro_batch: Parameter, samples: float, most: int, always: int | None) -> Parameter:
+    """The micro-batches that divide the samples of a rank, or of as many as `most` ranks that share them."""
+    divisors = {n for n in micro_batch.all_values() if isinstance(n, int) and samples * most % n == 0}
     divisors |= {always} if always is not None else set()
     if not divisors:
-        raise SpaceError(f"micro_batch_size: none of {micro_batch.describe()} divides the {samples} samples of a rank")
+        raise SpaceError(
+            f"micro_batch_size: none of {micro_batch.describe()} divides the {samples:g} samples of a rank"
+        )
     return Parameter(name=micro_batch.name, choices=tuple(sorted(divisors)), when=micro_batch.when)
 
 
@@ -353,13 +372,14 @@ def _ordered(parameters: Sequence[Parameter], origin: Mapping[str, str]) -> tupl
     """Parents first, otherwise in the given order."""
     names = {parameter.name for parameter in parameters}
     # With a kept global batch the accumulation follows from the micro-batch, so that is its dependants' parent.
-    stands_in = {} if "gradient_accumulation_steps" in names else {"gradient_accumulation_steps": "micro_batch_size"}
+    derived = ("micro_batch_size", *(name for name in DEGREES if name in names))
+    stands_in = {} if "gradient_accumulation_steps" in names else {"gradient_accumulation_steps": derived}
     waiting = list(parameters)
     done: list[Parameter] = []
     while waiting:
         placed = {parameter.name for parameter in done}
         ready = next(
-            (p for p in waiting if placed >= {stands_in.get(parent, parent) for parent in p.when} & names), None
+            (p for p in waiting if placed >= {n for each in p.when for n in stands_in.get(each, (each,))} & names), None
         )
         if ready is None:
             circle = ", ".join(parameter.name for parameter in waiting)

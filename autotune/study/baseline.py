@@ -121,7 +121,7 @@ class BaselineTrial:
             return "the gradient noise scale is not measured where a model is split between ranks"
         if candidate.gradient_accumulation_steps * world < 2:
             return "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
-        self._events.say("measuring the gradient noise scale, for what other global batches are worth")
+        self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")
         start = spec.from_checkpoint
         result = self._measurer.execute(
             candidate,
@@ -151,7 +151,7 @@ class BaselineTrial:
             return
         baseline, world = plan.baseline, plan.setting.world_size
         batch = baseline.global_batch_size(world)
-        kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size)
+        kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size, baseline.ranks_per_replica)
         space = feasibility.pruned(kept, baseline, plan.setting)
         others = (c for c in space.candidates(baseline) if c != baseline)
         if all(why_illegal(c, plan.setting) is not None for c in others):

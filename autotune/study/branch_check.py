@@ -68,7 +68,7 @@ class BranchCheck:
         if m.trial not in self._left:
             self._left.add(m.trial)
             self._events.say(
-                f"what the global batch of trial {m.trial} is worth is not checked: its branch would take"
+                f"no branch for trial {m.trial}, so its global batch stays unchecked: it would take"
                 f" {format_duration(needed_s)}, more than the checks' share of the study's time ({CHECK_SHARE:.0%}, twice as"
                 " much where the answer depends on it)"
             )
@@ -76,8 +76,8 @@ class BranchCheck:
 
     def _compare(self, m: Measured, baseline: Measured, weights: Path, first_sample: int) -> None:
         self._events.say(
-            f"training trial {m.trial} and the baseline from one state on equal data, to see what its global batch is"
-            " worth"
+            f"branch: training trial {m.trial} and the baseline from one state on the same data, to see what its global"
+            " batch is worth"
         )
         path = records.branch_path(self._state.folder, m.trial)
         world = self._state.plan.data_parallel

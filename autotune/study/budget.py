@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import time
@@ -99,15 +100,19 @@ class Budget:
             needed_s: Seconds that it is expected to take.
             decides: The answer depends on it, so the share is twice as large, and in a short study some trials' budget.
         """
-        spec = self._state.spec
-        room_s = CHECK_SHARE * max(self.spent_s(), spec.time_budget_s or 0.0)
+        return needed_s <= self.check_room_s(decides=decides)
+
+    def check_room_s(self, *, decides: bool = False) -> float:
+        """Seconds that are left of the checks' share and of the time budget."""
+        spec, room_s = self._state.spec, self._check_share_s()
         if decides:
             room_s = max(2 * room_s, CHECK_BUDGETS * spec.trial_budget_s)
-        return self._checked_s() + needed_s <= room_s and self.affords(needed_s)
+        left_s = math.inf if spec.time_budget_s is None else spec.time_budget_s - self.spent_s()
+        return max(0.0, min(room_s - self._checked_s(), left_s))
 
-    def check_room_s(self) -> float:
-        """Seconds that are left of the checks' share."""
-        return max(0.0, CHECK_SHARE * self.spent_s() - self._checked_s())
+    def _check_share_s(self) -> float:
+        """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""
+        return CHECK_SHARE * max(self.spent_s(), self._state.spec.time_budget_s or 0.0)
 
     def checked(self, took_s: float) -> None:
         """Counts the time of a check's run."""
@@ -134,7 +139,7 @@ class Budget:
         spec, usual_s = self._state.spec, self.usual_s()
         if not spec.finalists:
             return 0.0
-        checks_s = min(CHECK_TRIALS * usual_s, CHECK_SHARE * max(self.spent_s(), spec.time_budget_s or 0.0))
+        checks_s = min(CHECK_TRIALS * usual_s, self._check_share_s())
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
         return (spec.finalists + 1) * spec.repeats * usual_s + (checks_s if doubtful else 0.0)
 

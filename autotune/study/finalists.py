@@ -103,7 +103,7 @@ class Finalists:
                 beside = "and the baseline " if estimates.baseline else ""
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
             elif n_done == spec.repeats:
-                self._events.say("measuring on: it is not settled yet which one is best")
+                self._events.say("more rounds: it is not settled yet which one is best")
             self._round([*turn, *([estimates.baseline] if estimates.baseline else [])])
 
     def _round(self, turn: Sequence[Measured]) -> None:

@@ -18,7 +18,7 @@ from autotune.study.events import EventSink
 from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
-from autotune.trial.request import TrialRequest, TrialToBeat
+from autotune.trial.request import TailCheck, TrialRequest, TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
 
 # Times that a baseline or a repeat is measured while other processes use the cores: all trials are compared with it.
@@ -50,6 +50,7 @@ class TrialMeasurer:
         self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
+        self._turns = placement.Turns(state.leases)
         self._n_tries = MAX_BUSY_TRIES
 
     def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
@@ -81,7 +82,9 @@ class TrialMeasurer:
             seed=spec.seed,
             budget_s=spec.trial_budget_s * (2 if role == "noise" else 1),
             noise=role == "noise",
-            check_gradient=role in ("baseline", "search", "gate") and plan.data_parallel == plan.world_size,
+            check_gradient=role in ("baseline", "search", "gate")
+            and plan.data_parallel == plan.world_size
+            and candidate.ranks_per_replica == 1,
             min_samples=self._min_samples(role),
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=spec.device_memory_bytes,
@@ -89,11 +92,27 @@ class TrialMeasurer:
             learning_rate_factor=rate.factor(batch),
             changed_from=self._changed_from(candidate),
             rivals=self._bounds_to_beat(candidate) if role == "search" else (),
+            tail=self._tail_check(role),
+            lengths=plan.workload.data.table if plan.workload.data is not None else (),
         )
+
+    def _tail_check(self, role: str) -> TailCheck | None:
+        """The check of the worst batch: in each trial where lengths vary, with evaluation and saving in the finalists'."""
+        spec, data = self._state.spec, self._state.plan.workload.data
+        last = role == "repeat" or (role in ("baseline", "search") and not spec.finalists)
+        more = {"evaluate": last and spec.with_eval, "save": last and spec.with_save}
+        seen, stated = data.longest if data is not None else 0, spec.max_length or 0
+        varies = role in ("baseline", "search") and (stated > seen or (data is not None and data.varies))
+        if not varies and not any(more.values()):
+            return None
+        positions = data.longest_at if data is not None else ()
+        return TailCheck(longest_at=positions, length=stated if stated > seen else 0, **more)
 
     def _changed_from(self, candidate: Candidate) -> dict[str, Scalar]:
         """The baseline's values of the knobs in which a candidate differs from it."""
         own, base = self._state.plan.baseline.values(), self._state.plan.base_config
+        loader = self._state.plan.setting.loader
+        base = base | {"data": dict(loader)} if loader else base
         before = {name: own[name] if name in own else at_path(base, name) for name in candidate.values()}
         return {name: before[name] for name, value in candidate.values().items() if value != before[name]}
 
@@ -114,7 +133,7 @@ class TrialMeasurer:
         plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
         if result is None or result.steps is None:
             return spec.trial_deadline_s
-        growth = max(1.0, candidate.global_batch_size(1) / plan.baseline.global_batch_size(1))
+        growth = max(1.0, candidate.samples_per_rank / plan.baseline.samples_per_rank)
         expected_s = result.wall_s + 20 * result.steps.median_s * growth + spec.trial_budget_s
         return min(spec.trial_deadline_s, max(MIN_DEADLINE_S, 10 * expected_s))
 
@@ -176,12 +195,13 @@ class TrialMeasurer:
                 self._n_tries = 1  # waiting does not help on this machine
             if not n_left or not busy or self._budget.hurries():
                 return result
-            again(f"{busy} meanwhile")
+            again(f"{busy} while it was timed")
 
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
         folder, baseline = self._state.folder, self._state.plan.baseline
-        if placement.wants_baseline(folder, result, executor):
-            self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
-            path = placement.baseline_path(folder, result.place)
-            base.run(executor, path, self.request(baseline, "repeat"), ticked)
+        with self._turns.at(result.place, ticked):
+            if placement.wants_baseline(folder, result, executor):
+                self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+                path = placement.baseline_path(folder, result.place)
+                base.run(executor, path, self.request(baseline, "repeat"), ticked)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import UserError
 from autotune.scoring.convergence import quality_gate
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
+from autotune.space.data import retraining
+from autotune.space.deepspeed import Scalar
 from autotune.study.budget import CHECK_SHARE, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
@@ -69,7 +72,7 @@ class NumericsCheck:
                 left.append(names)
                 continue
             self._events.say(
-                f"checking how trial {names} trained, beside the baseline's numerics at a global batch of {batch}"
+                f"quality gate: comparing the loss of trial {names} with the baseline's numerics at a global batch of {batch}"
             )
             reference, *replicates = self._references(batch, baseline)
             for m in group:
@@ -80,7 +83,7 @@ class NumericsCheck:
                     self._events.say(f"trial {m.trial} {verdict.reason}")
         if left:
             self._events.say(
-                f"how trial {', '.join(left)} trained is not checked: that would take more than the checks' share of the"
+                f"no quality gate for trial {', '.join(left)}: it would take more than the checks' share of the"
                 f" study's time ({CHECK_SHARE:.0%}, twice as much where the answer depends on it)"
             )
         return failed
@@ -107,14 +110,14 @@ class NumericsCheck:
 
     def _passed_alike(self, m: Measured, batch: int) -> GateVerdict | None:
         """The pass of another trial with the same numerics and global batch."""
-        own = quality_gate.numerics(m.ds_config)
+        own = _trained_by(m)
         for other in self._state.measured():
             seen = other.verdict
             if seen is None or not seen.passed or seen.batch != batch or seen.same_as is not None:
                 continue
             # DeepSpeed's stage 0 has its own optimizer.
             alike = bool(other.candidate.zero_stage) == bool(m.candidate.zero_stage)
-            if other.trial != m.trial and alike and quality_gate.numerics(other.ds_config) == own:
+            if other.trial != m.trial and alike and _trained_by(other) == own:
                 return replace(seen, same_as=other.trial)
         return None
 
@@ -170,6 +173,11 @@ class NumericsCheck:
             return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
         self._budget.checked(result.wall_s)
         return result
+
+
+def _trained_by(m: Measured) -> tuple[dict[str, Any], dict[str, Scalar]]:
+    """What decides how a configuration trains, but for the batch: its numerics, and its changes of the data."""
+    return quality_gate.numerics(m.ds_config), retraining(dict(m.candidate.config))
 
 
 def training_budget_s(spec: StudySpec, needed_s: float) -> float:

@@ -103,12 +103,15 @@ class Proposer:
         return self.advisor().rivals(state.study, candidate, state.measured())
 
     def claim_as(self, candidate: Candidate, role: str) -> Trial:
-        """Begins the trial of a candidate whose result is there already: the baseline, or one of a lost database."""
-        sampler = self._sampler or self.start()
-        sampler.force(candidate)
+        """Begins the trial of a candidate whose result is there already, the baseline."""
         asked = self._state.leases.claim(self._state.study)
-        self._drawn(asked, candidate, role)
+        self.describe(asked, candidate, role)
         return asked
+
+    def describe(self, asked: Trial, candidate: Candidate, role: str) -> None:
+        """Notes in the database what a claimed trial measures."""
+        (self._sampler or self.start()).force(candidate)
+        self._drawn(asked, candidate, role)
 
     def next(self) -> ClaimedTrial | str | None:
         """Claims the next trial.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from optuna.trial import TrialState
+from collections.abc import Iterator
 
-from autotune.space.candidate import Candidate
+from optuna.trial import Trial, TrialState
+
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
-from autotune.study.storage import records
+from autotune.study.storage import marks, records
 from autotune.study.tell import Teller
 from autotune.system.signals import undisturbed
 from autotune.trial.folder import result_in
@@ -22,26 +24,45 @@ def results_in(state: StudyState) -> dict[int, TrialResult]:
 
 
 def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
-    """Tells the finished trials of the folder to a database that has no study of that name.
+    """Tells the finished trials of the folder to a database that has no study of that name, or not all of them.
 
-    A number without a result becomes a failed trial, since a trial's folder has its number.
+    A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed
+    while it restored leaves a mark in the study, and the next run restores the rest.
 
     Returns:
-        How many were told; 0 without a record, or where a different study has left it.
+        How many the folder holds; 0 without a record, or where a different study has left it.
     """
     kept = records.kept_in(state.folder)
-    found = results_in(state) if kept is not None else {}
-    if kept is None or not found or state.differences(kept):
-        return 0
-    state.settle(kept.reference, kept.objectives, kept.learning_rate)
-    state.create()
-    for number in range(max(found) + 1):
-        with undisturbed():
-            if number not in found:
-                state.leases.tell(state.leases.claim(state.study), TrialState.FAIL, None, {}, {})
-                continue
-            candidate = Candidate.of(found[number].candidate)
-            role = "baseline" if number == 0 else "search"
-            asked = proposer.claim_as(candidate, role)
-            teller.tell(asked, candidate, role, teller.explained(candidate, found[number]), quiet=True)
+    found = results_in(state) if kept is not None and not state.differences(kept) else {}
+    if kept is not None and found:
+        state.settle(kept.reference, kept.objectives, kept.learning_rate)
+        if not state.exists:
+            state.create()
+            marks.note_restoring(state.study, restoring=True)
+        for number, asked in _unfinished(state, max(found) + 1):
+            with undisturbed():
+                _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))
+    if state.exists:
+        marks.note_restoring(state.study, restoring=False)
     return len(found)
+
+
+def _unfinished(state: StudyState, n: int) -> Iterator[tuple[int, Trial | None]]:
+    """The numbers below `n` that have not ended, with the trial that a killed run has begun under one."""
+    begun = {trial.number for trial in state.trials()}
+    left = {trial.number: (trial, lease) for trial, lease in state.leases.abandoned(records.running(state.study))}
+    for number in range(n):
+        if number not in begun:
+            yield number, None
+        elif number in left and state.leases.take_over(*left[number]):
+            yield number, Trial(state.study, left[number][0]._trial_id)
+
+
+def _tell(state: StudyState, proposer: Proposer, teller: Teller, asked: Trial, result: TrialResult | None) -> None:
+    if result is None:
+        state.leases.tell(asked, TrialState.FAIL, None, {}, {})
+        return
+    candidate, role = Candidate.of(result.candidate), "search" if asked.number else "baseline"
+    if CANDIDATE_ATTR not in asked.user_attrs:
+        proposer.describe(asked, candidate, role)
+    teller.tell(asked, candidate, role, teller.explained(candidate, result), quiet=True)

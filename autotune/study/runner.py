@@ -13,7 +13,7 @@ from optuna.study import Study
 from threadpoolctl import threadpool_limits
 
 from autotune.executors import base
-from autotune.executors.base import Executor
+from autotune.executors.base import Executor, MachinesGone
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Measured
 from autotune.scoring.objective import Objective
@@ -29,7 +29,7 @@ from autotune.study.proposals import Proposer
 from autotune.study.restore import restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState
-from autotune.study.storage import records
+from autotune.study.storage import marks, records
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.tell import Teller
 from autotune.study.warm_start import WarmStart
@@ -115,7 +115,12 @@ class Runner:
         Raises:
             UserError: A different study has that name.
         """
-        if self.state.exists or not (self.state.load(delete_empty=self._leads) or (self._leads and self._restore())):
+        if self.state.exists:
+            return
+        found = self.state.load(delete_empty=self._leads)
+        if self._leads and (not found or marks.is_restoring(self.state.study)):
+            found = self._restore() or found
+        if not found:
             return
         self._baseline.restore()
         self._budget.resume()
@@ -189,7 +194,7 @@ class Runner:
         except BaseException as error:
             pool.stop()
             if not isinstance(error, sqlalchemy.exc.SQLAlchemyError | optuna.exceptions.StorageInternalError):
-                self._give_back(pool)
+                self._give_back(pool, str(error) if isinstance(error, MachinesGone) else "stopped by the user")
             raise
         pool.close()
         self._budget.check_target_works()
@@ -244,10 +249,10 @@ class Runner:
         path = self.state.trial_path(claim.asked.number)
         return base.resume(executor, path, tick) or self._teller.lost(claim.candidate)
 
-    def _give_back(self, pool: TrialPool) -> None:
+    def _give_back(self, pool: TrialPool, why: str) -> None:
         """Tells the trials that ended while the pool stopped, and marks the others to be run again."""
         ended = pool.results()
-        stopped = TrialResult(outcome=Outcome.LOST, reason="stopped by the user")
+        stopped = TrialResult(outcome=Outcome.LOST, reason=why)
         with undisturbed():
             for claim in pool.claims:
                 result = ended.get(claim.asked.number, stopped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ from autotune.trial.result import RAN, Outcome, TrialResult
 
 # The constraint that a trial has completed, in Optuna's study.
 COMPLETED = "completed"
+# Share of a study's time that the leader in its progress may cost (the estimates are cubic in the trials), where once is more than CHEAP_S.
+LEADER_SHARE, CHEAP_S = 0.02, 0.1
 ABANDONED = "the run ended before the trial did"
 # Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
 READABLE = (
@@ -52,6 +55,8 @@ class Teller:
     def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
         self._state, self._budget, self._events = state, budget, events
         self._learned: set[int] = set()
+        self._led: tuple[Leader | None, float | None] = None, None
+        self._leads_until_s = 0.0
 
     def tell(
         self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False
@@ -127,9 +132,7 @@ class Teller:
         self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
     ) -> None:
         """Emits that a trial ended, and the state of the study."""
-        estimates = estimate(self._state.measured())
-        best = next((m for m in recommend.rank(estimates, self._state.objectives) if not m.barred), None)
-        baseline = estimates.baseline
+        best, best_gain = self._leader()
         event = Progress(
             number=number,
             role=role,
@@ -140,11 +143,25 @@ class Teller:
             wall_s=result.wall_s,
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
-            best=Leader(best.trial, best.candidate) if best else None,
-            best_gain=math.exp(log_gain(best, baseline, self._state.objectives)) if best and baseline else None,
+            best=best,
+            best_gain=best_gain,
             left_s=self._budget.left_s(),
         )
         self._events.ended(event)
+
+    def _leader(self) -> tuple[Leader | None, float | None]:
+        """The best trial so far and its gain over the baseline; in a large study as of some trials ago."""
+        if time.monotonic() < self._leads_until_s:
+            return self._led
+        began_s = time.thread_time()
+        estimates, objectives = estimate(self._state.measured()), self._state.objectives
+        best = next((m for m in recommend.rank(estimates, objectives) if not m.barred), None)
+        baseline = estimates.baseline
+        gain = math.exp(log_gain(best, baseline, objectives)) if best and baseline else None
+        self._led = Leader(best.trial, best.candidate) if best else None, gain
+        took_s = time.thread_time() - began_s
+        self._leads_until_s = time.monotonic() + took_s / LEADER_SHARE if took_s > CHEAP_S else 0.0
+        return self._led
 
     def _forecast(self, candidate: Candidate) -> dict[str, list[float]]:
         """What the trials before this one led to expect of it: value, low and high end of a 90 % interval by metric."""
@@ -204,5 +221,8 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
+        "tail": result.tail,
+        "lengths": result.lengths,
+        "padding": result.padding,
         "unwitnessed": list(result.observed.unwitnessed) if result.observed else [],
     }

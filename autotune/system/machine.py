@@ -42,10 +42,14 @@ FAST_BF16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "svebf16"}
 
 def emulates_bf16() -> bool:
     """Returns whether this machine's processor is known to compute in bfloat16 only by emulation."""
-    flags = [
-        set(line.partition(":")[2].split()) for line in _cpuinfo() if line.lower().startswith(("flags", "features"))
-    ]
-    return bool(flags) and not FAST_BF16 & flags[0]
+    flags = processor_flags()
+    return bool(flags) and not FAST_BF16 & set(flags)
+
+
+def processor_flags() -> list[str]:
+    """Returns the features of the processor; none where the system does not tell."""
+    lines = (line for line in _cpuinfo() if line.lower().startswith(("flags", "features")))
+    return sorted(next(lines, "").partition(":")[2].split())
 
 
 def _cpuinfo() -> list[str]:

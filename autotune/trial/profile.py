@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.trial.lengths import Table, cut, expected, longest
+
 Floats = NDArray[np.float64]
 GUESSED_SEQUENCE = 256
 # Bytes per value in messages between ranks.
@@ -82,6 +84,8 @@ class Profile:
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
+        lengths: Lengths of the data set's samples, where batches are padded to their longest; the passes are of batches
+            of `sequence` tokens.
         caveats: Quantities that could not be measured, and the assumptions instead.
     """
 
@@ -105,6 +109,7 @@ class Profile:
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
     cut_short: bool = False
+    lengths: Table = ()
     caveats: tuple[str, ...] = ()
 
     @property
@@ -112,6 +117,36 @@ class Profile:
         """Returns the elements of the largest parameter."""
         guess = int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks))
         return max((size for size, _ in self.sizes), default=guess)
+
+    @property
+    def width(self) -> float:
+        """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks."""
+        return float(max(1.0, (self.block_share * self.n_parameters / 12 / max(1, self.n_blocks)) ** 0.5))
+
+    def worst_share(self, limits: Floats) -> Floats:
+        """Returns what a batch of the longest samples is of the batches of the passes.
+
+        Args:
+            limits: Lengths that samples are cut to; infinite for none.
+        """
+        known = longest(self.lengths)
+        if not known:
+            return np.ones(len(limits))
+        return np.asarray(np.minimum(limits, known) / self.sequence)
+
+    def usual_share(self, micro: Floats, packed: Floats, limits: Floats) -> Floats:
+        """Returns what an average batch is of the batches of the passes.
+
+        Args:
+            micro: Micro-batches, to whose longest samples the others are padded.
+            packed: Above 0 where they are not padded.
+            limits: Lengths that samples are cut to; infinite for none.
+        """
+        if not self.lengths:
+            return np.ones(len(micro))
+        rows = list(zip(np.where(packed > 0, 1, micro).tolist(), limits.tolist(), strict=True))
+        means = {row: expected(cut(self.lengths, row[1]), int(row[0])) for row in set(rows)}
+        return np.array([means[row] for row in rows]) / self.sequence
 
     def small_elements(self, threshold: float) -> int:
         """Returns the elements in all parameters of at most `threshold` elements, which stage 3 does not shard."""
@@ -152,8 +187,7 @@ class Profile:
         block's activations, and what lies outside of the blocks.
         """
         layers = max(1, self.n_blocks)
-        width = (self.block_share * self.n_parameters / 12 / layers) ** 0.5
-        inputs = 4.0 * self.sequence * width * layers * micro
+        inputs = 4.0 * self.sequence * self.width * layers * micro
         return np.minimum(live, inputs + live * (1 - self.block_share + self.block_share / layers)), complete
 
     def largest_tensor_bytes(self, precision: str, micro_batch_size: int) -> float:

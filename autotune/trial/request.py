@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.trial.lengths import Table
 from autotune.trial.workload import Script
 
 
@@ -30,13 +31,31 @@ class TrialToBeat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TailCheck:
+    """What a trial does once after its measurement, to see whether it fits: a pass over the worst micro-batch, and more.
+
+    Attributes:
+        longest_at: Positions of the data set's longest samples, longest first; empty for a stream.
+        length: The length that samples are stated to reach; 0 if none is.
+        evaluate: Also run one evaluation step.
+        save: Also save one checkpoint.
+    """
+
+    longest_at: tuple[int, ...] = ()
+    length: int = 0
+    evaluate: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrialRequest:
     """Request of one trial.
 
     Attributes:
         target: Path of the user's `model.py` or training script.
         mode: `measure` runs a trial. `inspect` only loads the target and writes a `Workload`; `probe` does so after a
-            few steps of an unchanged script. `profile` traces a pass of a `model.py` and writes a `Profile`. `rates`
+            few steps of an unchanged script. `split` compares the model, split as the candidate says, with the whole one.
+            `profile` traces a pass of a `model.py` and writes a `Profile`. `rates`
             measures the machine and writes a `Machine`; `machine` does so at length, with the target's data, and writes
             a `Probe`. `build` compiles `ops`.
         candidate: The configuration (none for `inspect`).
@@ -61,6 +80,8 @@ class TrialRequest:
         rivals: Measured trials; this trial ends once it is known to be worse than one of them on every objective.
         ops: DeepSpeed ops to compile, by builder name.
         traced_steps: Steps to run under torch's profiler, after the measurement.
+        tail: The check of the worst batch after the measurement; None for none.
+        lengths: Lengths of the data set's samples; see `lengths.table`.
     """
 
     target: str
@@ -86,6 +107,8 @@ class TrialRequest:
     changed_from: dict[str, Scalar] = field(default_factory=dict)
     rivals: tuple[TrialToBeat, ...] = ()
     traced_steps: int = 0
+    tail: TailCheck | None = None
+    lengths: Table = ()
     ops: tuple[str, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ from pydantic import ConfigDict
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
+from autotune.trial.groups import Groups
 
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
@@ -22,7 +23,9 @@ BUSY_SHARE = 0.1
 # Words of the caveat of trials that shared their host.
 BESIDE = "ran on this host at the same time"
 # Phases of a rank, in order.
-PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "done")
+PHASES = ("start", "import", "build", "initialize", "warmup", "measure", "tail", "evaluate", "save", "done")
+# The phases of the tail check, each with what does not fit if it runs out of memory.
+TAIL_PHASES = {"tail": "the longest batch", "evaluate": "an evaluation step", "save": "saving a checkpoint"}
 
 
 class Outcome(StrEnum):
@@ -102,6 +105,7 @@ class Observed:
         checkpointed_blocks: Blocks whose activations were recomputed.
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
+        groups: Groups of ranks that share a copy of the model or a sequence; None for a pipeline.
     """
 
     micro_batch_size: int | None
@@ -117,9 +121,17 @@ class Observed:
     draw_size: int = 0
     parts: int = 0
     unwitnessed: tuple[str, ...] = ()
+    groups: Groups | None = None
 
-    def mismatch(self, candidate: Candidate, world_size: int) -> str | None:
-        """Returns the first setting that differs from the candidate's, in words; None if all were applied."""
+    def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
+        """Returns the first setting that differs from the candidate's, in words; None if all were applied.
+
+        Args:
+            candidate: What was asked for.
+            data_parallel: Ranks, or groups of them, that trained on different samples.
+        """
+        if self.groups is not None and (why := self.groups.mismatch(candidate)):
+            return why
         dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
         expected = {
             "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
@@ -138,9 +150,9 @@ class Observed:
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             ran = self.micro_batch_size or "a varying number"
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {ran} ran"
-        asked = candidate.global_batch_size(world_size)
+        asked = candidate.micro_batch_size * candidate.gradient_accumulation_steps * data_parallel
         # The last part of a batch that is cut up may be smaller.
-        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * world_size if self.parts else 0
+        n_cut = max(1, candidate.gradient_accumulation_steps // self.parts) * data_parallel if self.parts else 0
         left_over = n_cut * (candidate.micro_batch_size - 1)
         if not asked - left_over <= self.samples_per_step <= asked:
             return f"global batch: {asked} was asked for, {self.samples_per_step} ran"
@@ -273,6 +285,10 @@ class Measurements:
         side_changes: Changes to a training script besides the DeepSpeed JSON.
         unreproducible: Those side changes that no flag, constant or line of the user's can make.
         flags: Flags that carried a candidate field (or `ds_config`), by all their names.
+        tail: The worst micro-batch, where it was trained on: its `samples`, their `length`, its `elements`.
+        lengths: Histogram of the lengths of the samples that were trained on, by upper edge; of a trial over all ranks.
+        expected: What a step takes in on average over the whole data set, by the names in `taken_in`; empty where
+            padding does not follow from the lengths.
         noise: Gradient sizes, if requested.
         gradient: Accuracy of the first step's gradient, if requested.
     """
@@ -294,8 +310,20 @@ class Measurements:
     side_changes: list[str] = field(default_factory=list)
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
+    tail: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
     noise: NoiseTerms | None = None
     gradient: GradientCheck | None = None
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the tokens that were padding; None where samples are no sequences."""
+        tokens, real = (sum(self.taken_in.get(name, ())) for name in ("tokens", "real_tokens"))
+        known = {name: len(self.taken_in.get(name, ())) for name in ("tokens", "real_tokens")}
+        if not tokens or not all(known.values()):
+            return None
+        return max(0.0, 1 - (real / known["real_tokens"]) / (tokens / known["tokens"]))
 
     @property
     def disturbed(self) -> str:
@@ -375,6 +403,11 @@ class TrialResult(Measurements):
     lost_attempts: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     machine: str = ""
+
+    @property
+    def failed_check(self) -> bool:
+        """Whether the trial was measured, and failed in its tail check."""
+        return self.phase in TAIL_PHASES and self.outcome in (Outcome.OOM, Outcome.CRASHED)
 
     @property
     def place(self) -> str:

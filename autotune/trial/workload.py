@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig
+from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
 
 # Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
@@ -72,13 +75,39 @@ class DataShape:
 
     Attributes:
         fields: Each tensor of a sample: name, type and shape, with `*` for a size that varies between samples.
-        lengths: Histogram of the samples' largest dimension: share by upper edge, two bins per doubling.
+        lengths: Histogram of the samples' lengths (tokens that count, else the largest dimension): share by upper edge,
+            two bins per doubling.
         n_seen: Samples in the histogram.
+        n_samples: Samples in the data set; None for a stream.
+        table: Lengths with the number of samples that have them, ascending; see `lengths.table`.
+        longest_at: Positions of the longest samples, longest first; empty for a stream.
+        loader: Arguments of the target's own DataLoader, where it has one.
+        cannot: Settings of the data that the target cannot follow, each with the reason.
     """
 
     fields: tuple[str, ...]
     lengths: dict[str, float]
     n_seen: int
+    n_samples: int | None = None
+    table: lengths_of.Table = ()
+    longest_at: tuple[int, ...] = ()
+    loader: dict[str, Scalar] = field(default_factory=dict)
+    cannot: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Returns the length of the longest sample that was seen; 0 if lengths were not kept."""
+        return lengths_of.longest(self.table)
+
+    @property
+    def varies(self) -> bool:
+        """Returns whether samples of different lengths were seen."""
+        return len(self.table) > 1
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether every sample was read."""
+        return self.n_samples is not None and self.n_seen >= self.n_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +222,33 @@ class Probed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Splitting:
+    """Facts of a model that decide over how many ranks its layers or its sequences can be split.
+
+    Attributes:
+        heads: Attention heads; 0 if unknown.
+        kv_heads: Heads of keys and values; 0 if unknown.
+        hidden: Width of the hidden states; 0 if unknown.
+        tensor: Why DeepSpeed finds no layers to split by itself; empty if it does.
+        sequence: Why sequences cannot be split over ranks; empty if they can.
+        compared: What came of splitting the model, by degree and ranks as `key` writes them; empty where loss and
+            gradient were those of the whole model.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    hidden: int = 0
+    tensor: str = ""
+    sequence: str = ""
+    compared: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def key(path: str, degree: int, world_size: int, settings: Any = None) -> str:
+        """Returns the key of a comparison: the degree, the ranks, and the settings beside it."""
+        return f"{path}={degree} of {world_size}" + (f" {json.dumps(settings, sort_keys=True)}" if settings else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """Findings about the user's target and its environment, by one rank.
 
@@ -206,6 +262,7 @@ class Workload:
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         client_optimizer: The target defines `optimizer`.
         optimizer: Class of that optimizer, if it could be made without data.
+        learning_rates: Rates that its parameter groups begin with.
         environment: Machine and libraries.
         caveats: Remarks for the user about the target.
         script: Findings of the probe, for a training script.
@@ -213,6 +270,7 @@ class Workload:
         machine: Rates of the machine with all ranks at work; None if they were not measured.
         structure: Digest of the model's modules and parameters; empty if it was not taken.
         data: Shape of the samples; None if none could be drawn.
+        splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
     """
 
     n_parameters: int
@@ -225,13 +283,15 @@ class Workload:
     client_optimizer: bool
     environment: Environment
     optimizer: str = ""
+    learning_rates: tuple[float, ...] = ()
     caveats: list[str] = field(default_factory=list)
     script: Probed | None = None
     profile: Profile | None = None
     machine: Machine | None = None
     structure: str = ""
     data: DataShape | None = None
+    splitting: Splitting | None = None
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the number of data-parallel ranks."""
+        """Returns the ranks without those of a pipeline's later stages; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)

@@ -29,7 +29,7 @@ from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.measure.witness import recomputations
+from autotune.worker.measure.witnesses import recomputations
 
 
 def complete(recorder: Recorder) -> NoReturn:

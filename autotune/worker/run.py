@@ -13,6 +13,7 @@ from autotune.worker import project, random_fills
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model.inspect import inspect_model
 from autotune.worker.model.loop import train_and_measure
+from autotune.worker.model.split import compare_split
 from autotune.worker.rank import abort, complete, watch_memory
 from autotune.worker.script.patching import patch
 
@@ -30,6 +31,8 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
             write_record(recorder.folder.workload, inspect_model(request))
         elif request.mode == "build":
             _build(request)
+        elif request.mode == "split":
+            compare_split(recorder, request, rank, listener)
         elif request.mode == "profile":
             from deepspeed.accelerator import get_accelerator
 

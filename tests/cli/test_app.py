@@ -19,9 +19,10 @@ from support.paths import BENCHMARKS, MODELS
 from support.zoo import wait_until
 
 from autotune import session
-from autotune.cli import check
 from autotune.cli.app import COMMANDS
+from autotune.study import measure
 from autotune.study.lock import study_lock
+from autotune.study.setup import engine
 from autotune.study.spec.spec import StudySpec
 
 pytestmark = pytest.mark.process
@@ -44,7 +45,7 @@ repeats: 1
 # So long a trial can be interrupted.
 LONG = """
 {target: ok.py, name: small, ranks: 2, base_config: {train_micro_batch_size_per_gpu: 8}, space: [{zero_stage: [0, 1, 2, 3]}],
- objectives: [latency], trials: 4, trial_budget_s: 2, stop_trials: false, trial_deadline_s: 60, finalists: 0}
+ objectives: [latency], trials: 4, trial_budget_s: 1, stop_trials: false, sampler: grid, trial_deadline_s: 60, finalists: 0}
 """
 
 
@@ -68,8 +69,9 @@ def finished(tmp_path_factory, models) -> tuple[Path, subprocess.CompletedProces
 
 @pytest.fixture
 def warm(executor, monkeypatch, models, tmp_path):
-    """A folder with the model, whose studies run on the session's server."""
-    for module in (session, check):
+    """A folder with the model, whose studies run on the session's server and do not wait for an idle machine."""
+    monkeypatch.setattr(measure, "MAX_BUSY_TRIES", 1)
+    for module in (session, engine):
         monkeypatch.setattr(module, "executor_for", lambda *_: contextlib.nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     return tmp_path
@@ -119,13 +121,13 @@ def test_a_study_is_exported_for_other_tools(finished):
     assert "not both" in one_sentence(called("export", "small", "--pick", "drop_in", "--trial", "1", cwd=folder))
 
 
-def test_its_own_study_yaml_goes_on_from_anywhere_with_what_the_budget_lacks(finished, tmp_path):
+def test_its_own_study_yaml_goes_on_from_anywhere_with_what_the_budget_lacks(finished, warm, tmp_path):
     folder, there = finished[0], tmp_path / "there"
     there.mkdir()
     shutil.copytree(folder, tmp_path / "copy")
     before = told(tmp_path / "copy")
     file = str(tmp_path / "copy" / "studies" / "small" / "study.yaml")
-    done = autotune("run", file, "--trials", str(len(before) + 1), "--json", cwd=there)
+    done = called("run", file, "--trials", str(len(before) + 1), "--json", cwd=there)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["study"]
     assert (found["name"], found["n_trials"]) == ("small", len(before) + 1)
@@ -169,8 +171,8 @@ def test_check_says_what_would_be_tuned_and_what_would_not(warm):
     assert not (warm / "studies").exists()
 
 
-def test_a_stopped_study_goes_on_where_it_was(models, tmp_path):
-    """Ctrl-C in trial 1, then SIGTERM in trial 2; SIGKILL: test_chaos.py."""
+def test_a_study_that_was_stopped_goes_on_and_a_killed_server_costs_a_retry_and_no_trial(models, tmp_path):
+    """Ctrl-C in trial 1, SIGTERM in trial 2, then the server's end in trial 3; SIGKILL of the driver: test_chaos.py."""
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     for trial, how, status in ((1, signal.SIGINT, 130), (2, signal.SIGTERM, 143)):
         driver = begun(tmp_path, LONG, trial)
@@ -178,23 +180,16 @@ def test_a_stopped_study_goes_on_where_it_was(models, tmp_path):
         _, said = driver.communicate(timeout=60)
         assert driver.returncode == status and "this is the best so far. To go on, run" in said
         assert wait_until(lambda: processes_of(tmp_path) == [], 30)
-    done = autotune("run", "small.yaml", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["study"]["n_trials"] == 4
-    assert [state for _, state in told(tmp_path)].count("RUNNING") == 0
-    with sqlite3.connect(tmp_path / "studies" / "autotune.db") as database:
-        assert database.execute("pragma integrity_check").fetchone() == ("ok",)
-
-
-def test_a_killed_server_costs_a_retry_and_no_trial(models, tmp_path):
-    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
-    driver = begun(tmp_path, LONG.replace("trials: 4", "trials: 2"), 1)
+    driver = begun(tmp_path, LONG, 3)
     for server in psutil.Process(driver.pid).children():
         server.kill()
     _, said = driver.communicate(timeout=200)
     assert driver.returncode == 0, said
-    assert "trial 1 is measured again: the process that watched the ranks died" in said
-    assert told(tmp_path) == [(0, "COMPLETE"), (1, "COMPLETE")]
+    assert "trial 3 is measured again: the process that watched the ranks died" in said
+    # An interrupted trial is run again under a new number; the one that lost its server kept its own.
+    assert [state for _, state in told(tmp_path)] == ["COMPLETE", "FAIL", "FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
+    with sqlite3.connect(tmp_path / "studies" / "autotune.db") as database:
+        assert database.execute("pragma integrity_check").fetchone() == ("ok",)
 
 
 def test_a_model_that_always_crashes_stops_the_study_with_its_reason(warm):
@@ -275,13 +270,13 @@ def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedP
     return folder, command, autotune("run", command, *options, cwd=folder)
 
 
-def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched):
+def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched, warm):
     folder, command, done = launched
     assert done.returncode == 0, done.stderr
     written = (folder / "studies" / "train" / "study.yaml").read_text()
     assert f"command: {command}" in written and "target:" not in written
     before = told(folder)
-    again = autotune("run", "studies/train/study.yaml", "--json", cwd=folder)
+    again = called("run", "studies/train/study.yaml", "--json", cwd=folder)
     assert again.returncode == 0 and told(folder) == before, again.stderr
     assert processes_of(folder) == []
 

@@ -5,21 +5,22 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from html import unescape
 
 import plotly.graph_objects as go
 import pytest
 from rich.console import Console
-from support.commands import autotune, called, one_sentence
+from support.commands import called, one_sentence
 
 from autotune.cli.app import imported
-from autotune.cli.scale import equal_threads, measure, rank_counts
+from autotune.cli.scale import configurations, equal_threads, measure, rank_counts
 from autotune.errors import UserError
 from autotune.report.page import scaling as page
 from autotune.report.progress import ProgressView
-from autotune.scoring.scaling import Run, ScalingError, candidates, scaling
+from autotune.scoring.scaling import LOSSES, Run, ScalingError, advice, candidates, scaling
 from autotune.space.candidate import Candidate
-from autotune.study.setup import plan
+from autotune.study.setup import engine, plan
 from autotune.study.spec.spec import StudySpec
 
 BASE = Candidate(micro_batch_size=4, gradient_accumulation_steps=2)
@@ -85,6 +86,70 @@ def test_a_count_that_never_ran_is_left_out():
     assert scaling([], None) == []
 
 
+# Seconds of a step's parts on one rank; a step of strong scaling has half of them on two ranks, and what is lost besides.
+ONE = {"compute": 0.8, "optimizer": 0.1, "input pipeline": 0.06, "communication": 0.0, "stragglers": 0.0}
+
+
+def apart(world_size, samples, step_s, parts, **more):
+    rate = samples / step_s
+    return Run(
+        world_size=world_size,
+        round=0,
+        samples_per_s=rate,
+        step_s=step_s,
+        samples_per_step=samples,
+        parts_s=parts,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("mode", ["strong", "weak"])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("communication", "communication"), ("stragglers", "waiting for the slowest rank"), ("input pipeline", "data"),
+        ("optimizer", "update"), ("compute", "memory bandwidth"), ("", "launch"),
+    ],
+)  # fmt: skip
+def test_each_loss_has_its_name_and_its_remedy_and_together_they_are_what_the_efficiency_lacks(mode, part, name):
+    share = 0.5 if mode == "strong" else 1.0
+    parts = {key: value * share + 0.2 * (key == part) for key, value in ONE.items()}
+    two = apart(2, 16 if mode == "strong" else 32, 0.96 * share + 0.2, parts)
+    found = scaling([apart(1, 16, 0.96, ONE), two], None)[1]
+    assert found.losses[name] == pytest.approx(0.2 / two.step_s)
+    assert sum(found.losses.values()) == pytest.approx(1 - found.efficiency)
+    assert max(found.losses.values()) < 1
+    (said,) = advice([found])
+    assert said.startswith(f"{name} takes") and said.endswith(LOSSES[name].remedy)
+
+
+def test_more_ranks_that_are_slower_have_no_share_above_one():
+    found = scaling([run(1, 10.0), run(2, 6.0)], None)[1]
+    assert found.serial_share == 1.0 and found.losses == {} and found.efficiency == pytest.approx(0.3)
+
+
+def test_a_rank_that_computes_longer_is_named():
+    uneven = apart(2, 16, 1.0, ONE, busy_s={0: 0.5, 1: 0.75})
+    found = scaling([apart(1, 16, 1.5, ONE), uneven], None)
+    assert (found[0].slowest_rank, found[1].slowest_rank, found[1].imbalance) == (None, 1, pytest.approx(0.2))
+    assert "on 2 ranks, rank 1 computes 20% longer than the mean" in advice(found)[-1]
+
+
+def test_a_larger_batch_is_worth_what_the_noise_scale_says():
+    strong = scaling([run(1, 10.0), run(2, 18.0)], None)[1]
+    assert strong.same_loss == pytest.approx(1 / strong.speedup)
+    runs = [apart(1, 16, 1.0, {}), apart(2, 32, 1.0, {})]
+    assert scaling(runs, None)[1].same_loss is None
+    assert scaling(runs, None, noise_samples=32.0)[1].same_loss == pytest.approx(2 / 3)  # 1 + 32/32 over 1 + 32/16
+    assert scaling(runs, None, noise_samples=0.0)[1].same_loss == 1.0
+
+
+def test_rank_counts_that_do_not_divide_are_scaled_weakly_and_it_is_said():
+    ways, note = configurations(BASE, [1, 3, 4], None)
+    assert list(ways) == ["weak"] and "3 does not divide 4" in note
+    assert list(configurations(BASE, [1, 2], None)[0]) == ["strong", "weak"]
+
+
 @pytest.mark.parametrize("text", ["", "2", "a,b", "0,2", "2,2", "-1,4"])
 def test_rank_counts_that_are_none_are_refused_with_an_example(text):
     with pytest.raises(UserError, match="--ranks 1,2,4"):
@@ -108,11 +173,13 @@ def test_the_threads_of_a_rank_are_the_same_for_all_and_put_back(monkeypatch):
 
 def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
     found = scaling([run(1, 10.0, communication=0.0), run(2, 18.0, communication=0.1)], 1000)
-    page.write(found, "strong", "<script>alert(1)</script>", ["a <b>note</b>"], tmp_path / "scaling.html")
+    page.write(
+        {"strong": found, "weak": found}, "<script>alert(1)</script>", ["a <b>note</b>"], tmp_path / "scaling.html"
+    )
     text = (tmp_path / "scaling.html").read_text()
     shown = text.split('<script type="application/json"')[0]
     assert "<script" not in shown and "<b>note" not in shown and "default-src 'none'" in unescape(shown)
-    assert shown.count('class="panel"') == 6 and "1.80x" in shown and not re.search(r"(src|href)=", shown)
+    assert shown.count('class="panel"') == 12 and "1.80x" in shown and not re.search(r"(src|href)=", shown)
 
 
 def test_every_quantity_has_a_panel_with_its_intervals_and_what_is_ideal():
@@ -148,39 +215,42 @@ def test_the_picture_holds_every_panel_on_axes_of_its_own():
     assert [note.text for note in picture.layout.annotations] == [f"{panel.title} ({panel.unit})" for panel in drawn]
 
 
-@pytest.mark.parametrize(("flags", "weak"), [((), False), (("--strong",), False), (("--weak",), True)])
-def test_strong_scaling_is_meant_unless_weak_is_asked_for(flags, weak):
+@pytest.mark.parametrize(("flags", "weak"), [((), None), (("--strong",), False), (("--weak",), True)])
+def test_both_ways_of_scaling_are_meant_unless_one_is_asked_for(flags, weak):
     assert imported("scale").make_context("scale", ["model.py", *flags]).params["weak"] is weak
 
 
 @pytest.mark.process
-@pytest.mark.alone
-def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(tmp_path, models):
+def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(executor, monkeypatch, tmp_path, models):
     """Weakly: two ranks do twice the samples in a step, each what one did."""
+    monkeypatch.setattr(engine, "executor_for", lambda *_: nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    options = ["--ranks", "1,2", "--weak", "--rounds", "1", "--base-config", "ds.json", "--json"]
-    done = autotune("scale", "ok.py", *options, cwd=tmp_path)
+    (tmp_path / "study.yaml").write_text("{target: ok.py, name: ok, base_config: ds.json, trial_budget_s: 0.3}")
+    done = called("scale", "study.yaml", *"--ranks 1,2 --weak --rounds 1 --json".split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["mode"] == "weak"
-    assert [(each["world_size"], each["samples_per_step"]) for each in found["scales"]] == [(1, 8), (2, 16)]
-    assert all(each["step_s"] > 0 and each["speedup"] > 0 for each in found["scales"])
-    assert all(each["communication"] is not None for each in found["scales"])
+    assert list(found["scaling"]) == ["weak"]
+    one, two = found["scaling"]["weak"]
+    assert [(each["world_size"], each["samples_per_step"]) for each in (one, two)] == [(1, 8), (2, 16)]
+    assert all(each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in (one, two))
+    assert sum(two["losses"].values()) == pytest.approx(1 - two["efficiency"], abs=0.02) and two["slowest_rank"] in (
+        0,
+        1,
+    )
     assert "Weak scaling" in (tmp_path / "studies" / "ok" / "scaling.html").read_text()
 
 
 @pytest.mark.process
-@pytest.mark.alone
 def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    found = plan.plan(
-        StudySpec.of(models / "ok.py", {"ranks": 2, "base_config": str(tmp_path / "ds.json")}), executor, tmp_path
-    )
+    overrides = {"ranks": 2, "base_config": str(tmp_path / "ds.json"), "trial_budget_s": 0.3}
+    found = plan.plan(StudySpec.of(models / "ok.py", overrides), executor, tmp_path)
     said = Console(file=io.StringIO())
-    runs, failures = measure(
-        found, executor, tmp_path, candidates(found.baseline, [1, 2], "strong"), 2, ProgressView(said)
-    )
+    ways, _ = configurations(found.baseline, [1, 2], None)
+    by_asked, failures = measure(found, executor, tmp_path, list(ways.values()), 2, ProgressView(said))
+    assert len(by_asked) == 3  # the most ranks are the same in both
+    runs = sorted((run for each in ways["strong"].items() for run in by_asked[each]), key=lambda run: run.round)
     assert failures == [] and [(each.round, each.world_size, each.samples_per_step) for each in runs] == [
         (0, 1, 16), (0, 2, 16), (1, 1, 16), (1, 2, 16),
     ]  # fmt: skip

@@ -100,6 +100,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(own: Zoo) -> None:
+    """Killed twice in one trial, then between two."""
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
     # The module's process is not the trial's to end; the server's own short ones end by themselves.
     assert wait_until(lambda: len(own.server.children(recursive=True)) == 1)
@@ -119,10 +120,6 @@ def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(ow
     assert wait_until(lambda: not marked(mark) and not is_alive(helper))
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
     assert own.executor.mark != mark
-
-
-def test_a_server_killed_between_trials_is_replaced(own: Zoo) -> None:
-    own.run("ok", **CLEAN)
     server = own.server
     server.kill()
     assert wait_until(lambda: not is_alive(server))

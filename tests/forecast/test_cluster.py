@@ -18,7 +18,7 @@ from autotune.forecast.cluster import Cluster, Projector
 from autotune.forecast.communication import collective_s
 from autotune.forecast.predictor import ForecastInputs, Predictor
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.trial.profile import Machine, Profile
 
 GB = 1e9
@@ -259,7 +259,10 @@ LINKS = ["--devices", "64", "--per-node", "8", "--intra-bandwidth", "300GB/s", "
 def test_the_command_projects_a_study_and_its_front(studied):
     done = autotune("project", *LINKS, cwd=studied)
     assert done.returncode == 0, done.stderr
-    assert "small, trial 1: 8x1 fp32 z1" in done.stdout and "64 devices, 8 a node; weak scaling" in done.stdout
+    assert (
+        "small, trial 1: micro-batch 8 x 1, fp32, ZeRO 1" in done.stdout
+        and "64 devices, 8 a node; weak scaling" in done.stdout
+    )
     assert re.search(r"^ +64 +512 .* (?:no|yes|maybe) ", done.stdout, flags=re.MULTILINE)
     assert (
         "The front's other configurations on 64 devices" in done.stdout

@@ -13,7 +13,9 @@ import pytest
 from support.instant import Instant, runner_of
 from support.study_report import study_report
 
-from autotune.cli import app, run
+from autotune import session
+from autotune.cli import app
+from autotune.cli.run import run
 from autotune.errors import UserError
 from autotune.report import files, load, pictures, series
 from autotune.report.page import render
@@ -67,9 +69,9 @@ def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_f
     names = ["ds_config.json", "recommended.json", "front.json", "environment.json", "README.md"]
     assert [path.name for path in written] == names
     refused = UserError("report.html: No space left on device. Free some space")
-    monkeypatch.setattr(run, "tune", lambda *_, **__: Tuned(report=report, written=written, refused=refused))
+    monkeypatch.setattr(session, "tune", lambda *_, **__: Tuned(report=report, written=written, refused=refused))
     with pytest.raises(UserError, match="Free some space"):
-        run.run("model.py", {}, fresh=False, as_json=False)
+        run("model.py", {}, fresh=False, as_json=False)
     said = capsys.readouterr().out.replace("\n", "")  # long paths are folded
     assert "recommended" in said and "ds_config.json" in said
 

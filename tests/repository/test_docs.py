@@ -12,6 +12,7 @@ from support.instant import finished
 from support.paths import MODELS, ROOT
 
 from autotune.cli.app import COMMANDS, app, imported
+from autotune.report.data import PICK_NOTES, title
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Outcome
 
@@ -20,7 +21,10 @@ SOURCES = "\n".join(path.read_text() for path in (ROOT / "autotune").rglob("*.py
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 # Commands whose lines in the documents are run as they stand, on studies that are made for them.
-CHEAP = ("init", "ls", "cp", "status", "explain", "export", "report", "history", "schedule add", "schedule list")
+CHEAP = (
+    "init", "ls", "cp", "status", "explain", "export", "report", "diagnose", "history", "schedule add", "schedule list",
+    "schedule export",
+)  # fmt: skip
 COMMAND = typer.main.get_command(app)
 
 
@@ -176,6 +180,16 @@ def test_every_page_is_found_from_the_readme():
     assert set(TEXTS) - set(found) == {"README.md"}
 
 
+def test_every_word_of_the_terminal_is_in_the_glossary():
+    text = TEXTS["docs/glossary.md"]
+    words = "baseline drop-in front pick finalist goodput headroom branch gate noise-scale tie gain measured-once MFU"
+    words += " warm-server incumbent micro-batch"
+    missing = [word for word in words.split() if word.replace("-", " ") not in text and word not in text]
+    titles = [title(name) for name in PICK_NOTES]
+    ends = [str(end).replace("_", " ") for end in Outcome if end is not Outcome.ILLEGAL]
+    assert missing + [name for name in (*titles, *ends) if name not in text] == []
+
+
 def named_packages(text: str) -> set[str]:
     """What a text tells to install by name from a package index: the first word that is no option and no path."""
     found = set()
@@ -195,6 +209,7 @@ def test_no_text_installs_a_package_of_strangers():
         "atheris",
         "pip-audit",
         "kubernetes",
+        own["name"],
     }
     files = [*PAGES, ROOT / "Makefile", ROOT / "CHANGELOG.md", *(ROOT / "autotune").rglob("*.py")]
     files += [path for folder in ("tests", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py")]

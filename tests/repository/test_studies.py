@@ -23,7 +23,6 @@ def test_the_classifier_of_digits_learns_them():
     spec = importlib.util.spec_from_file_location("digits_cnn", STUDIES / "digits-cnn" / "model.py")
     target = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(target)
-    torch.set_num_threads(1)  # a second one would wait for the other worker of the tests
     torch.manual_seed(0)
     model, samples = target.model(), target.data()
     optimizer, losses = target.optimizer(model.parameters()), []

@@ -13,11 +13,16 @@ from autotune.trial.workload import DataShape, Workload
 ASKED = {
     "space": SPACE,
     "objectives": [{"name": "latency", "metric": "step_time_s"}],
-    "base_config": {},
+    "base_config": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
     "device_memory_bytes": None,
 }
 BEFORE = replace(
-    WORKLOAD, structure="a", data=DataShape(fields=("int64[*]",), lengths={"128": 0.7, "256": 0.3}, n_seen=100)
+    WORKLOAD,
+    client_optimizer=True,
+    optimizer="AdamW",
+    learning_rates=(0.01,),
+    structure="a",
+    data=DataShape(fields=("int64[*]",), lengths={"128": 0.7, "256": 0.3}, n_seen=100),
 )
 
 
@@ -43,6 +48,17 @@ def test_nothing_changed_is_nothing_to_say():
         (of(replace(BEFORE, structure="b")), "model", "structure of the model has changed"),
         (of(replace(BEFORE, n_parameters=2000)), "parameters", "parameters: 1,000, now 2,000"),
         (of(replace(BEFORE, n_samples=5000)), "data size", "samples in the data set: 4,096, now 5,000"),
+        (
+            of(replace(BEFORE, learning_rates=(1e-3, 1e-4))),
+            "learning rate",
+            "learning rate of the target: 0.01, now 0.001; 0.0001",
+        ),
+        (of(replace(BEFORE, optimizer="SGD")), "optimizer", "optimizer of the target: AdamW, now SGD"),
+        (
+            of(base_config={"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "fp16": {"enabled": True}}),
+            "base configuration",
+            "the baseline's configuration: optimizer.params.lr 0.001, now 0.0001; fp16.enabled not set, now yes",
+        ),
         (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16 GiB, now 8 GiB"),
         (of(space={**SPACE, "zero_stage": [0, 1]}), "space", "search space: new: zero_stage"),
         (

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 import yaml
+from apscheduler.triggers.cron import CronTrigger
 
 from autotune.cli import schedule as commands
 from autotune.errors import UserError
@@ -366,6 +367,46 @@ def test_an_interval_keeps_its_grid_however_late_it_is_asked_for(history, every_
     (row,) = history.schedules()
     assert row["id"] == number and row["next_run_at"] == 1000.0 + 5 * every_s
     assert f"\n{asks} cd " in schedule_export.export("cron", [Schedule.of(row)], Path("/data"), None)
+
+
+class Kept:
+    """Schedules without a database."""
+
+    def __init__(self, every_s):
+        self.row = {"id": 1, "study": "s", "every_s": every_s, "cron": None, "on_change": False, "last_run_at": None}
+        self.row["next_run_at"] = every_s
+
+    def schedules(self, _study=None):
+        return [self.row]
+
+    def update_schedule(self, _number, **changes):
+        self.row |= changes
+
+
+# The expressions of systemd that exports use, as fields of a crontab.
+HOURLY, DAILY = "0 * * * *", "0 0 * * *"
+
+
+@pytest.mark.parametrize("form", ["cron", "systemd"])
+@pytest.mark.parametrize("every_s", [2700.0, 3600.0, 5 * 3600.0, 1.5 * DAY, 2 * DAY, 7 * DAY, 30 * DAY])
+def test_over_120_days_every_run_is_within_one_asking_interval_of_the_grid(every_s, form):
+    history, rng, now, ran = Kept(every_s), random.Random(int(every_s)), 0.0, []
+    job = schedule_export.Job(Schedule.of(history.row), "s", "/", 0)
+    asks = job.fields
+    if form == "systemd":
+        minutes = job.on_calendar.removeprefix("*:0/")
+        asks = {"hourly": HOURLY, "daily": DAILY}.get(minutes, f"*/{minutes} * * * *")
+    asking = CronTrigger.from_crontab(asks, timezone=datetime.UTC)
+    longest_s, before = 0.0, None
+    while now < 120 * DAY:
+        now = asking.get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1, datetime.UTC)).timestamp()
+        longest_s, before = max(longest_s, now - before if before is not None else 0.0), now
+        late = now + rng.uniform(0.0, 600.0)  # the machine was busy
+        if found := schedule.due(history, "s", now=late):
+            schedule.started(history, found, now=late)
+            ran.append(late)
+    assert abs(len(ran) * every_s - 120 * DAY) <= every_s
+    assert all(0 <= at - every_s * n <= longest_s + 600.0 for n, at in enumerate(ran, 1))
 
 
 def test_a_password_is_not_exported(two):

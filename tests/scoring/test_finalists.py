@@ -39,6 +39,7 @@ def test_where_the_best_must_not_be_recommended_the_best_that_may_is_measured_ag
     base, slow = measured(0, 0.1), measured(4, 0.099)
     open_ = [replace(measured(n, 0.01 * n, precision="bf16"), numerics_kept=False) for n in (1, 2, 3)]
     assert trials(finalists([base, *open_, slow], [LATENCY], 2)) == [1, 4]
+    assert trials(finalists([*open_, slow], [LATENCY], 2)) == [1, 4]  # also where it keeps to no baseline
     wider = replace(measured(5, 0.005, micro=4), branch_wanted=True)
     assert trials(finalists([base, *open_, slow, wider], [LATENCY], 3)) == [5, 1, 4]
     undecided = replace(open_[0], verdict=GateVerdict(passed=None, reason="too few steps"))

@@ -113,3 +113,11 @@ def test_data_of_any_length_are_measured_longer():
     assert measured_enough(alike, {"samples": [8] * 40, "elements": [64] * 40})
     assert not measured_enough(times, taken_in)
     assert rates.T95[4] == pytest.approx(2.776)
+
+
+def test_a_rate_is_that_of_the_whole_data_set_although_the_trial_saw_other_lengths():
+    sizes = [1000.0, 1200.0, 900.0, 1100.0] * 5
+    times = [0.1 + size * 1e-3 for size in sizes]
+    found = rates.as_expected(times, sizes, 3000.0)
+    assert sum(found) / len(found) == pytest.approx(3.1)
+    assert rates.as_expected(times, [1000.0] * 20, 3000.0) == times

@@ -12,6 +12,7 @@ from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import log_gain
+from autotune.scoring.metrics import GOODPUT
 from autotune.scoring.objective import Objective
 from autotune.scoring.recommend import point
 from autotune.trial.result import Outcome
@@ -68,6 +69,26 @@ def test_the_front_holds_what_nothing_else_beats():
     fast, small, bad = measured(1, 0.05, 200e6), measured(2, 0.2, 50e6), measured(3, 0.3, 300e6)
     found = recommend([base, small, fast, bad], [LATENCY, MEMORY])
     assert [m.trial for m in found.front] == [0, 1, 2]
+
+
+def test_the_baseline_where_nothing_beats_it_needs_no_second_measurement():
+    found = recommend([measured(0, 0.1), measured(1, 0.2, zero_stage=1)], [LATENCY])
+    assert chosen(found) == 0 and "unconfirmed" not in reasons(found)
+
+
+@pytest.mark.parametrize("objectives", [[LATENCY], [LATENCY, Objective(name="goodput", metric=GOODPUT)]])
+def test_the_fastest_to_converge_is_picked_only_where_the_study_seeks_that(objectives):
+    found = [measured(0, 0.1), measured(1, 0.05, zero_stage=1)]
+    found = [replace(m, metrics=m.metrics | {GOODPUT: m.metrics["samples_per_s"] / 2}) for m in found]
+    picks = recommend(found, objectives).picks
+    assert ("fastest_convergence" in picks) == (len(objectives) > 1)
+
+
+def test_of_the_fastest_that_cannot_be_told_apart_one_that_was_measured_again_is_picked():
+    base, once = measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.05, precision="bf16")
+    again, slower = (measured(n, s, rounds=[s, s], zero_stage=n) for n, s in ((2, 0.0505), (3, 0.08)))
+    assert chosen(recommend([base, once, again, slower], [MEMORY]), "highest_throughput") == 2
+    assert chosen(recommend([base, once, slower], [MEMORY]), "highest_throughput") == 1
 
 
 # A machine that slows down while the study runs.

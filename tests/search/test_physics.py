@@ -17,7 +17,8 @@ from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.result import Outcome

@@ -13,7 +13,8 @@ from autotune.search import SAMPLERS, check_sampler
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.storage.optuna_tables import constraint_attrs
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed
+from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed, ordinal
 from autotune.space.deepspeed import LARGEST_BATCH, ConfigError, check_config
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
 from autotune.space.parameter import parse_parameters
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import presets
 from autotune.study.spec.spec import read_yaml
@@ -86,13 +87,35 @@ def test_flat_values_and_the_key_give_the_candidate_back():
     assert Candidate.of({**VALUES, "optimizer": "keep"}) == candidate  # as earlier versions wrote it
 
 
-def test_a_candidate_is_described_by_what_differs_from_the_defaults_or_the_baseline():
-    baseline = Candidate(micro_batch_size=2, checkpoint_every=1)
-    assert Candidate.of(VALUES).describe() == "4x1 fp32 z2 communication_data_type=bf16 overlap_comm=True"
+def test_a_candidate_is_described_in_words():
     assert (
-        Candidate(micro_batch_size=4, offload_param="cpu").describe(baseline)
-        == "4x1 fp32 z0 checkpoint_every=0 offload_param=cpu"
+        Candidate.of(VALUES).describe()
+        == "micro-batch 4 x 1, fp32, ZeRO 2, communication_data_type=bf16, overlap_comm=true"
     )
+    full = Candidate(
+        micro_batch_size=8, gradient_accumulation_steps=2, zero_stage=3, precision="torch_autocast",
+        checkpoint_every=2, offload_optimizer="cpu", offload_param="nvme",
+    )  # fmt: skip
+    words = "micro-batch 8 x 2, bf16 autocast, ZeRO 3, every 2nd block recomputed, optimizer on the host, parameters on NVMe"
+    assert full.describe() == words
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 113)] == "1st 2nd 3rd 4th 11th 12th 21st 113th".split()
+
+
+def test_a_change_is_said_in_words():
+    before = Candidate(micro_batch_size=2, gradient_accumulation_steps=4, zero_stage=3, checkpoint_every=1)
+    after = Candidate.of(
+        {"micro_batch_size": 8, "precision": "bf16", "offload_optimizer": "cpu", "communication_data_type": "fp16"}
+    )
+    assert after.changes_from(before) == [
+        "micro-batch 8 x 1 instead of 2 x 4", "ZeRO 0 instead of 3", "precision bf16 instead of fp32",
+        "recomputation of no block instead of every block", "optimizer on the host instead of the device",
+        "communication_data_type fp16 instead of DeepSpeed's default",
+    ]  # fmt: skip
+    assert before.changes_from(before) == []
+
+
+def test_candidates_differ_in_the_knobs_whose_values_do():
+    baseline = Candidate(micro_batch_size=2, checkpoint_every=1)
     assert differing(baseline.values(), Candidate.of(VALUES).values()) == [
         "micro_batch_size", "zero_stage", "checkpoint_every", "communication_data_type", "zero_optimization.overlap_comm",
     ]  # fmt: skip
@@ -187,6 +210,7 @@ def test_the_batch_is_resolved_as_deepspeed_resolves_it(config, batch):
         ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}, "2 ranks"),
         ({"train_batch_size": 1}, "2 ranks"),
         ({"train_batch_size": "32"}, "train_batch_size: '32' is not a whole number"),
+        ({"train_batch_size": 0, "train_micro_batch_size_per_gpu": 4}, "train_batch_size: 0 is not a whole number"),
         ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: True is not"),
         ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"train_micro_batch_size_per_gpu": LARGEST_BATCH + 1}, "at most 2,147,483,647"),
@@ -233,3 +257,28 @@ def test_the_largest_and_the_smallest_amounts_are_taken_and_a_candidate_has_a_mi
         assert Candidate.of(amounts).values().items() >= amounts.items()
     with pytest.raises(ConfigError, match="micro_batch_size is missing"):
         Candidate.of({"zero_stage": 1})
+
+
+TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+
+
+def test_ranks_that_share_a_copy_of_the_model_share_its_samples():
+    candidate = Candidate.of({"micro_batch_size": 4, "gradient_accumulation_steps": 2, TENSOR: 2})
+    assert (candidate.tensor_degree, candidate.sequence_degree, candidate.ranks_per_replica) == (2, 1, 2)
+    assert candidate.global_batch_size(4) == 16
+    assert Candidate.of({"micro_batch_size": 4, TENSOR: 1}) == Candidate.of({"micro_batch_size": 4})
+
+
+def test_a_degree_of_the_users_own_configuration_belongs_to_the_candidate():
+    own = {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}}
+    candidate = from_deepspeed(own, 4)
+    assert (candidate.tensor_degree, candidate.micro_batch_size) == (2, 8)
+    assert candidate.to_deepspeed(own)["tensor_parallel"] == {"autotp_size": 2, "preset_model": "llama"}
+    plain = Candidate(micro_batch_size=4).to_deepspeed({**own, SEQUENCE: 2})
+    assert plain["tensor_parallel"] == {"preset_model": "llama"} and SEQUENCE not in plain
+
+
+@pytest.mark.parametrize("value", [-2, 1.5, "two", True])
+def test_what_is_no_degree_is_refused_in_a_sentence(value):
+    with pytest.raises(ConfigError, match="is no degree: a whole number of ranks"):
+        check_config({"tensor_parallel": {"autotp_size": value}}, "base config")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting, why_illegal
+from autotune.space.legality import why_illegal
 from autotune.space.parameter import SpaceError, parse_parameters
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import presets
 from autotune.study.spec.spec import read_yaml
@@ -182,9 +183,7 @@ def test_parameters_are_active_under_their_parents_values():
 
 
 def test_parameters_are_chosen_one_after_the_other():
-    values = {}
-    while (parameter := conditional().next_parameter(values, BASELINE)) is not None:
-        values[parameter.name] = parameter.all_values()[-1]
+    values = conditional().suggest(lambda parameter: parameter.all_values()[-1], BASELINE)
     assert values == {
         "micro_batch_size": 2,
         "zero_stage": 3,
@@ -364,3 +363,35 @@ def test_pruning_loses_no_legal_candidate():
     whole = compose("zero", "precision", "offload")
     pruned = feasibility.pruned(whole, BASELINE, CPU)
     assert legal(pruned, CPU) == legal(whole, CPU) and pruned.size(BASELINE) < whole.size(BASELINE)
+
+
+def test_a_kept_batch_follows_the_degree_by_accumulation():
+    tensor = "tensor_parallel.autotp_size"
+    kept = space(**{tensor: [1, 2, 4], "micro_batch_size": [4, 16, 32]}).keeping(32, 4, 8)
+    found = {
+        (c.micro_batch_size, c.tensor_degree): c.gradient_accumulation_steps
+        for c in kept.candidates(BASELINE)
+        if c.global_batch_size(4) == 32
+    }
+    assert found == {
+        (4, 1): 2,
+        (8, 1): 1,
+        (4, 2): 4,
+        (8, 2): 2,
+        (16, 2): 1,
+        (4, 4): 8,
+        (8, 4): 4,
+        (16, 4): 2,
+        (32, 4): 1,
+    }
+    assert all(kept.contains(c) for c in kept.candidates(BASELINE) if c.global_batch_size(4) == 32)
+
+
+def test_a_baseline_that_is_split_keeps_its_batch_though_its_ranks_have_less_than_a_sample_each():
+    tensor = "tensor_parallel.autotp_size"
+    split = Candidate.of({"micro_batch_size": 1, tensor: 4})
+    kept = space(zero_stage=[0, 1], micro_batch_size=[1, 2]).keeping(1, 4, 1, shared=4)
+    found = {(c.micro_batch_size, c.gradient_accumulation_steps) for c in kept.candidates(split)}
+    assert found == {(1, 1)} and all(c.tensor_degree == 4 for c in kept.candidates(split))
+    with pytest.raises(SpaceError, match="micro-batch of 3 does not divide the 8 samples"):
+        space(micro_batch_size=[2]).keeping(8, 4, 3, shared=4)

@@ -56,7 +56,7 @@ def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_eq
     samples = {r.max_steps * r.candidate["micro_batch_size"] for r in branches}
     assert max(samples) - min(samples) < 16  # equal, up to a step
     assert any(m.branch is not None and m.branch.confirmed for m in runner.measured())
-    assert any("a branch over" in text for text in watcher.said)
+    assert any("in a branch of" in text for text in watcher.said)
 
 
 def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_nothing_twice(tmp_path):
@@ -64,7 +64,7 @@ def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_n
     found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
     refuted = [m for m in runner.measured() if m.branch is not None and m.branch.confirmed is False]
-    assert refuted and refuted[0].doubt.startswith("a branch over")
+    assert refuted and refuted[0].doubt.startswith("in a branch of")
     _, executor, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
     assert not [request for request in executor.requests if request.weights is not None]
 

@@ -1,11 +1,15 @@
 """Trials on other machines than the baseline's are compared with the baseline on theirs."""
 
+import threading
+import time
+
 import pytest
 from support.instant import Instant, Watcher, report, runner_of
 
 from autotune.scoring import step_times
 from autotune.study import placement
 from autotune.study.storage import records
+from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -49,3 +53,22 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
     ]
     home = result_in(records.trial_path(tmp_path, 0))
     assert placement.like_with_like(tmp_path, home) == home
+
+
+def test_two_threads_never_measure_the_baseline_of_one_place_at_once(tmp_path):
+    turns = placement.Turns(StudyLeases(records.open_storage(records.default_url(tmp_path)), "s"))
+    inside, ticks, most = [], [], []
+
+    def measure() -> None:
+        with turns.at("x", lambda: ticks.append(1)):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.3)
+            inside.pop()
+
+    threads = [threading.Thread(target=measure) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1] and ticks

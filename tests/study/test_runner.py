@@ -14,6 +14,7 @@ from support.studies import candidates, run, states
 
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
+from autotune.study import tell
 from autotune.study.budget import measuring_s
 from autotune.study.proposals import Proposer
 from autotune.study.storage import records
@@ -37,6 +38,15 @@ def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
     assert [progress.role for progress in watcher.ended_with] == ["baseline"] + ["search"] * 5 + ["repeat"] * 6
     finalists = [m for m in runner.measured() if m.repeats]
     assert all(list(m.repeats) == [1, 2] for m in finalists)
+
+
+@pytest.mark.parametrize("dear", [True, False])
+def test_the_leader_of_a_study_is_estimated_anew_only_where_that_is_cheap(tmp_path, monkeypatch, dear):
+    """So long that it is not estimated again: a share of nothing, or hardly a share."""
+    monkeypatch.setattr(tell, "CHEAP_S", -1.0 if dear else 1e9)
+    monkeypatch.setattr(tell, "LEADER_SHARE", 1e-9)
+    _, _, watcher = run(tmp_path, trials=6, finalists=0)
+    assert (len({progress.best for progress in watcher.ended_with}) == 1) is dear
 
 
 def test_more_rounds_follow_where_the_first_ones_disagree(tmp_path):

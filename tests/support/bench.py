@@ -88,9 +88,9 @@ def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) ->
     """The values that a script prints as `loss VALUE` when it runs without hooks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))  # sums depend on it
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    cpu = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "OMP_NUM_THREADS": threads}
+    # Sums depend on the number of threads, which is that of `conftest.py` here and there.
+    cpu = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     environment = os.environ | there | cpu | {"PRINT_LOSSES": "1"}
     command = [sys.executable, "-c", PLAIN, str(SCRIPTS / script), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}

@@ -286,17 +286,7 @@ class Hosts:
             _call(*inside, "addr", "add", f"{address}/24", "dev", "eth0")
             _call(*inside, "link", "set", "eth0", "up")
             _call(*inside, "link", "set", "lo", "up")
-            daemon = [
-                shutil.which("sshd") or "sshd", "-D", "-e", "-f", "/dev/null", "-p", "22", "-o", f"ListenAddress={address}",
-                "-o", f"HostKey={self.root}/host", "-o", f"AuthorizedKeysFile={self.root}/authorized", "-o", "StrictModes=no",
-                "-o", f"PidFile={self.root}/sshd-{number}.pid", "-o", "UsePAM=no", "-o", "PermitRootLogin=yes",
-            ]  # fmt: skip
-            with open(self.root / f"sshd-{number}.log", "wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        ["ip", "netns", "exec", name, *daemon], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-                    )
-                )
+            self.processes.append(self._daemon(number))
             config.append(f"Host host{number}\n  HostName {address}")
         (self.root / "ssh_config").write_text("\n".join(config) + "\n")
         self.hostfile.write_text("host1 slots=1\nhost2 slots=1\n")
@@ -306,6 +296,26 @@ class Hosts:
                 lambda reach=reach: subprocess.run(reach, capture_output=True, check=False).returncode == 0, 10
             )  # type: ignore[misc]
             assert reached, (self.root / f"sshd-{host[-1]}.log").read_text()
+
+    def _daemon(self, number: int) -> subprocess.Popen[bytes]:
+        daemon = [
+            shutil.which("sshd") or "sshd", "-D", "-e", "-f", "/dev/null", "-p", "22", "-o", f"ListenAddress=10.203.0.{number}",
+            "-o", f"HostKey={self.root}/host", "-o", f"AuthorizedKeysFile={self.root}/authorized", "-o", "StrictModes=no",
+            "-o", f"PidFile={self.root}/sshd-{number}.pid", "-o", "UsePAM=no", "-o", "PermitRootLogin=yes",
+        ]  # fmt: skip
+        with open(self.root / f"sshd-{number}.log", "ab") as log:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", f"{self.prefix}-{number}", *daemon],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def restart(self, number: int, after_s: float) -> None:
+        """Ends a host's daemon with its sessions, and starts another one some time later."""
+        end(self.processes[number - 1])
+        time.sleep(after_s)
+        self.processes[number - 1] = self._daemon(number)
 
     def stop(self) -> None:
         """Ends the daemons and removes the namespaces."""

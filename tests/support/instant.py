@@ -18,7 +18,7 @@ from autotune.report import load
 from autotune.report.files import write_answer
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.study import budget, warm_start
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.study.measure import ENDLESS_SAMPLES

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,9 +50,12 @@ def lane_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its lane."""
+    """Marks each test with its lane; files with most tests of processes come first, so that workers end together."""
+    n_slow: Counter[Path] = Counter()
     for item in items:
         item.add_marker(lane_of(item))
+        n_slow[item.path] += item.get_closest_marker("process") is not None
+    items.sort(key=lambda item: -n_slow[item.path])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -20,7 +20,7 @@ from autotune.report.files import write_answer, write_report
 from autotune.report.progress import ProgressView
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.study.events import Broadcast, Journal, path_in
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from autotune.report import series, tables
+from autotune.report import attempts, samples, series, tables
 from autotune.report.data import (
     PICK_NOTES,
     THROUGHPUT,
@@ -21,13 +21,15 @@ from autotune.report.data import (
     end_words,
     leading_metric,
     pick_words,
+    price_words,
     times,
     title,
     titles,
     words,
 )
 from autotune.report.figures import LEAST_EXPLAINED
-from autotune.report.readme import machine, reproduce, subject
+from autotune.report.next_steps import next_steps, reproduce
+from autotune.report.readme import machine, measured_on, subject
 from autotune.report.series import level_text
 from autotune.scoring.effects import Effect, Effects
 from autotune.scoring.metrics import METRICS
@@ -35,13 +37,13 @@ from autotune.system.units import Scale, format_bytes, format_duration
 
 Context = dict[str, Any]
 # Fields of the study that the page shows elsewhere or that only programs need.
-HIDDEN_FIELDS = ("name", "target", "wall_s", "folder", "stored_as")
+HIDDEN_FIELDS = ("name", "target", "wall_s", "folder", "stored_as", "trials_wanted")
 # Cards and rows beyond these are in the JSON only.
-MOST_GATE_CARDS, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
+MOST_GATED, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
 # Least widths of the table's columns; the configuration's is the style sheet's, as it depends on the screen.
-TRIAL_REM, OUTCOME_REM, SPEEDUP_REM, METRIC_REM, LONG_METRIC_REM, WALL_REM = 4.4, 9.6, 5.6, 6.1, 8.4, 4.4
+TRIAL_REM, OUTCOME_REM, SPEEDUP_REM, METRIC_REM, LONG_METRIC_REM, WALL_REM = 3.8, 9.0, 6.0, 5.9, 7.6, 3.8
 LONG_LABEL = 20
-GATE_WIDTH, GATE_HEIGHT = 360, 150
+LOSS_WORDS = {"loss": "loss", "difference": "difference to the baseline's"}
 
 
 def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
@@ -56,7 +58,10 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
     took = format_duration(wall_s or 0.0).replace(" ", "\u00a0")
     return {
         "name": report.name,
-        "lead": f"{subject(report)} on {machine(report)}. {n} trials{f' in {took}' if wall_s else ''}.",
+        "lead": f"{subject(report)} on {machine(report)}. {n} trial{'s' * (n != 1)}{f' in {took}' if wall_s else ''}"
+        f"{f', measured {day}' if (day := measured_on(report).strip()) else ''}.",
+        "next_steps": next_steps(report),
+        "left_out": _left_out(report),
         "answer": _answer(report),
         "picks": _picks(report),
         "choices": {
@@ -66,7 +71,13 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
                 metric: labels.get(metric, "compromise of the objectives")
                 for metric in dict.fromkeys(key.split("|")[0] for key in drawn.get("progress-plot", ()))
             },
-            "loss": {key: key for key in drawn.get("loss-plot", ())},
+            "loss": {
+                key: LOSS_WORDS[key] for key in dict.fromkeys(key.split("|")[0] for key in drawn.get("loss-plot", ()))
+            },
+            "loss_across": {key: key for key in dict.fromkeys(key.split("|")[1] for key in drawn.get("loss-plot", ()))},
+            "quality": {
+                key: f"trial {key}" for key in dict.fromkeys(key.split("|")[0] for key in drawn.get("quality-plot", ()))
+            },
             "forecast": {key: labels[key] for key in drawn.get("forecast-plot", ())},
         },
         "knobs": {
@@ -76,8 +87,10 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
         "effects": [_effects(found) for found in report.effects],
         "table": _table(report),
         "has_steps": series.has_steps(report),
-        "gate": _gate(report),
+        "gate": _gate(report) if any(trial.get("gate") for trial in report.trials) else None,
+        "samples": samples.notes(report),
         "forecasts": [_forecast_note(name, points) for name, points in series.forecasts(report).items()],
+        "attempts": {"heads": attempts.HEADS, "rows": attempts.rows(report), "lost": attempts.lost(report)},
         "facts": {heading: found for heading, found in _facts(report).items() if found},
         "reproduce": reproduce(report),
     }
@@ -102,14 +115,25 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
     """The answer's headline: the speed-up as `factor`, or a `text` in its place; `span` is the interval."""
     factor, span, text = times(pick.get("speedup"), "×"), _span(pick), ""
     if report.is_baseline(pick):
-        return {"factor": "", "span": "", "text": "Keep your configuration: no trial is measurably better."}
+        return {
+            "factor": "",
+            "span": "",
+            "price": "",
+            "text": "Keep your configuration: "
+            + ("no trial is measurably better." if len(report.points) > 1 else "nothing else was measured."),
+        }
     if not factor:
         why = "did not run" if report.baseline is None else "cannot be compared with it"
         text = f"The baseline {why}, so there is no speed-up to state."
     elif pick["speedup"] < 1 or leading_metric(report, names) != THROUGHPUT:
         said = pick_words(report, names, pick)
         factor, text = "", said[0].upper() + said[1:]
-    return {"factor": factor, "span": span, "text": text, "doubt": doubt_words(pick) if factor else ""}
+    price = (
+        f"at {' and '.join(price_words(report, pick, THROUGHPUT))}"
+        if factor and price_words(report, pick, THROUGHPUT)
+        else ""
+    )
+    return {"factor": factor, "span": span, "text": text, "price": price, "doubt": doubt_words(pick) if factor else ""}
 
 
 def _span(pick: Data) -> str:
@@ -167,16 +191,18 @@ def _picks(report: StudyReport) -> list[Context]:
         if "recommended" in names:
             continue
         same = report.is_baseline(pick)
-        factor = None if same else pick.get("speedup")
+        own = leading_metric(report, names) != THROUGHPUT and pick_words(report, names, pick)
+        factor = None if same or own else pick.get("speedup")
         marks = (*(pick.get("speedup_ci95") or (factor, factor)), 1.0, factor) if factor else ()
         card = {
             "title": titles(names),
-            "said": "" if same or leading_metric(report, names) == THROUGHPUT else pick_words(report, names, pick),
+            "said": "" if same or not own else own,
             "why": "; ".join(PICK_NOTES[name] for name in names if name in PICK_NOTES),
             "is_baseline": same,
+            "price": "" if same or own else " and ".join(price_words(report, pick, THROUGHPUT)),
             "factor": times(factor, "×"),
             "span": _span(pick) if factor else "",
-            "doubt": "" if same or leading_metric(report, names) != THROUGHPUT else doubt_words(pick),
+            "doubt": "" if same or own else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         cards.append(_pick(report, pick, report.objectives) | card)
@@ -208,8 +234,15 @@ def _effect(metric: str, effect: Effect) -> Context:
         "knob": effect.knob.rsplit(".", 1)[-1],
         "share": f"{effect.share:.0%}",
         "width": f"{min(100.0, 100 * effect.share):.1f}%",
-        "levels": f"{level_text(reference.value)}: {', '.join(worth)}",
+        "levels": f"beside {level_text(reference.value)}: {', '.join(worth)}",
     }
+
+
+def _left_out(report: StudyReport) -> str:
+    """The trials that the front leaves out, in words; empty if it has all that measured something."""
+    ends = Counter(end_words(point)[0] for number, point in report.points.items() if number not in report.compared)
+    said = ", ".join(f"{n} {'over a constraint' if end == 'complete' else end}" for end, n in ends.items())
+    return f"Left out, since nothing compares with them: {said}." if said else ""
 
 
 def _ends(report: StudyReport) -> str:
@@ -221,7 +254,7 @@ def _ends(report: StudyReport) -> str:
 def _table(report: StudyReport) -> Context:
     """Every trial with its configuration, its end, its metrics and why it failed."""
     scales = tables.scales_of(list(report.points.values()), report.metric_names())
-    heads = [("trial", "", "n"), ("configuration", "", ""), ("outcome", "", ""), ("speed-up", "", "n")]
+    heads = [("trial", "", "n"), ("speed-up", "", "n"), ("configuration", "", ""), ("outcome", "", "")]
     heads += [(METRICS[name].label, scale.unit, "n") for name, scale in scales.items()]
     rows = [_row(report, trial, scales) for trial in report.trials]
     return {"ends": _ends(report), "heads": [*heads, ("wall", "s", "n")], "rows": rows, "style": _columns(scales)}
@@ -233,7 +266,7 @@ def _columns(names: Iterable[str]) -> str:
     least = TRIAL_REM + OUTCOME_REM + SPEEDUP_REM + sum(metrics) + WALL_REM
     shares = " ".join(f"minmax({width}rem, 1fr)" for width in metrics)
     columns = (
-        f"{TRIAL_REM}rem minmax(var(--config), 4fr) minmax({OUTCOME_REM}rem, 2fr) {SPEEDUP_REM}rem {shares}"
+        f"{TRIAL_REM}rem {SPEEDUP_REM}rem minmax(var(--config), 4fr) minmax({OUTCOME_REM}rem, 2fr) {shares}"
         f" {WALL_REM}rem"
     )
     return f"--columns: {columns}; --least: calc(var(--config) + {least:.1f}rem)"
@@ -242,13 +275,14 @@ def _columns(names: Iterable[str]) -> str:
 def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
     row = tables.row(report, report.points.get(trial["trial"], trial), scales)
     wall_s, (outcome, why) = trial.get("wall_s"), end_words(trial)
-    numbers = [(times(row.speedup, "×"), f"{row.speedup:.6f}" if row.speedup else "", False)]
+    numbers = []
     for name in scales:
         text, guessed = row.cells.get(name, ""), bool(row.cells.get(name)) and name in (trial.get("censored") or ())
         numbers.append((f"~{text}" if guessed else text, str(row.values.get(name, "")), guessed))
     numbers.append(("", "", False) if wall_s is None else (f"{wall_s:.1f}", str(wall_s), False))
     return {
         "trial": row.trial,
+        "speedup": (times(row.speedup, "×"), f"{row.speedup:.6f}" if row.speedup else ""),
         "complete": trial["outcome"] == "complete",
         "configuration": row.configuration,
         "marks": row.marks,
@@ -258,53 +292,38 @@ def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
     }
 
 
-def _gate(report: StudyReport) -> Context | None:
-    """The trials that the quality gate looked at, the refused ones first; None if it looked at none."""
+def gated(report: StudyReport) -> list[Data]:
+    """The trials that the quality gate looked at, the refused ones first, then the recommended one."""
     marks = report.marks
     checked = [trial for trial in report.trials if trial.get("gate")]
     checked.sort(
         key=lambda one: (one["gate"]["passed"] is True, "recommended" not in marks.get(one["trial"], []), one["trial"])
     )
+    return [trial for trial in checked if len(trial["gate"]["losses"] or trial["losses"]) > 1][:MOST_GATED] or checked[
+        :MOST_GATED
+    ]
+
+
+def _gate(report: StudyReport) -> Context:
+    """What the quality gate said of each trial."""
+    checked = [trial for trial in report.trials if trial.get("gate")]
     n_refused = sum(trial["gate"]["passed"] is False for trial in checked)
-    cards = [_gate_card(trial) for trial in checked[:MOST_GATE_CARDS]]
-    return {"n_checked": len(checked), "n_refused": n_refused, "cards": cards} if checked else None
+    return {"n_checked": len(checked), "n_refused": n_refused, "said": [_gate_said(trial) for trial in gated(report)]}
 
 
-def _gate_card(trial: Data) -> Context:
+def _gate_said(trial: Data) -> Context:
     found = trial["gate"]
     verdict = {True: "trains alike", False: "refused: diverged", None: "not decided"}[found["passed"]]
     excess = (
         f"over {found['n_steps']} steps {found['excess']:+.2g} to the reference's loss; up to {found['limit']:.2g}"
         " is chance"
     )
+    configuration = words(trial["candidate"])
     return {
         "title": f"trial {trial['trial']}: {verdict}",
-        "configuration": words(trial["candidate"]),
-        "curves": _gate_curves(trial["losses"], found["losses"], found["replicates"]),
+        "configuration": configuration,
         "reason": found["reason"] or excess,
     }
-
-
-def _gate_curves(
-    own: Sequence[float | None], reference: Sequence[float], replicates: Sequence[Sequence[float]]
-) -> Context | None:
-    """The points of an SVG's lines: replicates, the trial, its reference; None if there is nothing to draw."""
-    n = len(reference) or len(own)
-    curves = [[float(loss) for loss in curve[:n] if loss is not None] for curve in (*replicates, own, reference)]
-    every = [loss for curve in curves for loss in curve]
-    if len(every) < 2 or n < 2:
-        return None
-    low, high = min(every), max(every)
-
-    step_width, per_loss = (GATE_WIDTH - 16) / (n - 1), (GATE_HEIGHT - 16) / (high - low or 1.0)
-
-    def line(curve: Sequence[float]) -> str:
-        return " ".join(f"{8 + i * step_width:.1f},{8 + (high - loss) * per_loss:.1f}" for i, loss in enumerate(curve))
-
-    *thin, trial, dashed = map(line, curves)
-    label = f"Loss from {high:.3g} to {low:.3g} over {n} steps: the trial beside its reference"
-    box = f"0 0 {GATE_WIDTH} {GATE_HEIGHT}"
-    return {"box": box, "label": label, "replicates": thin, "trial": trial, "reference": dashed}
 
 
 def _forecast_note(name: str, points: Sequence[series.ForecastPoint]) -> str:

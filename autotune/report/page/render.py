@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import zlib
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -17,8 +19,8 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from autotune._version import __version__
-from autotune.report import figures, fronts, series
-from autotune.report.data import StudyReport, measured
+from autotune.report import figures, fronts, samples, series
+from autotune.report.data import StudyReport
 from autotune.report.page import content
 from autotune.system import files
 
@@ -26,8 +28,8 @@ from autotune.system import files
 PLOTLY = "assets/plotly-basic.min.js"
 # Code up to this length is kept on one line; words longer than that break at their joints.
 SHORT_CODE, LONG_WORD = 34, 12
-# Lists from this length on that occur several times in the figures are written into the page once.
-SHARED_FROM = 8
+# Parts of the figures of this length or more that occur several times are written into the page once.
+SHARED_CHARS = 60
 
 
 def write(report: StudyReport, path: Path) -> None:
@@ -52,7 +54,7 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
         data: What the page's script reads: `figures` by plot and choice.
         **values: What the template shows.
     """
-    scripts = [_asset(PLOTLY), _asset("page.js")]
+    scripts = [_asset(PLOTLY), _asset("page.js")]  # the page holds the first one compressed, and the second unpacks it
     # Only our two scripts run, and nothing is fetched: text that slipped through the escaping could still do nothing.
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
@@ -68,7 +70,8 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
             title=title,
             policy=policy,
             style=Markup(_asset("page.css")),
-            scripts=[Markup(script) for script in scripts],
+            library=_packed(PLOTLY),
+            script=Markup(_asset("page.js")),
             data=htmlsafe_json_dumps(_shared(data), allow_nan=False, separators=(",", ":")),
             version=__version__,
             **values,
@@ -76,18 +79,22 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
     )
 
 
+def fragment(template: str, macro: str, found: Mapping[str, Any]) -> str:
+    """A part of a page, by a macro of a template."""
+    return str(getattr(_environment().get_template(template).module, macro)(found))
+
+
 def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
     """The figures of the page by plot, each plot with one figure for every choice of its reader."""
-    objectives = [
-        name for name in report.objectives if any(name in measured(point) for point in report.points.values())
-    ]
+    compared = report.compared_metrics()
+    objectives = [name for name in report.objectives if name in compared]
     measures = [*(["gain"] if report.baseline is not None else []), *objectives]
     curves = series.losses(report)
     across = [name for name in ("samples", "seconds", "steps") if any(curve.across[name] for curve in curves)]
     points = series.progress(report)
     return {
-        "front-plot": fronts.fronts(report),
-        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.points) > 1 else {},
+        "front-plot": fronts.fronts(report) if len(report.compared) > 1 else {},
+        "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.compared) > 1 else {},
         "progress-plot": {
             f"{metric}|{axis}": figures.progress(report, metric, axis, points)
             for metric in measures
@@ -95,7 +102,17 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
         }
         if len(report.trials) > 1
         else {},
-        "loss-plot": {name: figures.losses(report, name) for name in across},
+        "loss-plot": {
+            f"{kind}|{name}": figures.losses(report, name, difference=kind == "difference")
+            for kind in (("loss", "difference") if report.baseline is not None else ("loss",))
+            for name in across
+        },
+        "quality-plot": {
+            f"{trial['trial']}|{kind}": figures.gate(trial, difference=kind == "difference")
+            for trial in content.gated(report)
+            for kind in ("loss", "difference")
+        },
+        "lengths-plot": {"": figures.lengths(report)} if samples.varies(report) else {},
         "forecast-plot": {name: figures.forecasts(report, name) for name in series.forecasts(report)},
     }
 
@@ -119,33 +136,61 @@ def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
         },
         "levels": {
             number: [levels.index(point["candidate"].get(name)) for name, levels in knobs.items()]
-            for number, point in report.points.items()
+            for number, point in report.compared.items()
         },
     }
 
 
 def _shared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with each long list kept once in `lists`; where it is used stands `{"$": position}`."""
+    """The data with each part that occurs again kept once in `lists`; where it is used stands `{"$": position}`."""
+    seen: Counter[str] = Counter()
     positions: dict[str, int] = {}
     lists: list[Any] = []
 
-    def replaced(value: Any) -> Any:
+    def parts(value: Any) -> list[Any]:
+        return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+    def count(value: Any) -> None:
+        if not isinstance(value, dict | list):
+            return
+        key = json.dumps(value)
+        seen[key] += 1
+        for part in parts(value) if seen[key] == 1 and len(key) >= SHARED_CHARS else ():
+            count(part)
+
+    def inner(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: replaced(each) for name, each in value.items()}
-        if not isinstance(value, list) or len(value) < SHARED_FROM or isinstance(value[0], dict):
-            return [replaced(each) for each in value] if isinstance(value, list) else value
+        return [replaced(each) for each in value]
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, dict | list):
+            return value
         key = json.dumps(value)
+        if len(key) < SHARED_CHARS:
+            return value
+        if seen[key] < 2:
+            return inner(value)
         if key not in positions:
             positions[key] = len(lists)
-            lists.append(value)
+            lists.append(None)
+            lists[positions[key]] = inner(value)
         return {"$": positions[key]}
 
-    return {**replaced(dict(data)), "lists": lists}
+    for each in data.values():
+        count(each)
+    return {**{name: inner(each) if parts(each) else each for name, each in data.items()}, "lists": lists}
 
 
 @cache
 def _asset(name: str) -> str:
     return (resources.files("autotune.report.page") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _packed(name: str) -> str:
+    """An asset as text, compressed: plotly.js takes half a megabyte so, instead of 1.2."""
+    return base64.b64encode(zlib.compress(_asset(name).encode(), 9)).decode()
 
 
 @cache

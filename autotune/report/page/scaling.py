@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ NOTES = {
 IDEAL_POINTS = 24
 # Two rounds that differ give an interval of almost any length: the axis ends at this multiple of a value.
 LONGEST_BAR = 1.6
+LEAST_LOSS = 0.01  # a smaller share is not named
 PICTURE_COLUMNS, PICTURE_HEIGHT_PX = 3, 760
 
 
@@ -97,7 +98,7 @@ def rows(found: Sequence[Scale]) -> Iterator[list[str]]:
     epoch = metric_scale("step_time_s", epochs).quantity if max(epochs, default=0.0) < 60 else format_duration
     yield [
         "ranks", "global batch", f"step time ({times.unit})", "samples/s", "speed-up", "95 % interval", "efficiency",
-        "serial share", "communication", "one epoch",
+        "same loss", "lost to", "one epoch",
     ]  # fmt: skip
     for scale in found:
         ends = scale.speedup_ci95
@@ -109,10 +110,16 @@ def rows(found: Sequence[Scale]) -> Iterator[list[str]]:
             f"{scale.speedup:.2f}x",
             f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else "-",
             f"{scale.efficiency:.0%}",
-            "-" if scale.serial_share is None else f"{scale.serial_share:.0%}",
-            "-" if scale.communication is None else f"{scale.communication:.0%}",
+            "-" if scale.same_loss is None else f"{scale.same_loss:.2f}x",
+            _lost(scale),
             epoch(scale.epoch_s) if scale.epoch_s else "-",
         ]
+
+
+def _lost(scale: Scale) -> str:
+    """What the efficiency lacks, by what takes it, the largest first."""
+    losses = sorted(scale.losses.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in losses if share >= LEAST_LOSS) or "-"
 
 
 def lines(found: Sequence[Scale], mode: Mode) -> Iterator[str]:
@@ -123,34 +130,48 @@ def lines(found: Sequence[Scale], mode: Mode) -> Iterator[str]:
     yield from ("  ".join(cell.rjust(size) for cell, size in zip(row, wide, strict=True)) for row in table)
 
 
-def write(found: Sequence[Scale], mode: Mode, title: str, notes: Sequence[str], path: Path) -> None:
-    """Writes the page."""
-    header, *body = rows(found)
-    drawn = panels(found, mode)
-    n = found[-1].n_rounds
+def write(found: Mapping[Mode, Sequence[Scale]], title: str, notes: Sequence[str], path: Path) -> None:
+    """Writes the page, strong and weak scaling side by side."""
+    n = max(scales[-1].n_rounds for scales in found.values())
     intervals = f"bars are 95 % intervals, from {n} rounds" if n > 1 else "one round, so no intervals"
+    drawn = {mode: panels(scales, mode) for mode, scales in found.items()}
     page = fill(
         "scaling.html",
         title=f"{title}: scaling",
         heading=title,
-        lead=NOTES[mode],
+        lead=" ".join(NOTES[mode] for mode in found),
         intervals=intervals,
         notes=notes,
-        panels=[{"title": panel.title, "unit": panel.unit, "label": panel.label} for panel in drawn],
-        header=header,
-        rows=body,
-        data={"figures": {f"panel-{i}": {"": figure(panel)} for i, panel in enumerate(drawn)}},
+        ways=[
+            {
+                "name": mode,
+                "heading": f"{mode.capitalize()} scaling",
+                "panels": [{"title": panel.title, "unit": panel.unit, "label": panel.label} for panel in drawn[mode]],
+                "table": list(rows(scales)),
+            }
+            for mode, scales in found.items()
+        ],
+        data={
+            "figures": {
+                f"panel-{mode}-{i}": {"": figure(panel)} for mode, each in drawn.items() for i, panel in enumerate(each)
+            }
+        },
     )
     files.write_text(path, page, sync=False)
 
 
-def draw(found: Sequence[Scale], mode: Mode, picture: Path) -> None:
-    """Writes the panels as one PNG.
+def draw(found: Mapping[Mode, Sequence[Scale]], picture: Path) -> None:
+    """Writes the panels as PNG, one file for each way of scaling, named for it where there are two.
 
     Raises:
         PictureError: No browser draws it here.
     """
-    pictures.write({picture: grid(panels(found, mode))}, height_px=PICTURE_HEIGHT_PX)
+    several = len(found) > 1
+    figures = {
+        picture.with_stem(f"{picture.stem}-{mode}") if several else picture: grid(panels(scales, mode))
+        for mode, scales in found.items()
+    }
+    pictures.write(figures, height_px=PICTURE_HEIGHT_PX)
 
 
 def figure(panel: Panel) -> Figure:

@@ -86,7 +86,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     n_samples = min(len(own.losses) * own.batch, len(baseline.losses) * baseline.batch)
     n_windows = min(MOST_WINDOWS, n_samples // max(own.batch, baseline.batch, 1))
     if n_windows < FEWEST_WINDOWS:
-        return Branch(confirmed=None, reason=f"{n_samples} samples are too few for a branch of this batch; {MORE}")
+        return Branch(confirmed=None, reason=f"{n_samples:,} samples are too few for a branch of this batch; {MORE}")
     curves = [_pieces(run, n_samples, n_windows) for run in (own, baseline)]
     if not all(np.isfinite(curve).all() for curve in curves):
         return Branch(confirmed=False, reason="in the branch its loss was not finite", n_samples=n_samples)
@@ -97,7 +97,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     fall, fall_sd = _fall((curves[0] + curves[1]) / 2, at)
     difference = (curves[0] - curves[1])[later]
     if fall <= 2 * fall_sd:
-        why = f"its global batch is unconfirmed: the loss fell too little over {n_samples} samples to compare; {MORE}"
+        why = f"its global batch is unconfirmed: the loss fell too little in {n_samples:,} samples to compare; {MORE}"
         return Branch(confirmed=None, reason=why, n_samples=n_samples)
     rng = np.random.default_rng(0)
     falls = np.maximum(fall / 10, fall + fall_sd * rng.standard_normal(DRAWS))
@@ -110,18 +110,18 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     ratios = middle / np.maximum(there, middle / 100) / speed
     value = float(np.median(ratios))
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
-    promised = f"; {predicted:.2f}x was predicted" if predicted is not None else ""
+    promised = "" if predicted is None else f"{predicted:.2f}x was predicted"
     said = (
-        f"a branch over {n_samples} samples from one state reaches the baseline's loss in {value:.2f}x"
-        f" ({low:.2f} to {high:.2f}) of its time{promised}"
+        f"in a branch of {n_samples:,} samples it reached the baseline's loss in {value:.2f}x ({low:.2f} to {high:.2f}) of"
+        " the baseline's time"
     )
     confirmed: bool | None = True
     if low > TOLERANCE * max(1.0, predicted or 1.0):
-        confirmed, said = False, f"{said}, which it refutes"
+        confirmed, said = False, f"{said}: refuted{f', since {promised}' if promised else ''}"
     elif high > WIDEST * low:
-        confirmed, said = None, f"{said}, which decides nothing; {MORE}"
+        confirmed, said = None, f"{said}, which is too wide an interval to decide; {MORE}"
     elif promised:
-        said += ", which it confirms"
+        said += f", as predicted ({predicted:.2f}x)"
     return Branch(
         confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
     )

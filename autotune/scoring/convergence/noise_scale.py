@@ -58,9 +58,9 @@ class NoiseScale:
 
     def __str__(self) -> str:
         if not self.resolved:
-            return f"noise scale > {self.low:.3g} samples, unresolved"
+            return f"gradient noise scale: more than {self.low:.3g} samples; the run was too short to say more"
         growing = ", and still growing, so that smaller batches get no credit for it" if self.growing else ""
-        return f"noise scale {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g}){growing}"
+        return f"gradient noise scale: {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g}){growing}"
 
 
 def noise_scale(

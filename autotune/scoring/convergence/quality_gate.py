@@ -141,12 +141,12 @@ def _outside(excess: float, limit: float, slope: float, part: slice) -> str:
     where = f"over steps {part.start + 1} to {part.stop}"
     if excess < 0:
         return (
-            f"trains otherwise: {where} its loss is {-excess:.3g} below the reference's, unlike numerics;"
-            f" is its learning rate what it should be? within {limit:.3g} it could be chance"
+            f"trains differently: {where} its loss is {-excess:.3g} below the reference's, and only {limit:.3g} could be"
+            " chance; other numerics do not train better, so check its learning rate"
         )
     behind = f", {excess / slope:.1f} steps behind" if slope > 0 else ""
     above = f"{where} its loss is {excess:.3g} above the reference's{behind}"
-    return f"trains worse: {above}; within {limit:.3g} it could be chance"
+    return f"trains worse: {above}; up to {limit:.3g} could be chance"
 
 
 def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None, config: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,19 +13,22 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
+from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, check_retired, set_path
-from autotune.space.legality import Setting, inherited_settings, why_illegal
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
+from autotune.space.degree import degrees_of
+from autotune.space.legality import inherited_settings, why_illegal
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
-from autotune.study.setup import profile_cache
+from autotune.study.setup import degrees, profile_cache
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
     SCRIPT_BATCH,
-    _frozen,
-    _moved,
+    frozen_knobs,
     inspect_workload,
     script_request,
+    with_movable,
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
@@ -88,7 +92,7 @@ class Plan:
         """Whether every rank trains the whole model on separate data: neither layers nor experts are split."""
         script = self.workload.script
         parted = script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
-        return self.data_parallel == self.world_size and not parted
+        return self.data_parallel == self.world_size and not parted and self.baseline.ranks_per_replica == 1
 
     @property
     def splits_batch(self) -> bool:
@@ -180,13 +184,23 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
         raise UserError(f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices")
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
+    wanted = degrees.asked(space, baseline)
+    if wanted:
+        split = trials / "split"
+        workload = degrees.compared(spec, executor, split, workload, base_config, setting, wanted, doing)
+        base_config, baseline, setting = grounds(spec, target, workload, world_size)
     if target.kind == "script":
-        workload = _moved(spec, executor, trials / "moved", workload, baseline, world_size)
-        space = space.pinned(_frozen(spec, workload, baseline))
+        workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)
+        space = space.pinned(frozen_knobs(spec, workload, baseline))
     if spec.global_batch == "keep":
         space = space.keeping(
-            baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size
+            baseline.global_batch_size(setting.world_size),
+            setting.world_size,
+            baseline.micro_batch_size,
+            baseline.ranks_per_replica,
         )
+        if wanted:  # the accumulation cannot make up for every degree
+            setting = replace(setting, global_batch=(baseline.global_batch_size(setting.world_size),) * 2)
     pruned = feasibility.pruned(space, baseline, setting)
     if not any(c != baseline and why_illegal(c, setting) is None for c in pruned.candidates(baseline)):
         why = next(iter(feasibility.refusals(space, baseline, setting)), "the space holds nothing but the baseline")
@@ -239,6 +253,8 @@ def grounds(
         own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
         base=inherited_settings(base_config),
         missing_ops=tuple(environment.missing_ops.items()),
+        **degrees.facts(workload, base_config, world_size),
+        **_of_data(workload),
     )
     check_retired(base_config, setting.deepspeed_version, "base config")
     baseline = _baseline(spec, base_config, workload, data_parallel)
@@ -248,11 +264,20 @@ def grounds(
     return base_config, baseline, setting
 
 
+def _of_data(workload: Workload) -> dict[str, Any]:
+    """What legality depends on of the data."""
+    data = workload.data
+    if data is None:
+        return {"data_cannot": tuple((name, "the target's data could not be read") for name in data_knobs.KNOBS)}
+    shortest = int(data.table[0][0]) if data.table else 0
+    # Lengths of which only some samples' are known bound nothing.
+    ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
+    return {"lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": tuple(data.cannot.items())}
+
+
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
     """Returns the plan with the workload's profile and the machine's rates, which forecasts need."""
-    spec, device = found.spec, found.workload.environment.device_name
-    engine = (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), device)
-    place = profile_cache.Place(spec.nodes_for(found.world_size), engine if spec.runs_elsewhere else ())
+    spec, place = found.spec, profile_cache.place_of(found.spec, found.world_size, found.workload)
     workload, notes = profile_cache.measure_missing(
         found.workload, spec.target, found.base_config, found.world_size, executor, folder / "trials", on_wait, place
     )
@@ -290,7 +315,8 @@ def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size:
     if not spec.batch_is_configured and workload.script is None:
         most = [spec.global_batch[1]] if isinstance(spec.global_batch, tuple) else []
         most += [workload.n_samples] if workload.n_samples is not None else []
-        micro = max(1, min([DEFAULT_MICRO_BATCH, *(n // world_size for n in most)]))
+        copies = max(1, world_size // math.prod(degrees_of(lambda path: at_path(config, path)).values()))
+        micro = max(1, min([DEFAULT_MICRO_BATCH, *(n // copies for n in most)]))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
     own = workload.script.checkpoint_every if workload.script else spec.checkpoint_every
     return replace(from_deepspeed(config, world_size), checkpoint_every=own)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from autotune.executors import base
 from autotune.executors.base import Executor
+from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.system.machine import cache_dir, processor_name
 from autotune.trial.command import Invocation
@@ -47,6 +48,13 @@ class Place:
 
 
 HERE = Place()
+
+
+def place_of(spec: StudySpec, world_size: int, workload: Workload) -> Place:
+    """Returns the machines of a study."""
+    device = workload.environment.device_name
+    engine = (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), device)
+    return Place(spec.nodes_for(world_size), engine if spec.runs_elsewhere else ())
 
 
 def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:

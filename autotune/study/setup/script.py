@@ -194,7 +194,7 @@ def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
     return {name: flag for name, flag in flags.items() if name not in templated}
 
 
-def _moved(
+def with_movable(
     spec: StudySpec, executor: Executor, path: Path, workload: Workload, baseline: Candidate, world_size: int
 ) -> Workload:
     """Runs the script with another micro-batch and accumulation, and records which of them really changed.
@@ -276,7 +276,7 @@ def _micro_batches_per_constant(spec: StudySpec, probed: Probed) -> int:
     return 0
 
 
-def _frozen(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:
+def frozen_knobs(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:
     """Returns the knobs that the script does not let move, with their values."""
     assert workload.script is not None
     fixed = [name for name in SCRIPT_BATCH if name not in workload.script.movable]

@@ -6,7 +6,7 @@ made from it. Types, defaults and checks are in `StudySpec`. It imports nothing 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
@@ -23,6 +23,7 @@ class Setting(NamedTuple):
         repeatable: The option may be given several times, and the values add up.
         option: Whether the command line has an option for it.
         optional: An empty value is not written to `study.yaml`.
+        default: Its default; None where it has none, or where `help` states it.
     """
 
     help: str
@@ -35,6 +36,7 @@ class Setting(NamedTuple):
     repeatable: bool = False
     option: bool = True
     optional: bool = False
+    default: Any = None
 
 
 # fmt: off
@@ -55,7 +57,7 @@ SETTINGS: dict[str, Setting] = {
         " list, or one text that is split as a shell does.", option=False, optional=True,
         comment="The script's command line, and constants in it that are replaced."),
     "script_set": Setting(
-        "Replace a constant of the training script.",
+        "Replace a constant of the training script, such as BATCH={micro_batch_size}.",
         more='With the same templates: `{"BATCH": "{micro_batch_size}"}`.', metavar="NAME={micro_batch_size}",
         flag="--set", repeatable=True, optional=True),
     "arg_mappings": Setting(
@@ -65,30 +67,30 @@ SETTINGS: dict[str, Setting] = {
         "Folder that a script or a command runs in (default: the script's own).", option=False, optional=True,
         comment="Where the script runs."),
     "space": Setting(
-        "Search spaces: presets or YAML files.",
-        more="Or knobs with their values, as `{zero_stage: [0, 1, 2]}`. See `autotune ls spaces`.", metavar="A,B",
+        "Which knobs are tuned: presets or YAML files; see `autotune ls spaces`.",
+        more="Or knobs with their values, as `{zero_stage: [0, 1, 2]}`.", metavar="A,B",
         repeatable=True, comment="What is tuned: each knob with its values; null leaves DeepSpeed's default."),
     "goal": Setting(
-        "What is wanted; see `autotune ls goals`.",
+        "What you want most; see `autotune ls goals` (default: balanced).",
         more="It sets the objectives, their weights, and so what is recommended. Without it `balanced`.",
         metavar="balanced|throughput|latency|time-to-loss|memory|cost", optional=True,
         comment="What is wanted, which sets the objectives (`autotune ls goals`)."),
     "objectives": Setting(
-        "Objectives in place of a goal: presets or YAML files.",
-        more="Or mappings with a `metric`. See `autotune ls objectives`.",
+        "Objectives in place of a goal: presets or YAML files; see `autotune ls objectives`.",
+        more="Or mappings with a `metric`.",
         metavar="A,B", flag="--objective", repeatable=True, comment="What is optimised."),
     "constraints": Setting(
         "Bounds that a solution must keep, by metric, as `{peak_memory_bytes: {max: 4GiB}}`.", option=False,
         comment="Bounds that a solution must keep."),
     "quick": Setting(
-        "The fewest trials that decide: seek the goal alone.",
+        "Few trials: look only for the best by the goal, not for the front.",
         more="Not the front; 8 trials, 1 finalist, `stop_below` 3%, where nothing else is stated.", optional=True,
         comment="Seek the goal alone."),
     "trials": Setting(
-        "Trials in all, resumed ones and the baseline included.", metavar="N",
-        comment="The budget: trials in all, and wall time (null: no limit)."),
+        "Number of trials at most, the baseline and those of earlier runs included.", metavar="N",
+        comment="The budget: trials in all, and wall time (null: no limit).", default=30),
     "time_budget_s": Setting(
-        "Wall time in all, after which no trial is started.", more="Seconds, or a text such as `10m`.",
+        "Time at most, after which no trial is started.", more="Seconds, or a text such as `10m`.",
         metavar="10m", flag="--time-budget"),
     "ranks": Setting(
         "Ranks of a trial (default: the launcher's, or one per GPU).",
@@ -98,17 +100,17 @@ SETTINGS: dict[str, Setting] = {
         "Machines that the ranks of a trial are spread over.", more="By default one, or all that `hostfile` names.",
         metavar="N", optional=True, comment="Machines that they are spread over."),
     "executor": Setting(
-        "What runs the trials (default: local).", more="See `docs/clusters.md`.", metavar="local|slurm|ray",
-        comment="The engine that runs trials, and what it is told."),
+        "What runs the trials.", more="See `docs/clusters.md`.", metavar="local|slurm|ray",
+        comment="The engine that runs trials, and what it is told.", default="local"),
     "executor_options": Setting(
-        "What the executor is told, as partition=gpu; repeatable.", metavar="NAME=VALUE", flag="--executor-option",
+        "A setting of the executor, such as partition=gpu; repeatable.", metavar="NAME=VALUE", flag="--executor-option",
         repeatable=True, optional=True),
     "patience_s": Setting(
-        "How long a trial waits for machines that are away.",
+        "How long a trial waits for machines that went away.",
         more="Attempts that lost their machines count, time in a queue does not. Seconds, or a text such as `30m`. Then"
-        " the study stops with exit status 75, and the same command continues it.", metavar="30m", flag="--patience"),
+        " the study stops with exit status 75, and the same command continues it.", metavar="30m", flag="--patience", default=1800.0),
     "hostfile": Setting(
-        "Machines for local, over your ssh: HOST slots=N a line.", metavar="FILE", optional=True,
+        "Machines to reach over ssh, one `HOST slots=N` a line.", metavar="FILE", optional=True,
         comment="Machines that trials reach over ssh."),
     "base_config": Setting(
         "Your DeepSpeed configuration: the baseline.",
@@ -116,25 +118,34 @@ SETTINGS: dict[str, Setting] = {
         comment="The baseline's DeepSpeed configuration, which candidates are laid over."),
     "checkpoint_every": Setting(
         "Recomputation in the baseline of a model.py: every k-th block; 0: none.", option=False, optional=True,
-        comment="The baseline recomputes the activations of every k-th block."),
+        comment="The baseline recomputes the activations of every k-th block.", default=0),
     "global_batch": Setting(
-        "Samples per optimizer step.",
+        "Samples per optimizer step: the baseline's, any, or bounds.",
         more="The baseline's (`keep`), any (`free`), a number, or lowest and highest; by default kept if"
         " your configuration sets a batch.", metavar="keep|free|LO..HI",
         comment="Samples per optimizer step: keep the baseline's, free, or LOWEST..HIGHEST."),
     "device_memory_bytes": Setting(
-        "Memory limit of a device.",
-        more="Bytes, or a text such as `4GiB`; by default what it has. On a CPU a watchdog holds the"
+        "Memory limit of a device (default: what it has).",
+        more="Bytes, or a text such as `4GiB`. On a CPU a watchdog holds the"
         " resident memory of each rank to it.", metavar="4GiB", flag="--device-memory",
         comment="Memory limit of a device; null is what it has."),
-    "sampler": Setting("What proposes candidates; see `autotune ls samplers`.", metavar="NAME"),
-    "memory_filter": Setting("Skip candidates that surely do not fit memory.", flag="--filter", off="--no-filter"),
+    "max_length": Setting(
+        "Length that samples may reach, where the data cannot be read whole.",
+        more="In tokens; the longest samples are extended to it for the check of what fits.", metavar="N", optional=True,
+        comment="What fits is tried on the longest samples; the length that they may reach, and what else must fit."),
+    "with_eval": Setting(
+        "Check that one evaluation step fits, too.", more="In the finalists' re-measurements.", optional=True),
+    "with_save": Setting(
+        "Check that a checkpoint can be saved, too.",
+        more="In the finalists' re-measurements; it is removed at once.", optional=True),
+    "sampler": Setting("What proposes the next candidate; see `autotune ls samplers`.", metavar="NAME", default="physics"),
+    "memory_filter": Setting("Do not run what surely does not fit the memory.", flag="--filter", off="--no-filter", default=True),
     "stop_below": Setting(
-        "End when going on is expected to gain less; 0: never.",
-        more="A share of the goal, as 0.01 or `1%`; only `physics` expects.", metavar="1%"),
+        "Stop when more trials are expected to improve the goal by less than this; 0: never.",
+        more="A share of the goal, as 0.01 or `1%`; only `physics` expects.", metavar="1%", default=0.01),
     "stop_trials": Setting(
-        "End trials that are clearly worse.", more="That is, worse than a measured one on every objective.",
-        off="--no-stop-trials"),
+        "End a trial early that is clearly worse than another one.", more="That is, worse on every objective.",
+        off="--no-stop-trials", default=True),
     "storage": Setting(
         "Database, as postgresql://USER@HOST/DB (default: studies/autotune.db).",
         more="Any SQLAlchemy URL that Optuna takes; PostgreSQL needs `pip install 'psycopg[binary]'`, MySQL"
@@ -142,39 +153,67 @@ SETTINGS: dict[str, Setting] = {
         comment="null is SQLite in studies/autotune.db."),
     "parallel": Setting(
         "Trials at once, on disjoint devices or nodes.", metavar="N",
-        comment="Trials at once; on one host only if they may overlap, where they disturb one another."),
+        comment="Trials at once; on one host only if they may overlap, where they disturb one another.", default=1),
     "overlap": Setting(
-        "Let trials share a host, where they disturb one another.",
+        "Let parallel trials share a machine, where they disturb one another.",
         more="On disjoint devices or cores; the report says which trials did."),
     "learning_rate_rule": Setting(
-        "How the learning rate follows the batch: auto, none, linear, sqrt.",
-        more="`auto` is linear for SGD and sqrt for others.", metavar="RULE"),
-    "seed": Setting("Seed of weights, data order and search.", metavar="N"),
+        "How the learning rate follows the batch.",
+        more="`auto` is linear for SGD and sqrt for others.", metavar="auto|none|linear|sqrt", default="auto"),
+    "seed": Setting("Seed of weights, data order and search.", metavar="N", default=0),
     "trial_budget_s": Setting(
         "Training time of one trial, warm-up included.", more="Seconds, or a text such as `20s`.", option=False,
-        comment="Training time of one trial, and when its processes are killed."),
-    "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False),
-    "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False),
+        comment="Training time of one trial, and when its processes are killed.", default=10.0),
+    "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False, default=300.0),
+    "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False, default=0),
     "finalists": Setting(
         "Candidates that are checked and measured again at the end, beside the baseline; 0: none.", option=False,
-        comment="The best are checked and measured again at the end, this many, this often."),
+        comment="The best are checked and measured again at the end, this many, this often.", default=3),
     "repeats": Setting(
         "Rounds in which the best are measured again at least; up to four times as many until it is settled which is best.",
-        option=False,
-    ),
+        option=False, default=2),
     "branch": Setting(
-        "Check other global batches by a branch.",
+        "Check a candidate with another global batch by training it and the baseline from one state.",
         more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",
-        comment="Other global batches are checked by a branch from the baseline's state, on this many tokens."),
+        comment="Other global batches are checked by a branch from the baseline's state, on this many tokens.", default=True),
     "branch_tokens": Setting(
-        "Tokens that each side of a branch trains on.",
+        "Tokens that each side of such a check trains on.",
         more="Samples, where those are no sequences; by default twice what the baseline trains on in a trial.",
         metavar="N"),
     "from_checkpoint": Setting(
-        "Weights that noise probe and branches start from: DeepSpeed's, or a state dict.",
+        "Weights that these checks start from: a DeepSpeed checkpoint or a state dict.",
         more="By default those that a probe has warmed up.", metavar="DIR", optional=True),
 }
 # fmt: on
+
+# The options of a study in groups, as `--help` lists them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "What to tune": ("name", "goal", "objectives", "space", "base_config", "global_batch", "script_set", "from_checkpoint"),
+    "When to stop": ("quick", "trials", "time_budget_s", "stop_below"),
+    "Where it runs": (
+        "ranks", "nodes", "executor", "executor_options", "hostfile", "parallel", "overlap",
+        "patience_s", "storage",
+    ),
+    "What must fit": ("device_memory_bytes", "max_length", "with_eval", "with_save"),
+    "How it searches": ("sampler", "seed", "memory_filter", "stop_trials", "branch", "branch_tokens", "learning_rate_rule"),
+}  # fmt: skip
+
+
+def group_of(key: str) -> str:
+    """Returns the group of options that a setting belongs to."""
+    return next((name for name, keys in GROUPS.items() if key in keys), "Options")
+
+
+def default_words(key: str) -> str:
+    """Returns a setting's default as `--help` states it; "" if it has none that is worth a word."""
+    default, metavar = SETTINGS[key].default, SETTINGS[key].metavar
+    if isinstance(default, bool):
+        return "on" if default else ""
+    if metavar.endswith("%"):
+        return f"{default:.0%}"
+    if metavar.endswith("m") and metavar[:-1].isdigit() and default is not None:
+        return f"{default / 60:g}m"
+    return "" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def flag(key: str) -> str:

@@ -48,7 +48,7 @@ class Lease:
     """A right and its owner.
 
     Attributes:
-        name: `lead`, `trial N`, or `scheduler`.
+        name: `lead`, `trial N`, `place` of machines, or `scheduler`.
         owner: The process that holds it.
         token: Changes with the owner.
         beat: Incremented while the owner works.

@@ -19,12 +19,16 @@ ATTR = "autotune:project"
 
 def key_of(studies: Path) -> str:
     """The key of a folder of studies, which the folder keeps; a new one if it has none."""
-    path = studies / FILE
-    for _ in range(2):
-        with contextlib.suppress(OSError, ValueError):
-            return uuid.UUID(path.read_text().strip()).hex
-        files.write_text(path, f"{uuid.uuid4().hex}\n")
-    return uuid.UUID(path.read_text().strip()).hex
+    if not kept_key(studies):
+        files.write_text(studies / FILE, f"{uuid.uuid4().hex}\n")
+    return kept_key(studies)
+
+
+def kept_key(studies: Path) -> str:
+    """The key that a folder of studies keeps; empty without one that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return uuid.UUID(files.read_regular(studies / FILE).decode().strip()).hex
+    return ""
 
 
 def mark(study: Study, studies: Path) -> None:
@@ -35,7 +39,7 @@ def mark(study: Study, studies: Path) -> None:
 
 def is_own(study: Study, studies: Path) -> bool:
     """Whether a study belongs to a folder of studies; one of an earlier release belongs to everybody."""
-    return not (owner := _owner(study)) or owner.get("key") == key_of(studies)
+    return not (owner := _owner(study)) or owner.get("key") == kept_key(studies)
 
 
 def check_own(study: Study, studies: Path) -> None:

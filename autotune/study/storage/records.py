@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.errors import UserError
-from autotune.scoring import metrics
+from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
@@ -27,15 +26,16 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.space.data import retraining
 from autotune.space.deepspeed import DsConfig
-from autotune.space.legality import Setting
+from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
-from autotune.study.storage import database, history
+from autotune.study.storage import database, history, repeats
 from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
-from autotune.trial.folder import read_record, result_in
+from autotune.trial.folder import read_record
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
@@ -84,7 +84,7 @@ def load_study(storage: Storage, name: str) -> Study:
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise StoreError(f"no study {name!r} in {storage.shown}. {known}") from None
+        raise StoreError(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
@@ -156,7 +156,7 @@ class SearchRecord:
     """
 
     space: dict[str, Any]
-    samples_per_rank: int | None
+    samples_per_rank: float | None
     setting: Setting
     memory_limit_bytes: float | None
     bounds: list[tuple[str, Literal["min", "max"], float]]
@@ -258,6 +258,12 @@ def told_trials(study: Study) -> list[FrozenTrial]:
     return [told for told in _with_result(study) if _is_readable(told)]
 
 
+def lost(study: Study) -> list[FrozenTrial]:
+    """Trials whose run ended before they did, in order; their configurations are run again under other numbers."""
+    failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+    return [trial for trial in failed if CANDIDATE_ATTR in trial.user_attrs]
+
+
 def unreadable(study: Study) -> list[int]:
     """Numbers of the trials that ended with a result that cannot be read: their row is damaged."""
     storage, damaged = storage_of(study), [told.number for told in _with_result(study) if not _is_readable(told)]
@@ -275,7 +281,7 @@ def _is_readable(told: FrozenTrial) -> bool:
         data = told_data(told)
         told_candidate(told)
         return data.keys() >= TOLD_FIELDS and data["outcome"] in set(Outcome)
-    except (ValueError, TypeError, KeyError, AttributeError, UserError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
         return False
 
 
@@ -320,13 +326,7 @@ def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Meas
 
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
-    repeats = {}
-    # Re-measurements time steps; they are too short for a loss curve.
-    reference = replace(kept.reference, loss_target=None) if kept.reference is not None else None
-    for n, path in repeat_paths(folder, told.number).items():
-        result = result_in(path)
-        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
-            repeats[n] = {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
+    paths = repeat_paths(folder, told.number)
     ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
@@ -339,11 +339,13 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == own_numerics,
+        numerics_kept=numerics(ds_config) == own_numerics
+        and retraining(dict(candidate.config)) == retraining(dict(baseline.config)),
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
-        repeats=repeats,
+        repeats=repeats.metrics_of(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
+        unfit=repeats.unfit(paths.values(), candidate),
         forecast=data.get("forecast", {}).get("step_time_s"),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),

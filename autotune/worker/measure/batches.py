@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from autotune.worker.containers import tensors_in
-from autotune.worker.model.samples import of_batch
+from autotune.worker.data.padding import padding_id, real_lengths
+from autotune.worker.data.samples import of_batch
 
 # Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
-# Names of tensors that tell padding from tokens: of the tokens' shape, or one number for each sample.
-MASKS, LENGTHS = ("attention_mask", "padding_mask", "mask"), ("lengths", "input_lengths", "seq_lens", "length")
 # Batches of each rank whose checksums are compared between ranks.
 N_CHECKSUMS = 2
-# Batches whose shapes are noted.
-N_SHAPES = 32
+# Batches whose shapes are noted, and micro-batches whose lengths are.
+N_SHAPES, N_LENGTHS = 32, 4096
 # Batches that a loader may draw ahead of their use.
 MOST_AHEAD = 1024
 # Fields of `StepCount` that are summed over ranks.
@@ -78,12 +77,14 @@ class BatchObserver:
     Args:
         engine: The DeepSpeed engine.
         forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
+        shards: Ranks over which each sequence is split; this one sees its share of the tokens.
 
     Attributes:
         last: The latest optimizer step.
     """
 
-    def __init__(self, engine: Any, *, forgiving: bool = False) -> None:
+    def __init__(self, engine: Any, *, forgiving: bool = False, shards: int = 1) -> None:
+        self._shards = shards
         self.backward_counts: set[int] = set()
         self.checksums: list[int] = []
         self.shapes: list[Any] = []
@@ -103,6 +104,9 @@ class BatchObserver:
         self._elements = self._n_backward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
+        # Of each micro-batch: the lengths of its rows, and the length that they are padded to.
+        self.lengths: list[tuple[Tensor, int]] = []
+        self._padding = padding_id(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     @property
@@ -130,7 +134,7 @@ class BatchObserver:
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
         is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
-        tokens = (tensor.numel(), real_tokens(tensor, args, kwargs)) if tensor is not None and is_text else (0, 0)
+        tokens = self._tokens_of(tensor, args, kwargs) if tensor is not None and is_text else (0, 0)
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:
@@ -142,6 +146,17 @@ class BatchObserver:
             self._micro[-1] = self._micro[-1]._replace(every=self._micro[-1].every + rows)
         self._n_every += rows
         self._fresh = False
+
+    def _tokens_of(self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Tensor | int]:
+        """Returns the tokens of a micro-batch, with and without padding, and notes the lengths of its rows."""
+        rows = real_lengths(tensor, args, kwargs, self._padding)
+        if rows is None and tensor.shape[0] == 1:  # packed, or a single sample: nothing to pad to
+            rows = tensor.new_tensor([tensor.shape[1]])
+        if rows is None:
+            return tensor.numel(), tensor.numel()
+        if len(self.lengths) < N_LENGTHS and self._fresh:
+            self.lengths.append((rows, tensor.shape[1]))
+        return tensor.numel(), rows.sum()
 
     def drew(self, n_samples: int | None, batch: Any = None) -> None:
         """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known."""
@@ -174,8 +189,8 @@ class BatchObserver:
         ragged = self._ragged(samples)
         i = int(way == "every")
         self.last = StepCount(
-            samples=samples, tokens=self._tokens[i], real_tokens=self._real_tokens[i], elements=self._elements,
-            ragged=ragged,
+            samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
+            elements=self._elements * self._shards, ragged=ragged,
         )  # fmt: skip
         if not ragged:
             self._seen[micro] = None
@@ -196,6 +211,10 @@ class BatchObserver:
     def draw_size(self) -> int:
         """Returns the samples of the largest draw; 0 without a loader."""
         return self._largest_used
+
+    def rows(self) -> set[tuple[int, int | None]]:
+        """Returns the rows and the drawn samples of the micro-batches so far."""
+        return {(one.first, one.drawn) for micro in self._seen for one in micro}
 
     @property
     def micro_batch_sizes(self) -> set[int]:
@@ -269,20 +288,6 @@ class BatchObserver:
             self.shapes += of_batch(args, kwargs, tensor.shape[0])[:1]
         if len(self.checksums) < N_CHECKSUMS:
             self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
-
-
-def real_tokens(tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | int:
-    """Returns the tokens of a batch that are no padding, as its attention mask or its lengths say; else all."""
-    inputs = {**next((value for value in args if isinstance(value, Mapping)), {}), **kwargs}
-    mask = next((inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)), None)
-    if mask is not None and mask.shape == tokens.shape:
-        unmasked: Tensor = (mask != 0).sum()
-        return unmasked
-    lengths = next((inputs[name] for name in LENGTHS if isinstance(inputs.get(name), Tensor)), None)
-    if lengths is not None and lengths.dim() == 1 and not lengths.is_floating_point():
-        total: Tensor = lengths.sum()
-        return total
-    return tokens.numel()
 
 
 def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

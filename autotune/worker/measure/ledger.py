@@ -62,7 +62,7 @@ class StepLedger:
         self.device, self.noise = device, noise
         candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self._micro_batch_size = candidate.micro_batch_size
-        self._global_batch_size = candidate.global_batch_size(n_replicas)
+        self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = 0.0
         self.skipped = self.ragged = self._n_ragged = 0
         # Of what the ranks take in, this share counts: ranks that train one copy of the model take in the same.

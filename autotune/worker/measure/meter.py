@@ -13,7 +13,9 @@ import torch.distributed as dist
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed
-from autotune.worker.measure import applied, machine_load, witness
+from autotune.worker.data import padding
+from autotune.worker.data.witness import watch
+from autotune.worker.measure import applied, groups, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
 from autotune.worker.measure.gradient_check import GradientWatch
@@ -47,12 +49,15 @@ class Meter:
         self.noise, self.gradients = noise, gradients
         self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self.device = torch.device(engine.device)
-        self.data_parallel = int(getattr(engine, "dp_world_size", None) or request.world_size)
+        self.data_parallel = groups.data_parallel(engine)
         self.ledger = StepLedger(recorder, request, self.device, self.data_parallel, noise)
         self.ledger.share = applied.share_of(engine, self.data_parallel)
         breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)
         self.take_apart, self.enter = breakdown.begin, breakdown.enter
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
+        self._concluded = False
+        watch.lengths, watch.rows = batches.lengths, batches.rows
+        watch.accumulation = self.candidate.gradient_accumulation_steps
         memory.enter("first_step")
 
     def begin(self) -> None:
@@ -67,21 +72,42 @@ class Meter:
         self._busyness, self._cpu_before = machine_load.Busyness(), time.process_time()
 
     def finish(self) -> None:
-        """Completes the report; all ranks take part.
+        """Completes the report of a trial at its end; all ranks take part.
 
         Raises:
             NotApplied: The configuration that ran differs from the candidate.
         """
+        if not self._concluded:
+            self.conclude()
         report, memory = self.report, self.memory
+        report.peak_memory_bytes = memory.finish()
+        report.reserved_memory_bytes, report.alloc_retries = memory.reserved_bytes, memory.alloc_retries
+
+    def conclude(self) -> None:
+        """Ends the measurement of steps; what follows counts for memory only. All ranks take part.
+
+        Raises:
+            NotApplied: The configuration that ran differs from the candidate.
+        """
+        self._concluded, report, memory = True, self.report, self.memory
         report.device_load = memory.device_watch.end() if memory.device_watch is not None else None
         self.check_applied()
-        report.peak_memory_bytes = memory.finish()
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
-        report.reserved_memory_bytes, report.alloc_retries = memory.reserved_bytes, memory.alloc_retries
         report.other_cores = self._cores_used_by_others()
         if (why := report.disturbed) and (report.rank == 0 or memory.cuda):
             report.caveats.append(f"the machine was busy: {why} while this trial was timed")
+        self._note_lengths()
+
+    def _note_lengths(self) -> None:
+        """Notes the lengths of the samples, and what a step takes in on average over the data set."""
+        seen, candidate = self.batches.lengths, self.candidate
+        self.report.lengths = {} if "packing" in candidate.data_changes else padding.histogram(seen)
+        own = padding.expected(
+            self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
+            candidate.data_changes,
+        )  # fmt: skip
+        self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
 
     def backward(self) -> None:
         """Notes that a micro-batch went backward."""

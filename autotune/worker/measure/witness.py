@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from autotune.space.deepspeed import Scalar
-from autotune.worker.measure.wire import wire
+from autotune.space.ineffective import why_no_effect
+from autotune.worker.measure import sizes
+from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNESSES, ZERO, Idle, Witness
 
-# Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
-# release of DeepSpeed, or this stage, does not show what it asks for.
-Witness = Callable[[Any, Scalar], str | None]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Where DeepSpeed keeps its parsed sections, and what it takes where other keys are left out.
+PARSED = {"zero_optimization": "zero_config", "bf16": "bfloat16_config", "fp16": "float16_config"}
+DEFAULTS: dict[str, Scalar] = {
+    "gradient_clipping": 0.0, "prescale_gradients": False, "gradient_predivide_factor": 1.0, "disable_python_gc": False,
+    "sequence_parallel_size": 1, "tensor_parallel.autotp_size": 0, "gradient_allreduce_op": "mean",
+    "use_data_before_expert_parallelism": False, "managed_gradient_accumulation": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,8 @@ class Verdict:
     """What the witnesses say of a candidate's settings.
 
     Attributes:
-        inert: Why a setting did not act, by setting.
+        inert: Why a setting did not act, by setting. What did what happens anyway is among them where nothing else
+            differs from the baseline.
         unwitnessed: Settings that nothing in the engine shows.
     """
 
@@ -38,23 +42,53 @@ def judge(engine: Any, settings: Mapping[str, Scalar], base: Mapping[str, Scalar
         settings: What was asked for and is not the baseline's, by knob; None leaves the key out.
         base: The baseline's values of these knobs.
     """
-    inert, unwitnessed = {}, []
+    inert: dict[str, str] = {}
+    idle: dict[str, str] = {}
+    unwitnessed, acted = [], False
     for name, value in settings.items():
-        if name in SEEN_BY_OBSERVED:
-            continue
         try:
-            if value is not None:
-                why = _witness(name)(engine, value)
-            elif base.get(name) is not None and _witness(name)(engine, base[name]) is None:
-                why = f"without the key DeepSpeed does the same as with {base[name]}"
-            else:
-                why = None
+            why = None if name in SEEN_BY_OBSERVED else _why_not(engine, name, value, base.get(name))
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             unwitnessed.append(name)
             continue
-        if why is not None:
-            inert[name] = why
-    return Verdict(inert=inert, unwitnessed=tuple(unwitnessed))
+        if why is None:
+            acted = True
+        else:
+            (idle if isinstance(why, Idle) else inert)[name] = str(why)
+    alone = not acted and not unwitnessed
+    return Verdict(inert=inert | idle if alone else inert, unwitnessed=tuple(unwitnessed))
+
+
+def _why_not(engine: Any, name: str, value: Scalar, base: Scalar) -> str | None:
+    """Says why a setting did not act, or did what the baseline's value does; None where it acted."""
+    if why := why_no_effect(name):
+        return why
+    now, before = (_in_effect(engine, name, each) for each in (value, base))
+    if now is not None and now == before:
+        return Idle(f"DeepSpeed does the same {'without the key' if base is None else f'with {base}'}")
+    if now is not None and before is not None and sizes.same_effect(engine, name, now, before):
+        return Idle(f"with a model of this size it does the same as {before}")
+    if value is not None:
+        return _witness(name)(engine, value)
+    if base is not None and _witness(name)(engine, base) is None:
+        return Idle(f"without the key DeepSpeed does the same as with {base}")
+    return None
+
+
+def _in_effect(engine: Any, name: str, value: Scalar) -> Scalar:
+    """A setting's value; where the key is left out, the one that DeepSpeed takes then, None if that is not known."""
+    if value is not None:
+        return value
+    if name == f"{ZERO}overlap_comm":
+        return bool(engine.zero_optimization_stage() == 3)
+    section, _, key = name.partition(".")
+    if section not in PARSED:
+        return DEFAULTS.get(name)
+    config = getattr(engine, "_config", None)
+    fields = getattr(type(getattr(config, PARSED[section], None)), "model_fields", {})
+    found = fields.get(key) or next((field for field in fields.values() if field.alias == key), None)
+    default = found.default if found is not None else None
+    return default if isinstance(default, str | int | float) else None
 
 
 def _witness(name: str) -> Witness:
@@ -62,252 +96,3 @@ def _witness(name: str) -> Witness:
         return WITNESSES[name]
     section, _, rest = name.partition(".")
     return SECTIONS[section](rest)
-
-
-def _equal(read: Callable[[Any], Any], expect: Callable[[Scalar], Any] = lambda value: value) -> Witness:
-    """A witness that compares what the running engine holds with what was asked for."""
-
-    def ask(engine: Any, value: Scalar) -> str | None:
-        found, wanted = read(engine), expect(value)
-        return None if found == wanted else f"{wanted} was asked for, {found} ran"
-
-    return ask
-
-
-def _dtype(value: Scalar) -> Any:
-    return DTYPES[str(value)]
-
-
-def _zero(name: str) -> Callable[[Any], Any]:
-    """Reads an attribute of the ZeRO optimizer; stage 0 has none, so nothing acts there."""
-
-    def read(engine: Any) -> Any:
-        if engine.zero_optimization_stage() == 0:
-            return "no ZeRO optimizer"
-        return getattr(engine.optimizer, name)
-
-    return read
-
-
-def _offload(name: str) -> Callable[[Any], Any]:
-    return lambda engine: getattr(engine.optimizer.parameter_offload, name)
-
-
-def _master_weights(engine: Any, value: Scalar) -> str | None:
-    zero = engine.optimizer
-    flat = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
-    found = {part.dtype for part in flat or zero.single_partition_of_fp32_groups}
-    wanted = torch.bfloat16 if value else torch.float32
-    return None if found == {wanted} else f"the master weights are {_names(found)}"
-
-
-def _states(engine: Any) -> list[torch.Tensor]:
-    """The moments that the optimizer keeps, without its step counts."""
-    states = engine.optimizer.optimizer.state.values()
-    return [each for state in states for each in state.values() if torch.is_tensor(each) and each.numel() > 1]
-
-
-def _state_dtype(engine: Any, value: Scalar) -> str | None:
-    found = {state.dtype for state in _states(engine)}
-    if not found:
-        return "the optimizer keeps no states"
-    wanted = torch.bfloat16 if value else torch.float32
-    return None if found == {wanted} else f"the optimizer's states are {_names(found)}"
-
-
-def _accumulation_dtype(engine: Any, value: Scalar) -> str | None:
-    zero = engine.optimizer
-    found = zero.grad_acc_dtype if hasattr(zero, "grad_acc_dtype") else zero.gradient_accumulation_dtype
-    if found != _dtype(value):
-        return f"gradients are summed in {_names({found})}"
-    return "gradients have that type anyway" if found == next(engine.module.parameters()).dtype else None
-
-
-def _offloaded_optimizer(engine: Any, value: Scalar) -> str | None:
-    where = {state.device.type for state in _states(engine)}
-    if value == "none":
-        return (
-            None if where == {torch.device(engine.device).type} else f"the optimizer's states are on {', '.join(where)}"
-        )
-    return None if where <= {"cpu", "meta"} else "the optimizer's states stayed on the device"
-
-
-def _offloaded_parameters(engine: Any, value: Scalar) -> str | None:
-    where = {parameter.ds_tensor.device.type for parameter in engine.module.parameters()}
-    if value == "none":
-        return None if where == {torch.device(engine.device).type} else f"the parameters are on {', '.join(where)}"
-    return None if "cpu" in where else "the parameters stayed on the device"
-
-
-def _optimizer_class(engine: Any, value: Scalar) -> str | None:
-    found = type(engine.basic_optimizer).__name__
-    return None if value in ("keep", found) else f"{found} ran"
-
-
-def _wire_dtype(engine: Any, value: Scalar) -> str | None:
-    if engine.dp_world_size == 1:
-        return "one rank sends nothing"
-    holder = engine.optimizer if engine.zero_optimization_stage() else engine
-    found, own = holder.communication_data_type, next(engine.module.parameters()).dtype
-    if found != _dtype(value):
-        return f"gradients travel as {_names({found})}"
-    sent = wire.types("backward", "step")  # empty where no step was taken apart
-    if sent and found not in sent:
-        return f"what ranks sent in backward and step was {_names(sent)}"
-    return "gradients have that type anyway" if found == own else None
-
-
-def _quantized(name: str, phases: tuple[str, ...], read: Callable[[Any], Any]) -> Witness:
-    """A witness of a quantised collective: the engine is set to it, and integers of 8 bits were sent."""
-    holds = _equal(read)
-
-    def ask(engine: Any, value: Scalar) -> str | None:
-        why, sent = holds(engine, value), wire.types(*phases)
-        if why is None and value and sent and not sent & {torch.int8, torch.uint8}:
-            return f"{name}: what ranks sent was {_names(sent)}"
-        return why
-
-    return ask
-
-
-def _persistence(engine: Any, value: Scalar) -> str | None:
-    offload = engine.optimizer.parameter_offload
-    sizes = [parameter.ds_numel for parameter in engine.module.parameters()]
-    expected = sum(size <= int(str(value)) for size in sizes)
-    kept = len(offload.persistent_parameters)
-    # A second limit, on all kept parameters together, may leave some of them split.
-    return None if 0 < kept <= expected or expected == kept else f"{kept} parameters are kept whole"
-
-
-def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
-    from deepspeed.module_inject import layers
-
-    split = sum(isinstance(module, layers.TensorParallel_Layer) for module in engine.module.modules())
-    if value in (0, 1):
-        return f"{split} modules were split over ranks" if split else None
-    if not split:
-        return "no module was split over ranks"
-    degree = int(engine.autotp_size())
-    return None if degree == value else f"modules are split over {degree} ranks"
-
-
-def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
-    from deepspeed.sequence.layer import DistributedAttention
-
-    splitting = [module for module in engine.module.modules() if isinstance(module, DistributedAttention)]
-    if value == 1:
-        return "attention is split over ranks" if splitting else None
-    degree = int(getattr(engine, "sequence_parallel_size", 1) or 1)
-    if degree != value:
-        return f"the sequence groups have {degree} rank{'s' if degree > 1 else ''}"
-    if not splitting:
-        return "no module of the model splits its sequence (deepspeed.sequence.layer.DistributedAttention)"
-    return None
-
-
-def _compiled(name: str) -> Witness:
-    def ask(engine: Any, value: Scalar) -> str | None:
-        if name == "deepcompile" and value:
-            active = engine.is_deepcompile_active()
-            return None if active else "nothing was compiled: the loop does not call engine.compile()"
-        if not engine.is_compiled:
-            return "nothing was compiled: the loop does not call engine.compile()"
-        raise KeyError(name)
-
-    return ask
-
-
-def _optimizer_param(name: str) -> Witness:
-    key = name.removeprefix("params.")
-
-    def ask(engine: Any, value: Scalar) -> str | None:
-        if not name.startswith("params."):
-            raise KeyError(name)
-        found = {group[key] for group in engine.optimizer.param_groups if key in group}
-        if not found:
-            raise KeyError(name)
-        # A schedule moves the rate from its first value; the others stay.
-        started = {group.get("initial_lr", group[key]) for group in engine.optimizer.param_groups if key in group}
-        agreed = value in found or (key == "lr" and value in started)
-        return None if agreed else f"the optimizer has {', '.join(map(str, sorted(found)))}"
-
-    return ask
-
-
-def _recomputing(name: str) -> Witness:
-    def ask(engine: Any, value: Scalar) -> str | None:
-        if recomputations.calls == 0:
-            return "the model never calls deepspeed.checkpointing.checkpoint, which alone reads this section"
-        raise KeyError(name)
-
-    return ask
-
-
-class _Recomputations:
-    """Counts calls of DeepSpeed's own checkpointing, once `watch` was called."""
-
-    def __init__(self) -> None:
-        self.calls, self._watching = 0, False
-
-    def watch(self) -> None:
-        """Wraps DeepSpeed's checkpoint function; call it before the model runs."""
-        from deepspeed.runtime.activation_checkpointing import checkpointing
-
-        if self._watching:
-            return
-        self._watching, original = True, checkpointing.CheckpointFunction.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return original(*args, **kwargs)
-
-        checkpointing.CheckpointFunction.forward = staticmethod(forward)
-
-
-recomputations = _Recomputations()
-
-
-def _names(types: Iterable[Any]) -> str:
-    return ", ".join(sorted(str(each).removeprefix("torch.") for each in types))
-
-
-# `Observed.mismatch` compares these with what the data and the engine showed.
-SEEN_BY_OBSERVED = frozenset(
-    ("micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "checkpoint_every")
-)
-ZERO = "zero_optimization."
-WITNESSES: dict[str, Witness] = {
-    f"{ZERO}reduce_bucket_size": _equal(_zero("reduce_bucket_size")),
-    f"{ZERO}allgather_bucket_size": _equal(_zero("allgather_bucket_size")),
-    f"{ZERO}overlap_comm": _equal(_zero("overlap_comm")),
-    f"{ZERO}contiguous_gradients": _equal(_zero("contiguous_gradients")),
-    f"{ZERO}reduce_scatter": _equal(_zero("reduce_scatter")),
-    f"{ZERO}round_robin_gradients": _equal(_zero("round_robin_gradients")),
-    f"{ZERO}sub_group_size": _equal(_zero("sub_group_size")),
-    f"{ZERO}stage3_prefetch_bucket_size": _equal(_zero("prefetch_elements")),
-    f"{ZERO}stage3_max_live_parameters": _equal(_offload("_max_available_parameters_in_numel")),
-    f"{ZERO}stage3_max_reuse_distance": _equal(_offload("_max_reuse_distance_in_numel")),
-    f"{ZERO}stage3_param_persistence_threshold": _persistence,
-    f"{ZERO}zero_hpz_partition_size": _equal(_zero("zero_hpz_partition_size")),
-    f"{ZERO}zero_quantized_weights": _quantized("weights", ("forward", "backward"), _offload("zero_quantized_weights")),
-    f"{ZERO}zero_quantized_gradients": _quantized(
-        "gradients", ("backward",), lambda engine: engine.optimizer.all2all_process_group is not None
-    ),
-    "bf16.bf16_master_weights_and_grads": _master_weights,
-    "bf16.bf16_optimizer_states": _state_dtype,
-    "bf16.immediate_grad_update": _equal(_zero("immediate_grad_update")),
-    "data_types.grad_accum_dtype": _accumulation_dtype,
-    "communication_data_type": _wire_dtype,
-    "offload_optimizer": _offloaded_optimizer,
-    "offload_param": _offloaded_parameters,
-    "optimizer": _optimizer_class,
-    "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
-    "tensor_parallel.autotp_size": _tensor_parallel,
-    "sequence_parallel_size": _sequence_parallel,
-}
-# Sections whose settings share one witness; it is made from the name within the section.
-SECTIONS: dict[str, Callable[[str], Witness]] = {
-    "compile": _compiled,
-    "optimizer": _optimizer_param,
-    "activation_checkpointing": _recomputing,
-}

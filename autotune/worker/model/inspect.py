@@ -16,8 +16,11 @@ from autotune.system.device import Devices
 from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
+from autotune.worker.data import samples
+from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices
-from autotune.worker.model import model_file, samples
+from autotune.worker.model import model_file
+from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
 
 
@@ -34,18 +37,21 @@ def inspect_model(request: TrialRequest) -> Workload:
     blocks = model_file.find_blocks(model, target.blocks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise model_file.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
-    loader = model_file.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
+    loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
-    return replace(found, optimizer=_optimizer_class(target, model), data=samples.data_shape(loader))
+    own, rates = _own_optimizer(target, model)
+    data = samples.describe(loader.samples(), loader.cannot(model))
+    split = splitting(target, model)
+    return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
 
-def _optimizer_class(target: model_file.ModelFile, model: torch.nn.Module) -> str:
-    if target.optimizer is None:
-        return ""
-    with contextlib.suppress(Exception):  # it reads values, which only trials have
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return type(target.optimizer(trained)).__name__
-    return ""
+def _own_optimizer(target: model_file.ModelFile, model: torch.nn.Module) -> tuple[str, tuple[float, ...]]:
+    """Returns class and learning rates of the target's optimizer; nothing where it has none."""
+    if target.optimizer is not None:
+        with contextlib.suppress(Exception):  # it reads values, which only trials have
+            made = target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+            return type(made).__name__, tuple(float(group["lr"]) for group in made.param_groups if "lr" in group)
+    return "", ()
 
 
 def workload_of(

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS
 from autotune.trial.request import TrialRequest
 from autotune.worker import random_fills
 from autotune.worker.containers import to_device
+from autotune.worker.data.loader import Loader
+from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
@@ -19,7 +22,8 @@ from autotune.worker.measure.ledger import Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.model import model_file, weights
+from autotune.worker.measure.tail import Tail
+from autotune.worker.model import model_file, sequence, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # Between the dropout seeds of two replicates: more than there are ranks.
@@ -47,25 +51,49 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
     # how much that matters.
     seed = request.seed + (request.replicate if target.data is None else 0)
-    loader = model_file.Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=rank, world_size=request.world_size, seed=seed,
+    # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
+    replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
+    loader = Loader(
+        target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
         first_sample=request.first_sample,
+        accumulation=candidate.gradient_accumulation_steps, changes=candidate.data_changes,
     )  # fmt: skip
+    if candidate.ranks_per_replica > 1:
+        loader.isolate()
+    loader_watch.loader = loader
+    recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
-    engine = _initialize(request, target, model)
-    # Dropout differs between ranks, and is the same in every trial.
-    set_seed(request.seed + 1 + rank + REPLICATE_SEEDS * request.replicate)
+    sequence_groups = sequence_groups_of(model, candidate)
+    engine = initialize(request, target, model, sequence_groups)
+    # Dropout differs between copies of the model, not within one, and is the same in every trial.
+    set_seed(request.seed + 1 + replica + REPLICATE_SEEDS * request.replicate)
     random_fills.flush()
     recorder.enter("warmup")
-    observer = batches.BatchObserver(engine)
+    observer = batches.BatchObserver(engine, shards=candidate.sequence_degree)
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
-    _Trainer(meter, loader, model_file.make_loss(target, model)).train()
+    loss = model_file.make_loss(target, model) if sequence_groups is None else sequence.split_loss(sequence_groups)
+    _Trainer(meter, loader, loss).train()
 
 
-def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module) -> Any:
+def sequence_groups_of(model: torch.nn.Module, candidate: Candidate) -> Any:
+    """Returns the groups over which sequences are split, after the model was made to do so; None without any."""
+    if candidate.sequence_degree == 1:
+        return None
+    return sequence.join(model, candidate.sequence_degree, candidate.micro_batch_size)
+
+
+def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module, mpu: Any = None) -> Any:
+    """Returns the DeepSpeed engine of a model, with the target's optimizer if it makes one.
+
+    Args:
+        request: The trial.
+        target: The user's file.
+        model: Its model.
+        mpu: Groups over which sequences are split; None without any.
+    """
     import deepspeed
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
@@ -79,16 +107,16 @@ def _initialize(request: TrialRequest, target: model_file.ModelFile, model: torc
         for group in optimizer.param_groups:
             for key in {"lr", "initial_lr"} & group.keys():
                 group[key] *= request.learning_rate_factor
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     else:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, mpu=mpu)
     return engine
 
 
 class _Trainer:
     """Trains and times the steps of a `model.py`."""
 
-    def __init__(self, meter: Meter, loader: model_file.Loader, loss: Any) -> None:
+    def __init__(self, meter: Meter, loader: Loader, loss: Any) -> None:
         self.meter, self.engine, self.loader, self.loss = meter, meter.engine, loader, loss
         self.micro_clock = Laps(meter.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
@@ -106,7 +134,9 @@ class _Trainer:
         meter.report.micro_step_s = self.micro_clock.medians_s()
         for _ in meter.afterwards():
             self._step()
+        self._check_tail()
         meter.finish()
+        self.loader.close()
         if meter.request.save_weights is not None:
             weights.save(self.engine, Path(meter.request.save_weights))
 
@@ -152,3 +182,17 @@ class _Trainer:
         batch, n_drawn = self.loader.next()
         self.meter.batches.drew(n_drawn, batch)
         return to_device(batch, self.meter.device, self.dtype)
+
+    def _check_tail(self) -> None:
+        """Trains on the worst micro-batch, while the gradients of an earlier one are held if the candidate accumulates."""
+        meter, check = self.meter, self.meter.request.tail
+        tail = Tail.of(meter)
+        if tail is None or check is None:
+            return
+        for _ in range(tail.n_micro - 1):
+            self.engine.backward(self.loss(self.engine, self._draw()))
+            self.engine.step()
+        batch = to_device(self.loader.worst(check.longest_at, check.length), meter.device, self.dtype)
+        self.engine.backward(self.loss(self.engine, batch))
+        tail.trained(batch, self.loader.micro_batch_size)
+        tail.finish(lambda: self.loss(self.engine, batch))

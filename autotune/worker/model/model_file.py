@@ -1,13 +1,12 @@
-"""The user's `model.py` in a rank: load it, build its model, loss and optimizer, feed it data in one fixed order."""
+"""The user's `model.py` in a rank: load it, build its model, loss and optimizer."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
-from autotune.worker.containers import map_tensors
 
 
 class WorkloadError(UserError):
@@ -77,114 +75,6 @@ def build_model(target: ModelFile) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{target.path.name}: model() returned {type(model).__name__}, not an nn.Module")
     return model
-
-
-class Loader:
-    """Micro-batches of one rank, in an order that depends on the seed alone.
-
-    Optimizer step t of every candidate with global batch B trains on the samples [t B, (t + 1) B) of one fixed sequence
-    (a new permutation each epoch), whatever the split into ranks, micro-batches and accumulation; so loss curves of
-    candidates are paired.
-    """
-
-    def __init__(
-        self, target: ModelFile, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0
-    ) -> None:
-        self.micro_batch_size = micro_batch_size
-        self.n_samples: int | None = None
-        self._rank, self._world_size, self._seed = rank, world_size, seed
-        self._collate = target.collate or torch.utils.data.default_collate
-        self._next_sample = first_sample
-        self._orders: dict[int, Tensor] = {}
-        self._batch = target.batch if target.data is None else None
-        self._dataset: Any = None
-        self._stream: Iterator[Any] | None = None
-        if target.data is not None:
-            self._dataset = _dataset(target)
-            if _is_map_style(self._dataset):
-                self.n_samples = len(self._dataset)
-            else:
-                self._stream = itertools.islice(_endless(self._dataset, target.path.name), first_sample, None)
-        else:
-            # batch(n) draws at random: other samples on every rank.
-            torch.manual_seed(seed * 1_000_003 + rank + first_sample)
-
-    def check(self, global_batch_size: int) -> None:
-        """Refuses a data set that cannot fill one optimizer step.
-
-        Raises:
-            WorkloadError: It is smaller than the global batch.
-        """
-        if self.n_samples is not None and self.n_samples < global_batch_size:
-            raise WorkloadError(
-                f"data() has {self.n_samples} samples, but one optimizer step needs {global_batch_size}"
-            )
-
-    def next(self) -> tuple[Any, int | None]:
-        """Returns the next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
-        if self._batch is not None:
-            return self._batch(self.micro_batch_size), None
-        first = self._next_sample + self._rank * self.micro_batch_size
-        chunk = self.micro_batch_size * self._world_size
-        if self._stream is not None:
-            own = self._rank * self.micro_batch_size
-            samples = list(itertools.islice(self._stream, chunk))[own : own + self.micro_batch_size]
-        else:
-            samples = [self._dataset[self._index(position)] for position in range(first, first + self.micro_batch_size)]
-        self._next_sample += chunk
-        return self._collate(samples), len(samples)
-
-    def samples(self) -> Any:
-        """Returns the samples: a data set, an iterator, or for `batch(n)` those of one small batch."""
-        if self._batch is None:
-            return self._dataset if self._stream is None else iter(self._dataset)
-        batch = self._batch(2)
-
-        def sample(index: int) -> Any:
-            return map_tensors(batch, lambda tensor: tensor[index] if tensor.dim() else tensor)
-
-        return iter([sample(0), sample(1)])
-
-    def _index(self, position: int) -> int:
-        assert self.n_samples is not None
-        epoch, offset = divmod(position, self.n_samples)
-        if epoch not in self._orders:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._orders = {epoch: torch.randperm(self.n_samples, generator=generator)} | {
-                known: order for known, order in self._orders.items() if known >= epoch - 1
-            }
-        return int(self._orders[epoch][offset])
-
-
-def _dataset(target: ModelFile) -> Any:
-    assert target.data is not None
-    dataset = target.data()
-    if isinstance(dataset, torch.utils.data.DataLoader):
-        name = f"{target.path.name}: data() returned a DataLoader"
-        raise WorkloadError(f"{name}; return its dataset, since the tuner chooses the batch size")
-    if not _is_map_style(dataset) and not hasattr(dataset, "__iter__"):
-        raise WorkloadError(
-            f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
-        )
-    if _is_map_style(dataset) and len(dataset) == 0:
-        raise WorkloadError(f"{target.path.name}: data() is empty")
-    return dataset
-
-
-def _is_map_style(dataset: Any) -> bool:
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-def _endless(dataset: Any, name: str) -> Iterator[Any]:
-    while True:
-        empty = True
-        for sample in dataset:
-            empty = False
-            yield sample
-        if empty:
-            raise WorkloadError(f"{name}: data() yields no sample")
 
 
 def make_loss(target: ModelFile, model: nn.Module) -> Callable[[Any, Any], Tensor]:

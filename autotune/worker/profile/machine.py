@@ -20,8 +20,10 @@ from autotune.trial import folder
 from autotune.trial.links import RINGS, Link, LoaderRate, Probe, fit
 from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
+from autotune.worker.data.loader import Loader
+from autotune.worker.measure import malloc
 from autotune.worker.measure.laps import synchronize
-from autotune.worker.measure.memory import hand_back_freed_memory, resident_bytes
+from autotune.worker.measure.memory import resident_bytes
 from autotune.worker.model import model_file
 from autotune.worker.rank import connect, device_name, prepare_device
 
@@ -235,7 +237,7 @@ def _draws_per_s(batches: Iterator[Any]) -> float:
 def _own_data(request: TrialRequest, rank: int, device: torch.device) -> LoaderRate:
     """Returns the speed at which a rank draws the user's samples in its process, as trials do."""
     target = model_file.load(Path(request.target))
-    loader = model_file.Loader(target, micro_batch_size=1, rank=rank, world_size=request.world_size, seed=request.seed)
+    loader = Loader(target, micro_batch_size=1, rank=rank, world_size=request.world_size, seed=request.seed)
     available = LOADER_BATCH if loader.n_samples is None else loader.n_samples // request.world_size
     loader.micro_batch_size = min(LOADER_BATCH, max(1, available))
     rate = loader.micro_batch_size * _draws_per_s(loader.next() for _ in iter(int, 1))
@@ -281,6 +283,6 @@ def _host_memory(request: TrialRequest, start_bytes: int) -> tuple[float, float]
                 y = engine(x)
             engine.backward(y.float().square().mean())
             engine.step()
-        hand_back_freed_memory()
+        malloc.hand_back()
         grown.append(float(max(0, resident_bytes() - start_bytes)))
     return grown[0], max(0.0, grown[1] - grown[0])

@@ -15,10 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotune.errors import UserError
 from autotune.space.deepspeed import precision_of
+from autotune.trial.lengths import Table, longest
 from autotune.trial.profile import ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.worker.containers import map_tensors, to_device
-from autotune.worker.measure import memory
+from autotune.worker.data import samples, worst
+from autotune.worker.data.loader import Loader
+from autotune.worker.measure import malloc, memory
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.model import model_file
 from autotune.worker.profile import op_counter
@@ -44,16 +47,16 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     Raises:
         UserError: The model runs neither on fake tensors nor on real ones.
     """
-    memory.hand_back_freed_memory()
+    malloc.hand_back()
     start_bytes = memory.resident_bytes()
     target = model_file.load(Path(request.target))
-    loader = model_file.Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
+    loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     loader.next()  # the first draw may load files or start workers
     began = time.perf_counter()
     for _ in range(DRAWS):
         loader.next()
     input_s = (time.perf_counter() - began) / DRAWS
-    memory.hand_back_freed_memory()
+    malloc.hand_back()
     data_bytes = max(0, memory.resident_bytes() - start_bytes)
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)
@@ -62,7 +65,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
         data_bytes=0.0 if accelerator == "cuda" else float(data_bytes), input_s_per_sample=input_s,
-        caveats=(*caveats, *subject.caveats),
+        caveats=(*caveats, *subject.caveats, *_of_lengths(subject.lengths)),
     )  # fmt: skip
 
 
@@ -77,7 +80,9 @@ class _Subject:
         sizes: tuple[int, int],
         device: torch.device,
         fake: Any,
+        lengths: Table,
     ) -> None:
+        self.lengths = lengths
         self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
         self.blocks = model_file.find_blocks(model, target.blocks)
         self.caveats: list[str] = []
@@ -137,6 +142,23 @@ class _Subject:
         return map_tensors(batch, self.fake.from_tensor)
 
 
+def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
+    """Returns a batch of each size, and the lengths of the samples where batches are padded to their longest.
+
+    Batches are then those of the longest samples: two of other lengths would tell nothing of a sample's share.
+    """
+    drawn = []
+    for loader.micro_batch_size in sizes:
+        drawn.append(loader.next()[0])
+    data = samples.describe(loader.samples())
+    if data is None or not data.varies:
+        return drawn, ()
+    high = []
+    for loader.micro_batch_size in sizes:
+        high.append(loader.worst(data.longest_at, 0))
+    return (high, data.table) if worst.size_of(high[0]) > worst.size_of(drawn[0]) else (drawn, ())
+
+
 class _Autocast(nn.Module):
     """The model as DeepSpeed runs it with `torch_autocast`: forward in bfloat16, the loss outside."""
 
@@ -155,21 +177,19 @@ class _Autocast(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def _subject(target: model_file.ModelFile, loader: model_file.Loader, accelerator: str, caveats: list[str]) -> _Subject:
+def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, caveats: list[str]) -> _Subject:
     """Returns the model on fake tensors, or on real ones if that fails."""
     device = torch.device(accelerator if accelerator == "cuda" else "cpu")
     torch.manual_seed(0)
     for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
         if loader.n_samples is not None and loader.n_samples < sizes[1]:
             sizes = REAL_SIZES  # noqa: PLW2901
-        batches = []
-        for loader.micro_batch_size in sizes:
-            batches.append(loader.next()[0])
+        batches, known = _batches(loader, sizes)
         try:
             mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
             with mode or contextlib.nullcontext():
                 model = model_file.build_model(target)
-            return _Subject(target, model, batches, sizes, device, mode)
+            return _Subject(target, model, batches, sizes, device, mode, known)
         except UserError:
             raise
         except Exception as error:
@@ -261,10 +281,15 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         passes=passes,
         n_tied=named - n_parameters,
         sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
+        lengths=subject.lengths,
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
         cut_short=subject.cut_short,
         **found,
     )
+
+
+def _of_lengths(known: Table) -> list[str]:
+    return [f"memory is forecast for the longest samples ({longest(known):,}), time for average ones"] if known else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,6 +9,12 @@ from typing import Any
 
 import torch
 
+from autotune.space import data
+from autotune.trial.request import TailCheck
+from autotune.worker.data import change as change_data
+from autotune.worker.data import worst
+from autotune.worker.data.samples import is_map_style
+from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import patch, users_caller
 
@@ -18,6 +24,35 @@ class Loaders:
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
+        self._draws: collections.Counter[int] = collections.Counter()  # by data set
+        self._latest: dict[int, Any] = {}
+        self._largest: Any = None
+        self._worst: Any = None
+        context.feed_worst = self.feed_worst
+        context.latest_loader = watch.iterator = lambda: self.trained
+
+    @property
+    def trained(self) -> Any:
+        """Returns the latest iterator over the data set that most batches were drawn from; None without a loader."""
+        return self._latest[self._draws.most_common(1)[0][0]] if self._draws else None
+
+    def feed_worst(self, check: TailCheck) -> Any:
+        """Makes loaders of the trained data set yield the worst batch from now on.
+
+        Returns:
+            That batch; None where nothing was drawn from a loader.
+        """
+        iterator, meter = self.trained, self._context.meter
+        if iterator is None or self._largest is None or meter is None:
+            return None
+        dataset, n = iterator._dataset, meter.batches.draw_size
+        chosen = iterator._auto_collation and check.longest_at and n and is_map_style(dataset)
+        self._worst = (
+            worst.batch_of(dataset, iterator._collate_fn, check.longest_at, n, check.length)
+            if chosen
+            else worst.stretched(self._largest, worst.rows_of(self._largest), check.length)
+        )
+        return self._worst
 
     def install(self) -> None:
         """Patches torch's loader and its iterators.
@@ -47,6 +82,11 @@ class Loaders:
                 bound.arguments["batch_size"] = wanted
                 _tell_lightning(bound.arguments["self"], wanted)
                 self._context.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+        changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
+        if changes:
+            change_data.apply_to(bound.arguments, changes)
+            for name, value in changes.items():
+                self._context.changed(data.in_words(name, value))
         original(*bound.args, **bound.kwargs)
 
     def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
@@ -69,8 +109,22 @@ class Loaders:
             raise
         queue = iterator.__dict__.get("_autotune_draws")
         n_samples = queue.popleft() if queue else None
+        batch = self._noted(iterator, batch)
         if meter is not None:
             meter.batches.drew(n_samples, batch)
+        return batch
+
+    def _noted(self, iterator: Any, batch: Any) -> Any:
+        """Notes a batch; returns it, or the worst one in its place during the tail check."""
+        place = id(iterator._dataset)
+        self._draws[place] += 1
+        self._latest[place] = iterator
+        if iterator is not self.trained:
+            return batch
+        if self._worst is not None:
+            return self._worst
+        if self._largest is None or worst.size_of(batch) > worst.size_of(self._largest):
+            self._largest = batch
         return batch
 
     def _reset(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:

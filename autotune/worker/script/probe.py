@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from autotune.space.deepspeed import DsConfig, precision_of, without_auto
+from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
+from autotune.space.degree import degrees_of
 from autotune.system import redaction
-from autotune.trial.workload import Probed, Workload
+from autotune.trial import lengths
+from autotune.trial.workload import DataShape, Probed, Workload
+from autotune.worker.data import change, samples
 from autotune.worker.measure.meter import Meter
-from autotune.worker.model import samples
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.engine import PreparedModel
@@ -50,7 +53,8 @@ def workload_of(
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        model_parallel_size=context.request.world_size // meter.data_parallel,
+        # Degrees of the configuration belong to the candidate, which divides them out itself.
+        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared.own_config)),
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
@@ -62,12 +66,37 @@ def workload_of(
         script=probed,
         optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
         caveats=[*prepared.workload.caveats, *report.caveats],
-        data=samples.describe(iter(meter.batches.shapes)),
+        data=_data(context, meter),
     )
     if profile is None:
         return workload
     found = profile.profile(workload, prepared.own_config, seen.micro_batch_size)
+    widths = {width for _, width in meter.batches.lengths}
+    if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
+        found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found)
+
+
+def _degree(own: DsConfig) -> int:
+    return math.prod(degrees_of(lambda path: at_path(own, path)).values())
+
+
+def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
+    """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
+    batches = samples.describe(iter(meter.batches.shapes))
+    iterator = context.latest_loader()
+    if batches is None:
+        return None
+    if iterator is None:
+        return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
+    dataset, collate = iterator._dataset, iterator._collate_fn
+    mapped = samples.is_map_style(dataset) and iterator._auto_collation
+    cannot = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
+    read = samples.describe(dataset, cannot) if mapped else None
+    if read is None:
+        seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
+        read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
+    return replace(read, fields=batches.fields, loader=change.arguments_of(iterator))
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:

@@ -21,6 +21,7 @@ from autotune.worker.script import pipeline, probe
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import PreparedModel
 from autotune.worker.script.patching import patch
+from autotune.worker.script.tail import ScriptTail
 
 PROBE_STEPS = 3
 
@@ -36,6 +37,7 @@ class StepHooks:
         self._afterwards: Iterator[None] | None = None
         self._total: torch.Tensor | None = None
         self._n_backward = 0
+        self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = False
 
     def install(self) -> None:
@@ -98,6 +100,8 @@ class StepHooks:
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if torch.is_grad_enabled() and engine.training:
             self._meter.enter("forward")
+            if self._tail is not None:
+                self._tail.forward(args, kwargs)
         return self._context.cast(engine, args, kwargs)
 
     def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,6 +141,8 @@ class StepHooks:
         self._meter.backward()
         self._note_loss(loss)
         self._meter.enter("step")
+        if self._tail is not None and self._tail.reached:
+            self._end_tail()
 
     def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
@@ -166,6 +172,10 @@ class StepHooks:
 
     def _boundary(self) -> None:
         """Handles the end of an optimizer step."""
+        if self._tail is not None:
+            if self._tail.step():
+                self._end_tail()
+            return
         if self._afterwards is not None:
             self._go_on()
             return
@@ -217,7 +227,18 @@ class StepHooks:
         """Starts the next step that is taken apart or traced, or ends the trial after the last of them."""
         assert self._afterwards is not None
         if next(self._afterwards, self) is self:
-            self._end()
+            self._tail = ScriptTail.of(self._context)
+            if self._tail is None:
+                self._end()
+
+    def _end_tail(self) -> NoReturn:
+        """Completes the tail check after the worst batch went backward, and ends the process."""
+        assert self._tail is not None
+        try:
+            self._tail.finish()
+        except BaseException as error:  # the script must not catch it
+            self._context.abort(error)
+        self._end()
 
     def _end(self) -> NoReturn:
         """Writes what was measured and ends the process; all ranks get here at the same step."""

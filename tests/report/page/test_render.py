@@ -1,7 +1,10 @@
 """The report as one HTML page: its figures, its tables, and that nothing in it acts."""
 
+import base64
+import hashlib
 import json
 import re
+import zlib
 from dataclasses import replace
 from html import unescape
 from itertools import pairwise
@@ -11,7 +14,7 @@ import pytest
 from support.study_report import ENVIRONMENT, EVIL, OBJECTIVES, Tags, study_report, with_picks
 
 from autotune.report import figures, fronts, series
-from autotune.report.data import StudyReport
+from autotune.report.data import StudyReport, price_words
 from autotune.report.page import render as report_page
 from autotune.report.page.render import write
 
@@ -139,6 +142,81 @@ def test_a_loss_that_was_not_finite_leaves_a_gap():
     assert set(curve.loss) <= {None, 2.0}
 
 
+def test_the_page_of_27_trials_is_below_one_and_a_half_megabytes_and_plotly_is_whole_in_it():
+    page = report_page.render(study_report(27))
+    assert len(page.encode()) < 1.5e6
+    packed = re.search(r'id="library">([^<]*)<', page)[1]
+    unpacked = zlib.decompress(base64.b64decode(packed)).decode()
+    digest = base64.b64encode(hashlib.sha256(unpacked.encode()).digest()).decode()
+    assert "Plotly" in unpacked and f"'sha256-{digest}'" in unescape(page)
+
+
+def test_what_figures_share_is_written_once_and_comes_back_whole(report):
+    drawn = {"figures": {"a": {"x": list(range(50)), "y": [{"of": list(range(50))}] * 2}, "b": list(range(3))}}
+    shared = report_page._shared(drawn)
+
+    def whole(value):
+        if isinstance(value, dict):
+            return whole(shared["lists"][value["$"]]) if "$" in value else {k: whole(v) for k, v in value.items()}
+        return [whole(each) for each in value] if isinstance(value, list) else value
+
+    assert whole(shared["figures"]) == drawn["figures"] and len(json.dumps(shared)) < 0.6 * len(json.dumps(drawn))
+
+
+def test_the_front_holds_only_what_was_compared(report):
+    trials = [dict(trial) for trial in report.trials]
+    done = [trial for trial in trials if trial["outcome"] == "complete" and trial["trial"] not in report.marks]
+    done[0]["outcome"], done[1]["feasible"], done[2]["censored"] = "stopped_early", False, ["step_time_s"]
+    changed = replace(report, trials=trials)
+    traces = fronts.front(changed, "step_time_s", "samples_per_s")["data"]
+    shown = [x for trace in traces if trace["name"] != "front of these two" for x in trace["x"]]
+    before = fronts.front(report, "step_time_s", "samples_per_s")["data"]
+    assert len(shown) == sum(len(trace["x"]) for trace in before if trace["name"] != "front of these two") - 3
+    assert "Left out, since nothing compares with them: 1 stopped early, 1 over a constraint." in report_page.render(
+        changed
+    )
+
+
+def test_the_axes_of_a_front_are_logarithmic(report):
+    layout = fronts.front(report, "step_time_s", "samples_per_s")["layout"]
+    assert {layout["xaxis"]["type"], layout["yaxis"]["type"]} == {"log"}
+
+
+def test_the_answer_has_its_price_what_to_do_next_and_a_day(report):
+    pick = report.picks["recommended"]
+    costly = pick | {"gains": {**pick["gains"], "peak_memory_bytes": [0.8, 0.79, 0.81]}}
+    study = {**report.study, "measured_on": ["2026-11-22", "2026-11-23"], "trials_wanted": 40}
+    dated = replace(with_picks(report, recommended=costly), study=study)
+    page = unescape(report_page.render(dated))
+    answer = page[page.index('id="answer"') : page.index('id="front"')]
+    (price,) = re.findall(r'<p class="price">([^<]*)</p>', answer)
+    assert (
+        price == f"at {' and '.join(price_words(dated, costly, 'samples_per_s'))}" and "1.25x the peak memory" in price
+    )
+    assert "measured from 2026-11-22 to 2026-11-23" in page
+    assert "the search was stopped with 10 trials left" in answer
+    assert "autotune export code-gpt -o ds_config.json" in answer
+
+
+def test_with_many_knobs_the_axes_are_those_that_matter(report, monkeypatch):
+    monkeypatch.setattr(series, "MOST_KNOBS", 2)
+    kept = series.knobs(report)
+    assert len(kept) == 2 and "micro_batch_size" in kept
+
+
+def failed_only(report):
+    rows = [trial for trial in report.trials if trial["outcome"] in ("oom", "crashed")]
+    return replace(report, trials=rows, front=[], recommended={})
+
+
+def test_a_study_in_which_all_failed_says_what_to_do(report):
+    rows = failed_only(report).trials
+    ooms = [trial for trial in rows if trial["outcome"] == "oom"]
+    for trials, advice in ((ooms, "Need less memory"), ([t for t in rows if t not in ooms], "Mend the target")):
+        page = report_page.render(replace(failed_only(report), trials=trials))
+        assert "Nothing to recommend" in page and advice in page and "nothing to compare" in page
+
+
 def test_the_page_of_a_thousand_trials_is_below_five_megabytes(tmp_path):
     write(study_report(1000), tmp_path / "report.html")  # how long it takes: benchmarks/views.py
     assert (tmp_path / "report.html").stat().st_size < 5e6
@@ -155,8 +233,11 @@ def test_the_page_shows_the_curves_of_what_the_quality_gate_refused_beside_the_r
         for trial in report.trials
     ]
     tags = Tags(report_page.render(replace(report, trials=trials)))
-    titles = [text for text in tags.texts["h3"] if "train" in text or "refused" in text]
+    titles = [text for text in tags.texts["b"] if "train" in text or "refused" in text]
     assert titles == [f"trial {chosen[1]['trial']}: refused: diverged", f"trial {chosen[0]['trial']}: trains alike"]
-    assert [tag for tag, _ in tags.found].count("polyline") == 2 * 4
+    drawn = figures.gate(chosen[1] | {"gate": refused}, difference=True)
+    *again, reference, own = drawn["data"]
+    assert [trace["name"] for trace in again] == ["the reference again"] * 2 and set(reference["y"]) == {0.0}
+    assert own["y"] == pytest.approx([a - b for a, b in zip(chosen[1]["losses"], curve, strict=False)], abs=1e-4)
     assert not [attributes for tag, attributes in tags.found if tag == "img"]
     assert "quality" not in report_page.render(report).split('id="picks"')[0]

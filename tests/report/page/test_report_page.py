@@ -37,6 +37,36 @@ def test_every_plot_is_drawn_without_a_complaint_or_a_request(opened):
     assert opened.run("document.title").startswith("<img")
 
 
+def one_trial(report):
+    return replace(report, trials=report.trials[:1], front=[], recommended={**report.recommended, "picks": {}})
+
+
+def only_failures(report):
+    return replace(
+        report, trials=[t for t in report.trials if t["outcome"] in ("oom", "crashed")], front=[], recommended={}
+    )
+
+
+def no_baseline(report):
+    plain = [{**trial, "speedup": None, "gains": {}} for trial in report.trials]
+    return replace(report, trials=plain, recommended={**report.recommended, "baseline": None})
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("odd", [one_trial, only_failures, no_baseline])
+def test_a_study_with_little_in_it_has_a_page_without_an_empty_plot(page, report, odd, tmp_path):
+    render.write(odd(report), tmp_path / "report.html")
+    page.complaints.clear()
+    page.view(390, 900)
+    page.open((tmp_path / "report.html").as_uri())
+    page.drawn()
+    assert page.complaints == [] and page.run("document.documentElement.scrollWidth") <= 390
+    # Every plot has a point or a line that can be seen.
+    blank = "!plot.querySelector('.scatterlayer .trace')"
+    empty = f"[...document.querySelectorAll('[data-plot]')].filter((plot) => {blank}).map((plot) => plot.id)"
+    assert page.run(empty) == []
+
+
 @pytest.mark.parametrize("width", [390, 768, 1440])
 @pytest.mark.parametrize("dark", [False, True])
 def test_nothing_sticks_out_of_the_screen(opened, width, dark):
@@ -161,6 +191,7 @@ def test_enter_on_copy_copies_the_json_of_the_pick(opened, report):
 def test_a_page_that_is_printed_before_it_is_drawn_is_drawn_first(page, report, tmp_path):
     render.write(report, tmp_path / "report.html")
     page.open((tmp_path / "report.html").as_uri())
+    page.tab.wait_for_selector("html[data-ready=yes]", state="attached")
     page.run("window.dispatchEvent(new Event('beforeprint'))")
     assert page.run("document.querySelectorAll('.plot .main-svg').length") >= 10
 

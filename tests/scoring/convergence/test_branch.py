@@ -33,12 +33,12 @@ def test_the_time_ratio_is_that_of_efficiency_and_throughput(batch: int, speed: 
     truth = (NOISE_SCALE + batch) / (NOISE_SCALE + BASE) / speed
     found = compare(run(batch, speed), run(BASE, 1.0, seed=1), truth, 400.0)
     assert found.low <= truth <= found.high and found.time_ratio == pytest.approx(truth, rel=0.2)
-    assert found.confirmed and f"{truth:.2f}x was predicted, which it confirms" in found.reason
+    assert found.confirmed and f"as predicted ({truth:.2f}x)" in found.reason
 
 
 def test_a_batch_that_is_worth_less_than_predicted_is_refuted() -> None:
     found = compare(run(128, 2.2, worth=0.2), run(BASE, 1.0, seed=1), 0.6, 400.0)
-    assert found.confirmed is False and found.low > 1 and "which it refutes" in found.reason
+    assert found.confirmed is False and found.low > 1 and ": refuted, since" in found.reason
 
 
 def test_the_same_batch_at_the_same_speed_takes_the_same_time() -> None:

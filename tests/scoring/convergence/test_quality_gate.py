@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.scoring.convergence.quality_gate import LEAST_STEPS, judge, judge_gradient, numerics
+from autotune.scoring.convergence.quality_gate import LEAST_STEPS, _standard_error, judge, judge_gradient, numerics
 from autotune.space.candidate import Candidate
 from autotune.trial.result import GradientCheck
 
@@ -53,9 +53,32 @@ def test_a_shortened_first_step_is_no_worse_numerics() -> None:
     assert judge(curve(lag=0.3, seed=1), curve(seed=2), replicates()).passed
 
 
+def test_most_of_a_step_behind_is_no_fault_where_the_loss_falls_exponentially() -> None:
+    """The fit of a logarithm has too small a slope there; the mean fall of the early steps has not."""
+    at = np.arange(48.0)
+    for tau in (6, 8):
+        late, base = (1 + 3 * np.exp(-np.maximum(at - lag, 0) / tau) for lag in (0.8, 0.0))
+        assert judge(late, base, []).passed
+
+
+def test_after_a_fall_in_the_first_steps_a_little_above_it_is_no_fault() -> None:
+    """Less than a tenth of the mean fall of a step; the later half has no slope of its own."""
+    at = np.arange(48)
+    base = np.where(at < 6, 5 - 0.6 * at, 1.0)
+    assert judge(base + 0.005 * (at >= 24), base, []).passed
+    assert not judge(base + 0.02 * (at >= 24), base, []).passed
+
+
+def test_differences_that_come_in_runs_tell_less_than_as_many_by_themselves() -> None:
+    """Sixteen runs of sixteen equal differences, whose standard error is that of sixteen."""
+    difference = np.random.default_rng(0).standard_normal(16)
+    expected = difference.std(ddof=1) / 4
+    assert _standard_error(difference.repeat(16)) == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_loss_that_is_far_lower_is_no_numerics_either_and_the_learning_rate_is_asked_for() -> None:
     found = judge(list(np.array(curve(seed=1)) - 0.3), curve(seed=2), replicates())
-    assert not found.passed and "is its learning rate what it should be?" in found.reason
+    assert not found.passed and "check its learning rate" in found.reason
     assert judge(list(np.array(curve(seed=1)) - 1e-3), curve(seed=2), replicates()).passed
 
 

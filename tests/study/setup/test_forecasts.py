@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.commands import autotune as autotune_command
-from support.commands import one_sentence
+from support.commands import called, one_sentence
 from support.instant import WORKLOAD
 from support.paths import MODELS
 from support.zoo import ADAMW
@@ -149,19 +150,21 @@ def test_values_read_as_people_write_them():
 
 
 @pytest.mark.process
-def test_a_script_is_run_once_and_then_predicted_from_the_cache(tmp_path, monkeypatch):
+def test_a_script_is_run_once_and_then_predicted_from_the_cache(executor, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(forecasts, "executor_for", lambda *_: nullcontext(executor))
+    for ranks in (1, 2):
+        profile_cache.save(Machine.guess("cpu", ranks), profile_cache.machine_key(ranks))
     script = str(MODELS / "scripts" / "dict_config.py")
     settings = ["--set", "zero_stage=2", "--set", "micro_batch_size=4", "--ranks", "2", "--json"]
-    first, again = (autotune_command("predict", script, *settings, cwd=tmp_path) for _ in range(2))
+    first, again = (called("predict", script, *settings, cwd=tmp_path) for _ in range(2))
     assert first.returncode == 0 and "running dict_config.py, once" in first.stderr, first.stderr
     assert again.returncode == 0 and again.stderr == ""
     assert json.loads(first.stdout) == json.loads(again.stdout)
     data = json.loads(again.stdout)
     assert (data["ranks"], data["candidate"]["zero_stage"], data["candidate"]["micro_batch_size"]) == (2, 2, 4)
     assert data["peak_memory_bytes"]["value"] > 0 and any("one forward of the script" in note for note in data["notes"])
-    other = autotune_command("predict", script, "--ranks", "64", "--json", cwd=tmp_path)
+    other = called("predict", script, "--ranks", "64", "--json", cwd=tmp_path)
     assert other.returncode == 0 and json.loads(other.stdout)["ranks"] == 64, other.stderr
 
 

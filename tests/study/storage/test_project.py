@@ -65,3 +65,9 @@ def test_a_daemon_starts_its_own_studies_and_leads_beside_that_of_another_projec
 def test_a_damaged_key_is_replaced(tmp_path):
     (tmp_path / project.FILE).write_text("nonsense")
     assert project.key_of(tmp_path) == project.key_of(tmp_path)
+
+
+def test_reading_another_projects_study_writes_no_key(shared, tmp_path):
+    assert OpenStudy("s", tmp_path / "s", shared[0]).report.trials
+    assert not project.is_own(records.load_study(records.open_storage(shared[0]), "s"), tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.process
 MIB = 1 << 20
 
 
-@pytest.mark.alone
 def test_a_step_is_taken_apart(measured):
     result = measured("gpt_tiny", gradient_accumulation_steps=2)
     assert set(result.phase_times_s) == {"data", "forward", "backward", "step", "reduce", "gather", "wait"}

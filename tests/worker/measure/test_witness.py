@@ -13,15 +13,17 @@ from support.zoo import CLEAN, Zoo
 from yaml import safe_load
 
 from autotune.space.candidate import FIELDS
+from autotune.space.deepspeed import OWNED_PATHS, RETIRED_KEYS, SECTION_KEYS, TOP_LEVEL_KEYS
+from autotune.space.ineffective import why_no_effect
 from autotune.trial.result import Outcome
-from autotune.worker.measure import witness
+from autotune.worker.measure import sizes, witness, witnesses
 from autotune.worker.measure.wire import Wire
 
 ZERO = "zero_optimization."
 ACTING: list[tuple[int, str, dict[str, Any]]] = [
     (1, "bf16", {f"{ZERO}reduce_bucket_size": 4096, f"{ZERO}contiguous_gradients": False, "gradient_clipping": 0.5}),
     (1, "bf16", {"data_types.grad_accum_dtype": "fp32"}),
-    (2, "fp32", {f"{ZERO}allgather_bucket_size": 4096, "communication_data_type": "bf16"}),
+    (2, "fp32", {f"{ZERO}reduce_scatter": False, "communication_data_type": "bf16"}),
     (2, "bf16", {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}),
     (0, "fp32", {"communication_data_type": "bf16"}),
     (3, "bf16", {f"{ZERO}stage3_prefetch_bucket_size": 1024, f"{ZERO}stage3_param_persistence_threshold": 64}),
@@ -33,6 +35,9 @@ INERT: list[tuple[int, str, dict[str, Any], str]] = [
     (0, "fp32", {"activation_checkpointing.partition_activations": True}, "the model never calls deepspeed.checkpointing"),
     (1, "bf16", {"communication_data_type": "bf16"}, "gradients have that type anyway"),
     (2, "bf16", {"data_types.grad_accum_dtype": "bf16"}, "gradients have that type anyway"),
+    (2, "fp32", {f"{ZERO}allgather_bucket_size": 4096}, "never reads it"),
+    (1, "fp32", {f"{ZERO}reduce_bucket_size": 10**9, f"{ZERO}overlap_comm": False}, "with a model of this size it does the same"),
+    (3, "fp32", {f"{ZERO}zero_hpz_partition_size": 1, "prescale_gradients": False}, "the same without the key"),
 ]  # fmt: skip
 
 
@@ -60,17 +65,17 @@ def test_an_inert_setting_is_not_applied(zoo: Zoo, stage: int, precision: str, w
 @pytest.fixture
 def sent() -> Iterator[Wire]:
     """What a rank sent in its second step."""
-    witness.wire.clear()
-    yield witness.wire
-    witness.wire.clear()
+    witnesses.wire.clear()
+    yield witnesses.wire
+    witnesses.wire.clear()
 
 
-def test_a_collective_is_known_by_its_phase_type_and_bytes(sent: Wire) -> None:
+def test_a_collective_is_known_by_its_phase_and_the_type_of_its_largest_tensor(sent: Wire) -> None:
     sent.note("backward", ([torch.zeros(4), torch.zeros(8, dtype=torch.bfloat16)], {"options": None}))
     sent.note("step", ((torch.zeros(2, dtype=torch.int8),), {}))
     sent.note("step", ((), {}))
-    assert sent.types("backward") | sent.types("step") == {torch.float32, torch.int8}
-    assert sent.sent_bytes["backward", torch.float32] == 16 and sum(sent.calls.values()) == 2
+    assert sent.types("backward") == {torch.float32} and sent.types("step") == {torch.int8}
+    assert sum(sent.calls.values()) == 2
 
 
 @pytest.mark.parametrize(("travelled", "said"), [(torch.bfloat16, None), (torch.float32, "float32")])
@@ -97,9 +102,9 @@ def test_quantised_weights_are_believed_where_integers_travelled(
 
 @pytest.mark.process
 def test_what_nothing_shows_is_unwitnessed(zoo: Zoo) -> None:
-    result = run(zoo, 1, "fp32", {f"{ZERO}load_from_fp32_weights": False})
+    result = run(zoo, 1, "fp32", {f"{ZERO}override_module_apply": False})
     assert result.outcome is Outcome.COMPLETE, result.reason
-    assert result.observed is not None and result.observed.unwitnessed == (f"{ZERO}load_from_fp32_weights",)
+    assert result.observed is not None and result.observed.unwitnessed == (f"{ZERO}override_module_apply",)
 
 
 def test_a_key_left_out_is_judged_by_the_value_it_had() -> None:
@@ -112,10 +117,71 @@ def test_a_key_left_out_is_judged_by_the_value_it_had() -> None:
     assert "same as with 1.0" in same.inert["gradient_clipping"] and not other.inert
 
 
+def has_witness(knob: str) -> bool:
+    """Whether a setting is shown by a witness of its own or of its section, or by the data and the engine."""
+    return (
+        knob in witnesses.WITNESSES
+        or knob in witnesses.SEEN_BY_OBSERVED
+        or knob.partition(".")[0] in witnesses.SECTIONS
+    )
+
+
 def test_every_knob_of_the_presets_has_a_witness() -> None:
     named = {knob for path in (ROOT / "search_spaces").glob("*.yaml") for knob in safe_load(path.read_text())}
-    assert named - witness.SEEN_BY_OBSERVED - witness.WITNESSES.keys() == set()
-    assert set(FIELDS) <= witness.SEEN_BY_OBSERVED | witness.WITNESSES.keys()
+    assert [knob for knob in named | set(FIELDS) if not has_witness(knob)] == []
+
+
+def test_every_setting_has_a_witness_or_a_written_reason() -> None:
+    plain = TOP_LEVEL_KEYS - SECTION_KEYS.keys() - RETIRED_KEYS
+    every = plain | {f"{section}.{key}" for section, keys in SECTION_KEYS.items() for key in keys}
+    shown = {key for key in every if has_witness(key) or why_no_effect(key) or why_no_effect(f"{key}.")}
+    left = every - shown - OWNED_PATHS.keys()
+    assert {
+        key.rpartition(".")[0] if key not in witnesses.UNWITNESSED else key for key in left
+    } == witnesses.UNWITNESSED.keys()
+
+
+def engine_of(*sizes_of_parameters: int, **optimizer: Any) -> Any:
+    """As much of an engine at ZeRO 1 as witnesses look at."""
+    module = torch.nn.Module()
+    for n, size in enumerate(sizes_of_parameters):
+        module.register_parameter(str(n), torch.nn.Parameter(torch.zeros(size)))
+    zero_config = SimpleNamespace()
+    return SimpleNamespace(
+        module=module, device="cpu", optimizer=SimpleNamespace(**optimizer), zero_optimization_stage=lambda: 1,
+        _config=SimpleNamespace(zero_config=zero_config), gradient_clipping=lambda: 1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("bucket", "n"), [(5, 6), (10, 5), (20, 3), (50, 1), (10**9, 1)])
+def test_gradients_are_cut_into_buckets_last_parameter_first(bucket: int, n: int) -> None:
+    assert sizes.n_buckets([10, 8, 8, 8, 8, 8], bucket) == n + (bucket == 10)
+
+
+def test_a_bucket_larger_than_the_model_does_what_any_such_bucket_does(sent: Wire) -> None:
+    name, engine = f"{ZERO}reduce_bucket_size", engine_of(100, 100, reduce_bucket_size=10**6)
+    assert "does the same as 1000" in witness.judge(engine, {name: 10**6}, {name: 1000}).inert[name]
+    assert not witness.judge(engine, {name: 10**6}, {name: 100}).inert
+    # Beside a setting that acts, it makes the trial no other one.
+    both = witness.judge(engine, {name: 10**6, "micro_batch_size": 8}, {name: 1000, "micro_batch_size": 4})
+    assert not both.inert and not both.unwitnessed
+
+
+def test_buckets_that_were_not_sent_are_not_believed(sent: Wire) -> None:
+    name, engine = f"{ZERO}reduce_bucket_size", engine_of(*[100] * 8, reduce_bucket_size=100)
+    for _ in range(2):
+        sent.note("backward", torch.zeros(400))
+    assert "8 buckets of that size, and 2 collectives" in witness.judge(engine, {name: 100}, {name: 800}).inert[name]
+    for _ in range(6):
+        sent.note("backward", torch.zeros(100))
+    assert not witness.judge(engine, {name: 100}, {name: 800}).inert
+
+
+def test_keys_of_deepspeeds_own_recomputation_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witnesses.recomputations, "calls", 3)
+    misspelt, known = "activation_checkpointing.partition_activatons", "activation_checkpointing.profile"
+    found = witness.judge(engine_of(1), {misspelt: True, known: True}, {})
+    assert "reads no such key" in found.inert[misspelt] and found.unwitnessed == (known,)
 
 
 def test_a_rate_is_held_against_the_optimizer_that_runs() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from autotune.worker.containers import to_device
+from autotune.worker.data.loader import Loader
 from autotune.worker.model.model_file import (
-    Loader,
     ModelFile,
     WorkloadError,
     build_model,

@@ -10,7 +10,7 @@ from autotune.trial import folder
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Workload
-from autotune.worker.model.samples import data_shape, describe
+from autotune.worker.data.samples import describe, length_of
 
 
 def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes():
@@ -27,11 +27,23 @@ def test_plain_lists_and_tuples_are_samples_too():
 
 
 def test_what_cannot_be_drawn_is_left_for_the_trials_to_say():
-    class Broken:
-        def samples(self):
-            raise OSError("no such disk")
+    def samples():
+        raise OSError("no such disk")
+        yield
 
-    assert data_shape(Broken()) is None  # type: ignore[arg-type]
+    assert describe(samples()) is None
+
+
+def test_a_mapped_data_set_is_read_whole_and_knows_where_its_longest_samples_are():
+    found = describe([{"input_ids": list(range(n))} for n in (3, 9, 5, 7)])
+    assert found is not None and found.whole and found.varies
+    assert found.longest == 9 and found.longest_at == (1, 3, 2, 0)
+    assert found.table == ((3.0, 1), (5.0, 1), (7.0, 1), (9.0, 1))
+
+
+def test_tokens_that_a_mask_leaves_out_do_not_count():
+    assert length_of({"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}) == 2
+    assert length_of((torch.zeros(7, 3), 1)) == 7
 
 
 @pytest.mark.process

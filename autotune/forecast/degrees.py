@@ -1,0 +1,155 @@
+"""What degrees do to a rank: its share of the model and of the work, and what its group sends besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autotune.forecast.communication import within_node_s
+from autotune.forecast.knobs import Knobs
+from autotune.forecast.memory import memory_terms
+from autotune.forecast.step_time import WITHIN_A_STEP, step_time_terms
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Floats, Machine, Pass, Profile
+
+# Of the 34 s b h bytes of a layer's activations, 10 belong to the residual stream, which tensor groups hold whole
+# (Korthikanti et al., 2205.05198); of a recomputed layer its input, too.
+WHOLE_ACTIVATIONS, WHOLE_RECOMPUTED = 10 / 34, 0.6
+# All-reduces of the hidden states in a layer: one for attention and one for the MLP, forward and backward.
+ALL_REDUCES_A_LAYER = 4
+# All-to-alls of a layer's attention: queries, keys, values and the result, forward and backward.
+EXCHANGES_A_LAYER = 8
+
+Terms = dict[str, Floats]
+
+
+def cost_terms(
+    candidates: Sequence[Candidate], profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None
+) -> tuple[Terms, Terms]:
+    """Bytes of a rank at its peak, and seconds of an optimizer step, by part; candidates may have any degrees.
+
+    A tensor group of t ranks holds one copy of the model: each rank has 1 / t of the layers' weights, gradients and
+    states, of their work, and of all activations but the residual stream, among N / t data-parallel ranks. A sequence
+    group of s ranks has whole weights, 1 / s of the tokens, and shards over all N ranks.
+    """
+    by_degree: dict[tuple[int, int], list[int]] = {}
+    for row, candidate in enumerate(candidates):
+        by_degree.setdefault((candidate.tensor_degree, candidate.sequence_degree), []).append(row)
+    found: list[tuple[list[int], Terms, Terms]] = []
+    for (tensor, sequence), own_rows in by_degree.items():
+        knobs = Knobs.of([candidates[row] for row in own_rows], base)
+        own, there = _of_a_rank(profile, machine, tensor, sequence)
+        times = step_time_terms(knobs, own, there)
+        wire_s, latency_s = _within_groups(knobs, profile, machine, tensor, sequence)
+        times["communication"], times["messages"] = times["communication"] + wire_s, times["messages"] + latency_s
+        found.append((own_rows, memory_terms(knobs, own, there), times))
+    if len(found) == 1:
+        return found[0][1], found[0][2]
+    rows = np.concatenate([part[0] for part in found])
+    order = np.argsort(rows)
+    memory: Terms = {name: np.concatenate([part[1][name] for part in found])[order] for name in found[0][1]}
+    time: Terms = {name: np.concatenate([part[2][name] for part in found])[order] for name in found[0][2]}
+    return memory, time
+
+
+def held_share(profile: Profile, tensor: int) -> float:
+    """Share of the parameters that a rank of a tensor group holds: the layers are split, and with them what is tied."""
+    outside = 1.0 - profile.block_share
+    # The head is split, embeddings that are not tied to it stay whole.
+    parted = profile.block_share + outside * (1.0 if profile.n_tied else 0.5)
+    return 1.0 - parted + parted / tensor
+
+
+def _of_a_rank(profile: Profile, machine: Machine, tensor: int, sequence: int) -> tuple[Profile, Machine]:
+    """The workload and the machine as a rank of these groups finds them."""
+    if tensor == sequence == 1:
+        return profile, machine
+    held, work = held_share(profile, tensor), held_share(profile, tensor) / sequence
+    kept = (WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / tensor) / sequence
+    again = (WHOLE_RECOMPUTED + (1 - WHOLE_RECOMPUTED) / tensor) / sequence
+    own = replace(
+        profile,
+        n_parameters=_share(profile.n_parameters, held),
+        n_trainable=_share(profile.n_trainable, held),
+        quantized=_share(profile.quantized, held),
+        flops_per_sample=profile.flops_per_sample * work,
+        activation_bytes_per_sample=profile.activation_bytes_per_sample * kept,
+        checkpointed_bytes_per_sample=profile.checkpointed_bytes_per_sample * again,
+        sizes=tuple((max(1, _share(size, held)), count) for size, count in profile.sizes),
+        largest_module=_share(profile.largest_module, held),
+        passes={
+            name: _pass(each, kept if name.endswith("/0") else again, work, held)
+            for name, each in profile.passes.items()
+        },
+    )
+    per_node = machine.ranks_per_node // tensor if machine.ranks_per_node else 0
+    there = replace(
+        machine,
+        world_size=max(1, machine.world_size // tensor),
+        ranks_per_node=max(1, per_node) if machine.ranks_per_node else 0,
+        # As many groups as a tensor group has ranks send between nodes at once.
+        node_bytes_per_s=machine.node_bytes_per_s / tensor,
+    )
+    return own, there
+
+
+def _share(count: int, share: float) -> int:
+    return round(count * share)
+
+
+def _pass(whole: Pass, kept: float, work: float, held: float) -> Pass:
+    def scaled(pair: tuple[float, float], by: float) -> tuple[float, float]:
+        return pair[0] * by, pair[1] * by
+
+    return replace(
+        whole,
+        moments=tuple((constant * kept, slope * kept, elements * held) for constant, slope, elements in whole.moments),
+        kept_bytes=scaled(whole.kept_bytes, kept),
+        largest_bytes=scaled(whole.largest_bytes, kept),
+        flops=scaled(whole.flops, work),
+        moved_bytes=scaled(whole.moved_bytes, kept),
+    )
+
+
+def _within_groups(
+    knobs: Knobs, profile: Profile, machine: Machine, tensor: int, sequence: int
+) -> tuple[Floats, Floats]:
+    """Seconds on the wire and of latency within tensor and sequence groups, in an optimizer step.
+
+    A message is the hidden states of a micro-batch, b s h values. Recomputation runs the forward's half once more.
+    """
+    none = np.zeros(len(knobs.micro))
+    if tensor == sequence == 1:
+        return none, none
+    layers = float(max(profile.n_blocks, 1))
+    again = 1.0 + 0.5 * knobs.recomputed_share(profile.n_blocks)
+    sixteen = np.array([name != "fp32" for name in knobs.precision])
+    message = knobs.micro * profile.sequence * profile.width * np.where(sixteen, 2.0, 4.0)
+    slow = WITHIN_A_STEP.get(machine.accelerator, 1.3)
+    wire, latency = none, none
+    if tensor > 1:
+        calls = ALL_REDUCES_A_LAYER * layers * knobs.accumulation * again
+        # An all-reduce is two all-gathers' worth of bytes and hops.
+        wire = wire + 2.0 * slow * within_node_s(machine, calls * message, np.full(len(none), float(tensor)))
+        latency = latency + 2.0 * (tensor - 1) * machine.link_alpha_s * calls
+    if sequence > 1:
+        calls = EXCHANGES_A_LAYER * layers * knobs.accumulation * again
+        between = _between(machine, sequence)
+        wire = wire + slow * within_node_s(between, calls * message / sequence, np.full(len(none), float(sequence)))
+        latency = latency + (sequence - 1) * between.link_alpha_s * calls
+    return wire, latency
+
+
+def _between(machine: Machine, sequence: int) -> Machine:
+    """The links of a sequence group, which may span nodes: then each rank has its share of a node's link."""
+    per_node = machine.ranks_per_node or machine.world_size
+    if sequence <= per_node:
+        return machine
+    return replace(
+        machine,
+        link_bytes_per_s=min(machine.link_bytes_per_s, machine.node_bytes_per_s / per_node),
+        link_alpha_s=machine.node_alpha_s,
+    )

@@ -1,0 +1,62 @@
+"""What to do with a study's answer, in sentences with commands; page, notebook and notes show the same ones."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+
+from autotune.report.data import StudyReport, pick_words
+
+
+def next_steps(report: StudyReport) -> list[str]:
+    """The next steps, the first one first; commands stand in backticks."""
+    name, pick = shlex.quote(report.name), report.picks.get("recommended")
+    again, found = reproduce(report), []
+    if left := report.trials_left:
+        found.append(
+            f"Go on: the search was stopped with {left} trial{'s' * (left > 1)} left; `{again}` continues where it was."
+        )
+    if pick is None:
+        found += _without_answer(report, again)
+    elif report.is_baseline(pick):
+        found.append(f"Keep your configuration. `{again} --trials {2 * len(report.trials)}` looks further.")
+    else:
+        found += _with_answer(report, name)
+    if pick is not None:
+        found.append(
+            f"After a change of device, libraries, model or data: `autotune changes {name}` says what may no longer hold."
+        )
+    return found
+
+
+def reproduce(report: StudyReport) -> str:
+    """The command that runs the study again."""
+    return shlex.join(["autotune", "run", f"studies/{report.name}/study.yaml"])
+
+
+def _with_answer(report: StudyReport, name: str) -> list[str]:
+    pick, other = report.picks["recommended"], report.picks.get("drop_in")
+    command = f"; `autotune export {name} --format command` prints your command with it" if report.invocation else ""
+    found = [f"Train with it: `autotune export {name} -o ds_config.json` writes its configuration{command}."]
+    if pick.get("script_side_changes"):
+        found.append("Make the changes in the script: the configuration alone is not all of it.")
+    if other is not None and other["trial"] != pick["trial"] and not report.is_baseline(other):
+        said = pick_words(report, ["drop_in"], other)
+        found.append(
+            f"If the global batch and the numerics must stay as they are: `autotune export {name} --pick drop_in`"
+            f"{f' ({said})' if said else ''}."
+        )
+    return found
+
+
+def _without_answer(report: StudyReport, again: str) -> list[str]:
+    ends = Counter(trial["outcome"] for trial in report.trials)
+    if not ends["complete"] and 2 * (ends["oom"] + ends["predicted_oom"]) >= len(report.trials):
+        smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
+        return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
+    if ends["complete"]:
+        return [f"Loosen the constraints in study.yaml, or look further: `{again} --trials {2 * len(report.trials)}`."]
+    return [
+        "Mend the target: the reasons are in the table of trials, the whole output in each trial's folder (`rank-0.log`).",
+        "`autotune check` with your file runs two steps and says what is wrong.",
+    ]

@@ -1,0 +1,160 @@
+"""A study in a notebook: its answer as HTML, and one display that shows how far a run is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+from autotune.report import progress, tables
+from autotune.report.data import StudyReport, end_words, pick_words, titles, words
+from autotune.report.next_steps import next_steps
+from autotune.report.page.render import fragment
+from autotune.report.readme import machine, subject
+from autotune.scoring.metrics import METRICS
+from autotune.study.events import Event, EventSink, Kind, Progress
+from autotune.system import redaction
+from autotune.system.units import format_duration, format_quantity
+from autotune.trial.result import Outcome
+
+MOST_ENDS, MOST_NOTES = 6, 3
+LEAST_S = 0.5  # between two updates of the display
+MEASURED = {"step_time_s": "s", "samples_per_s": "samples/s", "peak_memory_bytes": "B"}
+
+
+def answer_html(report: StudyReport) -> str:
+    """The answer of a study: the recommendation with its price, the front as a table, what to know."""
+    pick = report.picks.get("recommended")
+    scales, rows = tables.overview(report)
+    heads = ["configuration", "trial", "speed-up", *(f"{METRICS[n].label} ({s.unit})" for n, s in scales.items()), ""]
+    found = {
+        "lead": f"{report.name}: {subject(report)} on {machine(report)}, {len(report.trials)} trials",
+        "headline": _headline(report),
+        "heads": heads,
+        "rows": [_cells(row.line(scales, ""), row) for row in rows],
+        "lists": [
+            ("What to do next", next_steps(report)),
+            ("Why", (pick or {}).get("reasons") or ()),
+            ("Besides the JSON it takes", (pick or {}).get("script_side_changes") or ()),
+            ("What to know", report.caveats()),
+        ],
+    }
+    return fragment("notebook.html", "answer", found)
+
+
+def _cells(line: list[str], row: tables.Row) -> list[str]:
+    trial, *metrics, speedup = line
+    return [row.configuration, trial, speedup, *metrics, ", ".join(row.marks)]
+
+
+def _headline(report: StudyReport) -> str:
+    pick = report.picks.get("recommended")
+    if pick is None:
+        return f"Nothing to recommend: {report.why_nothing}."
+    names = next(names for names, _ in report.picks_by_trial() if "recommended" in names)
+    said = pick_words(report, names, pick) or "no speed-up to state"
+    head = titles(names)
+    return f"{head[0].upper()}{head[1:]}: trial {pick['trial']}, {words(pick['candidate'])}; {said}."
+
+
+class NotebookView(EventSink):
+    """One display below the cell, which is redrawn while a study runs."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._display: Any = display
+        self._handle: Any = None
+        self._began = self._since = time.monotonic()
+        self._drawn = 0.0
+        self._doing = "starting"
+        self._under_way: dict[int, str] = {}
+        self._ends: deque[dict[str, Any]] = deque(maxlen=MOST_ENDS)
+        self._notes: deque[str] = deque(maxlen=MOST_NOTES)
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        self._handle = self._display(self, display_id=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._under_way.clear()
+        self._doing = ""
+        self._draw()
+
+    def emit(self, event: Event) -> None:
+        """Takes an event in; draws at most twice a second."""
+        match event.kind:
+            case Kind.NOTE | Kind.QUEUE_WAIT:
+                self._notes.append(redaction.redact(event.text))
+            case Kind.PHASE:
+                self._doing, self._since = redaction.redact(event.text), time.monotonic()
+            case Kind.TRIAL_STARTED if event.trial is not None and event.candidate is not None:
+                again = " again" if event.role == "repeat" else ""
+                self._under_way[event.trial] = f"trial {event.trial}{again}: {event.candidate.describe()}"
+                self._since = time.monotonic()
+            case Kind.TRIAL_ENDED if event.progress is not None:
+                self._end(event.progress)
+        if time.monotonic() - self._drawn >= LEAST_S:
+            self._draw()
+
+    def _end(self, ended: Progress) -> None:
+        self._under_way.pop(ended.number, None)
+        self._progress = ended
+        outcome, why = end_words({"outcome": str(ended.outcome), "reason": ended.reason})
+        figures = (
+            format_quantity(ended.metrics[name], unit) for name, unit in MEASURED.items() if name in ended.metrics
+        )
+        measured = ", ".join(figures) if ended.outcome is Outcome.COMPLETE else redaction.redact(why[:160])
+        self._ends.append({
+            "trial": f"{ended.number}{' again' if ended.role == 'repeat' else ''}",
+            "configuration": ended.candidate.describe(), "outcome": outcome, "measured": measured,
+        })  # fmt: skip
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._handle is not None:
+            self._handle.update(self)
+
+    def _standing(self) -> str:
+        now = self._progress
+        took = format_duration(time.monotonic() - self._began)
+        if now is None:
+            return took
+        left = "" if not self._doing else f", about {format_duration(now.left_s)} left"
+        gain = (
+            f", {now.best_gain:.2f}x the baseline by the goal" if now.best_gain and now.best and now.best.trial else ""
+        )
+        best = f"; best so far: trial {now.best.trial}, {now.best.candidate.describe()}{gain}" if now.best else ""
+        return f"{now.n_told} of {now.n_trials} trials in {took}{left}{best}"
+
+    def _repr_html_(self) -> str:
+        doing = "; ".join(self._under_way.values()) or self._doing
+        if doing:
+            doing += f" ({time.monotonic() - self._since:.0f} s)"
+        now = self._progress
+        found = {
+            "n_told": now.n_told if now else 0,
+            "n_trials": now.n_trials if now else 1,
+            "standing": self._standing(),
+        }
+        found |= {"doing": doing, "notes": list(self._notes), "ends": list(reversed(self._ends))}
+        return fragment("notebook.html", "progress", found)
+
+    def __repr__(self) -> str:
+        return self._standing()
+
+
+def in_notebook() -> bool:
+    """Returns whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def viewer(show: bool) -> NotebookView | progress.ProgressView:
+    """Returns a view of a run: in a notebook below its cell, else on standard error; or one that shows nothing."""
+    return NotebookView() if show and in_notebook() else progress.viewer(show)

@@ -1,0 +1,88 @@
+"""Why degrees are refused: ranks that share a copy of the model, or a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
+from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.rule import Rule, Setting, older
+
+ZERO = "zero_optimization."
+HPZ = f"{ZERO}zero_hpz_partition_size"
+QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
+EXPERTS = "expert_parallel."
+
+
+def hpz(config: Mapping[str, Scalar]) -> int:
+    """Ranks that share a second copy of the weights; 1 without."""
+    value = config.get(HPZ)
+    return value if isinstance(value, int) else 1
+
+
+def why_unlike(candidate: Candidate, setting: Setting, path: str) -> str:
+    """What the split model computed unlike the whole one, where that was found; else empty."""
+    own = candidate.degree(path)
+    return next((why for name, number, why in setting.unlike if (name, number) == (path, own)), "")
+
+
+def _is_moved(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
+    own = degrees_of(dict(setting.base).get).get(path, 1)
+    return bool(setting.no_degrees) and candidate.degree(path) != own
+
+
+def _does_not_divide(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
+    return setting.world_size % candidate.degree(path) != 0
+
+
+def _is_unlike(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
+    return bool(why_unlike(candidate, setting, path))
+
+
+# A rule reads one degree where it can, so that a value that no other makes legal is refused for its own reason.
+OF_EACH = tuple(
+    Rule(partial(broken, path), why, (path,))
+    for path, ranks in ((TENSOR_DEGREE, "{tensor}"), (SEQUENCE_DEGREE, "{sequence}"))
+    for broken, why in (
+        (_is_moved, "{no_degrees}"),
+        (_does_not_divide, f"a group of {ranks} ranks does not divide the {{world_size}} ranks of a trial"),
+        (_is_unlike, f"{{unlike_{path.partition('.')[0]}}}"),
+    )
+)
+DEGREE_RULES: tuple[Rule, ...] = (
+    *OF_EACH,
+    Rule(lambda c, k, s: c.tensor_degree > 1 and c.sequence_degree > 1,
+         "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", DEGREES),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and s.ranks_per_node % c.tensor_degree != 0,
+         "a tensor group of {tensor} ranks does not fit into machines of {ranks_per_node}: every layer would wait for the"
+         " network between them", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and older(s, 0, 16, 4),
+         "DeepSpeed {deepspeed_version} trains no split layers: AutoTP for training came with 0.16.4",
+         (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and s.heads % c.tensor_degree != 0,
+         "the model's {heads} attention heads do not divide by {tensor} ranks", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and s.kv_heads % c.tensor_degree != 0,
+         "the model's {kv_heads} heads of keys and values do not divide by {tensor} ranks", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.tensor_degree > 1 and bool(s.no_tensor), "{no_tensor}", (TENSOR_DEGREE,)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and s.heads % c.sequence_degree != 0,
+         "the model's {heads} attention heads do not divide by {sequence} ranks", (SEQUENCE_DEGREE,)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and s.kv_heads % c.sequence_degree != 0
+         and c.sequence_degree % (s.kv_heads or 1) != 0,
+         "the model's {kv_heads} heads of keys and values and {sequence} ranks do not divide each other",
+         (SEQUENCE_DEGREE,)),
+    # Its optimizer divides by all ranks that share a gradient, those of a sequence group too.
+    Rule(lambda c, k, s: c.sequence_degree > 1 and c.zero_stage == 3,
+         "ZeRO stage 3 makes the gradient of a sequence group 1/{sequence} of what it is; use stage 0, 1 or 2",
+         (SEQUENCE_DEGREE, "zero_stage")),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
+    Rule(lambda c, k, s: c.ranks_per_replica > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
+         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),
+    Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
+         "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
+         (SEQUENCE_DEGREE, "data.packing")),
+    Rule(lambda c, k, s: any(name.startswith(EXPERTS) for name in k),
+         "expert_parallel: expert groups are not tuned: DeepSpeed's AutoEP (0.19) fails on transformers 5, and the layers of"
+         " deepspeed.moe state their own ep_size; tune the rest", (f"{EXPERTS}*",)),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""DeepSpeed settings that cannot change how a trial trains, each with the reason."""
+
+from __future__ import annotations
+
+_REPORTS = "it only prints or writes, and trials leave it out"
+_SAVING = "it is about saving and loading, and a trial does neither"
+_UNREAD = "DeepSpeed takes the key and nothing reads it"
+_PERMITS = "it permits an optimizer and changes none"
+
+ZERO = "zero_optimization."
+# By path; one that ends with a dot stands for a whole section. Read in deepspeed 0.15 to 0.19.
+NO_EFFECT: dict[str, str] = {
+    **dict.fromkeys(
+        """
+        tensorboard. wandb. comet. csv_monitor. monitor_config. flops_profiler. comms_logger. timers. autotuning.
+        wall_clock_breakdown memory_breakdown dump_state steps_per_print log_level
+        """.split(),
+        _REPORTS,
+    ),
+    **dict.fromkeys(
+        f"""
+        checkpoint. nebula. datastates_ckpt. {ZERO}load_from_fp32_weights {ZERO}elastic_checkpoint
+        {ZERO}stage3_gather_16bit_weights_on_model_save {ZERO}stage3_gather_fp16_weights_on_model_save
+        {ZERO}pipeline_loading_checkpoint
+        """.split(),
+        _SAVING,
+    ),
+    **dict.fromkeys(
+        f"disable_allgather vocabulary_size train_seq_parallel {ZERO}allgather_partitions".split(), _UNREAD
+    ),
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), _PERMITS),
+    **dict.fromkeys(
+        f"{ZERO}cpu_offload {ZERO}cpu_offload_param {ZERO}cpu_offload_use_pin_memory".split(),
+        "it is a retired name of offload_optimizer and offload_param",
+    ),
+    "pipeline.stages": "`PipelineModule(..., num_stages=...)` in the script decides it; change it there",
+    "pipeline.partition": "`PipelineModule(..., partition_method=...)` in the script decides it; change it there",
+    "inference.": "it is for inference, and a trial trains",
+    "dataloader_drop_last": "it matters only where an epoch ends, and such steps are not timed",
+    "data_types.param_dtype": "the precision decides it",
+    f"{ZERO}legacy_stage1": "DeepSpeed refuses it since 0.5.9",
+    f"{ZERO}log_trace_cache_warnings": _REPORTS,
+    f"{ZERO}ignore_unused_parameters": "it decides what DeepSpeed complains of, not what it does",
+    # torch has had all_gather_into_tensor since 1.13, and with it DeepSpeed gathers each group of parameters whole.
+    f"{ZERO}allgather_bucket_size": "this DeepSpeed gathers each group of parameters at once, and never reads it",
+}
+# Settings of ZeRO that one kind of its optimizers reads: stages 1 and 2 share one, stage 3 has its own.
+STAGES_1_AND_2 = frozenset(
+    f"{ZERO}{name}"
+    for name in "round_robin_gradients use_multi_rank_bucket_allreduce parameter_alignment compute_grad_norm".split()
+)
+STAGE_3 = frozenset(
+    f"{ZERO}{name}"
+    for name in """
+    sub_group_size memory_efficient_linear override_module_apply enable_sanity_checks
+    save_muon_momentum_buffer_in_memory
+    """.split()
+)
+
+
+def why_no_effect(path: str) -> str | None:
+    """Returns why a setting has no effect whatever the machine; None for a setting that may have one."""
+    return NO_EFFECT.get(path) or NO_EFFECT.get(f"{path.partition('.')[0]}.")

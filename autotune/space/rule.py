@@ -1,0 +1,88 @@
+"""What legality rests on: the setting of a study, and a rule that refuses candidates in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar, version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What legality depends on: the machine, the libraries and the workload.
+
+    Attributes:
+        accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
+        deepspeed_version: Installed version, as in 0.19.8.
+        world_size: Ranks of a trial, without those of a pipeline's later stages; candidates divide their degrees out.
+        ranks_per_node: The same on one machine.
+        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
+        bf16: Whether the device computes in bfloat16.
+        fp16: Whether DeepSpeed accepts fp16 on the device.
+        n_blocks: Repeated blocks of the model that can be checkpointed.
+        n_samples: Samples in the data set; None where it has no end.
+        global_batch: Allowed samples per optimizer step, lowest and highest.
+        plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
+        base: Settings of the user's own configuration that candidates inherit and rules look at; see
+            `inherited_settings`.
+        own_optimizer: The target makes the optimizer, not the configuration.
+        unsafe_precisions: Precisions in which trials of this workload ended with a dtype mismatch.
+        lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
+        loader: Arguments of the target's own DataLoader.
+        data_cannot: Settings of the data that the target cannot follow, each with the reason.
+        missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
+        heads: Attention heads of the model; 0 if unknown.
+        kv_heads: Its heads of keys and values; 0 if unknown.
+        no_degrees: Why the target cannot be run with degrees; empty if it can.
+        no_tensor: Why its layers cannot be split over ranks; empty if they can.
+        no_sequence: Why its sequences cannot be split over ranks; empty if they can.
+        unlike: Degrees at which the split model computed something else than the whole one, each with what it was.
+    """
+
+    accelerator: str = "cpu"
+    deepspeed_version: str = "0.19.8"
+    world_size: int = 1
+    ranks_per_node: int = 1
+    pipeline_stages: int = 0
+    bf16: bool = True
+    fp16: bool = False
+    n_blocks: int = 0
+    n_samples: int | None = None
+    global_batch: tuple[int, int] | None = None
+    plain_backward: bool = False
+    base: tuple[tuple[str, Scalar], ...] = ()
+    own_optimizer: bool = False
+    unsafe_precisions: tuple[str, ...] = ()
+    lengths: tuple[int, int] = (0, 0)
+    loader: tuple[tuple[str, Scalar], ...] = ()
+    data_cannot: tuple[tuple[str, str], ...] = ()
+    missing_ops: tuple[tuple[str, str], ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
+    no_degrees: str = ""
+    no_tensor: str = ""
+    no_sequence: str = ""
+    unlike: tuple[tuple[str, int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason why DeepSpeed (or the workload) refuses a candidate in a setting, or why the candidate is pointless.
+
+    Attributes:
+        broken: Whether it holds for a candidate, its DeepSpeed settings (inherited ones included) and a setting.
+        why: The reason, with fields of candidate and setting as templates.
+        reads: The knobs that `broken` looks at. `prefix*` stands for all that begin so; a rule may only ask whether one
+            of them is set at all, and must stay broken when more of them are.
+    """
+
+    broken: Callable[[Candidate, dict[str, Scalar], Setting], bool]
+    why: str
+    reads: tuple[str, ...]
+
+
+def older(setting: Setting, *release: int) -> bool:
+    """Whether the installed DeepSpeed is older than a release."""
+    return version(setting.deepspeed_version) < release

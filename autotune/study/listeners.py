@@ -1,0 +1,77 @@
+"""Sinks that tell programs what happens in a run: the logger `autotune`, and callbacks as Optuna defines them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from autotune.study.events import Event, EventSink, Kind, Progress
+from autotune.study.storage import records
+from autotune.study.storage.database import Storage
+from autotune.system import redaction
+from autotune.system.units import format_duration
+from autotune.trial.result import Outcome
+
+# What `optuna.study.Study.optimize` takes as `callbacks`.
+Callback: TypeAlias = Callable[[Study, FrozenTrial], None]
+
+LOGGER = logging.getLogger("autotune")
+LOGGER.addHandler(logging.NullHandler())  # a library says nothing unless its user sets logging up
+
+
+class LogSink(EventSink):
+    """Logs a run: trials and notes as INFO, waits as WARNING, what happens between trials as DEBUG."""
+
+    def emit(self, event: Event) -> None:
+        """Logs an event."""
+        match event.kind:
+            case Kind.NOTE:
+                LOGGER.info("%s", redaction.redact(event.text))
+            case Kind.QUEUE_WAIT:
+                LOGGER.warning("waiting: %s", redaction.redact(event.text))
+            case Kind.PHASE:
+                LOGGER.debug("%s", redaction.redact(event.text))
+            case Kind.TRIAL_STARTED if event.candidate is not None:
+                LOGGER.debug("trial %s started: %s", event.trial, event.candidate.describe())
+            case Kind.TRIAL_ENDED if event.progress is not None:
+                LOGGER.info("%s", redaction.redact(_end(event.progress)))
+
+
+def _end(progress: Progress) -> str:
+    """The end of a trial in one line."""
+    again = " again" if progress.role == "repeat" else ""
+    outcome = str(progress.outcome).replace("_", " ")
+    why = f": {progress.reason}" if progress.reason and progress.outcome is not Outcome.COMPLETE else ""
+    left = f"{progress.n_told} of {progress.n_trials} trials, about {format_duration(progress.left_s)} left"
+    return f"trial {progress.number}{again} ({progress.candidate.describe()}) {outcome}{why}; {left}"
+
+
+class CallbackSink(EventSink):
+    """Calls Optuna's callbacks after each trial; a repeated measurement is not counted as a trial.
+
+    Args:
+        callbacks: What to call, in order. An exception of theirs ends the run; told trials stay told.
+        storage: The database.
+        name: The study.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], storage: Storage, name: str) -> None:
+        self._callbacks, self._storage, self._name = callbacks, storage, name
+
+    @cached_property
+    def _study(self) -> Study:
+        return records.load_study(self._storage, self._name)
+
+    def emit(self, event: Event) -> None:
+        """Hands the study and its trial on."""
+        progress = event.progress
+        if event.kind is not Kind.TRIAL_ENDED or progress is None or progress.role == "repeat":
+            return
+        for callback in self._callbacks:
+            trial = next(t for t in self._study.get_trials(deepcopy=False) if t.number == progress.number)
+            callback(self._study, trial)

@@ -1,0 +1,133 @@
+"""What a study knows of degrees before its trials: facts of the model, and a comparison of each split with the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.executors import base
+from autotune.executors.base import Executor
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig, at_path
+from autotune.space.degree import DEGREES, TENSOR_DEGREE, degrees_of
+from autotune.space.degree_rules import DEGREE_RULES
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
+from autotune.space.space import SearchSpace
+from autotune.study.setup import profile_cache
+from autotune.study.spec.spec import StudySpec
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.workload import Splitting, Workload
+
+# Samples of the batch on which a split model is compared with the whole one.
+COMPARED_SAMPLES = 2
+SCRIPT = (
+    "a training script builds its own groups and feeds its own ranks, so its degrees stay as they are: set the degree in"
+    " the script (for transformers' Trainer and Accelerate by their parallelism configuration) and tune the rest, or"
+    " give autotune the model as a model.py"
+)
+# Settings of the base configuration that tell AutoTP what to split.
+TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
+
+
+def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[str, Any]:
+    """Returns the fields of `Setting` that decide over degrees."""
+    splitting = workload.splitting
+    if workload.script is not None or splitting is None:
+        return {"no_degrees": SCRIPT if workload.script is not None else ""}
+    told = any(at_path(base_config, path) for path in TOLD)
+    why = f"the model's layers cannot be split by DeepSpeed: {splitting.tensor}"
+    results = {
+        (path, int(degree)): why
+        for key, why in splitting.compared.items()
+        for path, _, degree in [key.partition(" of ")[0].partition("=")]
+        if key == Splitting.key(path, int(degree), world_size, _beside(base_config, path)) and why
+    }
+    return {
+        "heads": splitting.heads,
+        "kv_heads": splitting.kv_heads,
+        "no_tensor": why if splitting.tensor and not told else "",
+        "no_sequence": f"the model's sequences cannot be split: {splitting.sequence}" if splitting.sequence else "",
+        "unlike": tuple((path, degree, why) for (path, degree), why in results.items()),
+    }
+
+
+def _beside(base_config: DsConfig, path: str) -> dict[str, Any]:
+    """Returns the base configuration's settings in the section of a degree."""
+    section = base_config.get(path.partition(".")[0]) if "." in path else None
+    return {name: value for name, value in (section or {}).items() if name != path.partition(".")[2]}
+
+
+def asked(space: SearchSpace, baseline: Candidate) -> list[tuple[str, int]]:
+    """Returns the degrees above 1 of a space and of a baseline, by path."""
+    found = list(degrees_of(baseline.values().get).items())
+    found += [(path, value) for path in DEGREES if path in space for value in _degrees(space[path].all_values())]
+    return list(dict.fromkeys(found))
+
+
+def _degrees(values: Iterable[Any]) -> list[int]:
+    return [value for value in values if isinstance(value, int) and value > 1]
+
+
+def compared(
+    spec: StudySpec, executor: Executor, path: Path, workload: Workload, base_config: DsConfig, setting: Setting,
+    degrees: Iterable[tuple[str, int]], doing: Callable[[str], None],
+) -> Workload:  # fmt: skip
+    """Returns the workload with what came of splitting its model; each degree is tried once, and then known.
+
+    Args:
+        spec: The study.
+        executor: The engine.
+        path: Folder for the trials' files.
+        workload: Findings of the inspection.
+        base_config: The baseline's configuration.
+        setting: What legality depends on.
+        degrees: Degrees above 1, by path.
+        doing: Called with what is done.
+    """
+    if workload.splitting is None:
+        return workload
+    place = profile_cache.place_of(spec, setting.world_size, workload)
+    key = profile_cache.workload_key(spec.target, None, place.where)
+    known = profile_cache.load(Workload, key)
+    same = known is not None and known.splitting is not None and known.structure == workload.structure
+    results = dict(known.splitting.compared) if same and known is not None and known.splitting is not None else {}
+    for name, degree in degrees:
+        candidate = Candidate(
+            micro_batch_size=min(COMPARED_SAMPLES, workload.n_samples or COMPARED_SAMPLES), zero_stage=1,
+            config=((name, degree),),
+        )  # fmt: skip
+        entry = Splitting.key(name, degree, setting.world_size, _beside(base_config, name))
+        if entry in results or why_illegal(candidate, setting, DEGREE_RULES):
+            continue
+        doing(f"comparing the model split over {degree} ranks with the whole one")
+        result = _compare(spec, executor, path / f"{name.partition('.')[0]}-{degree}", candidate, base_config, setting)
+        if (said := _said(result)) is not None:
+            results[entry] = said
+    workload = replace(workload, splitting=replace(workload.splitting, compared=results))
+    if results:
+        profile_cache.save(replace(workload, profile=None, machine=None), key)
+    return workload
+
+
+def _compare(
+    spec: StudySpec, executor: Executor, path: Path, candidate: Candidate, base_config: DsConfig, setting: Setting
+) -> TrialResult:
+    told = {"tensor_parallel": beside} if (beside := _beside(base_config, TENSOR_DEGREE)) else {}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    request = TrialRequest(
+        target=str(spec.target), mode="split", candidate=candidate.values(), seed=spec.seed,
+        ds_config=candidate.to_deepspeed({"optimizer": optimizer, **told}), world_size=setting.world_size,
+        nodes=spec.nodes_for(setting.world_size), deadline_s=spec.trial_deadline_s,
+    )  # fmt: skip
+    return base.run(executor, path, request)
+
+
+def _said(result: TrialResult) -> str | None:
+    """Returns what speaks against a degree; None where the comparison itself did not fit or end."""
+    if result.outcome is Outcome.COMPLETE:
+        return ""
+    return result.reason if result.outcome in (Outcome.NOT_APPLIED, Outcome.CRASHED) else None

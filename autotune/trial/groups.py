@@ -1,0 +1,37 @@
+"""Groups of ranks that share a copy of the model or a sequence, as a rank saw them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.space.candidate import Candidate
+from autotune.space.degree import SEQUENCE_DEGREE, TENSOR_DEGREE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Groups of ranks of a running engine, and what one of the ranks holds.
+
+    Attributes:
+        tensor: Ranks over which layers are split.
+        sequence: Ranks over which sequences are split.
+        data: Ranks, or groups of them, that train on different samples.
+        split_modules: Modules that are split over a tensor group.
+        held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
+    """
+
+    tensor: int = 1
+    sequence: int = 1
+    data: int = 1
+    split_modules: int = 0
+    held_parameters: int = 0
+
+    def mismatch(self, candidate: Candidate) -> str | None:
+        """Returns the first degree that differs from the candidate's, in words; None if all were applied."""
+        if candidate.tensor_degree > 1 and not self.split_modules:
+            return f"{TENSOR_DEGREE}: {candidate.tensor_degree} was asked for, and no module was split over ranks"
+        asked = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
+        for path, ran in {TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence}.items():
+            if asked[path] != ran:
+                return f"{path}: {asked[path]} was asked for, {ran} ran"
+        return None

@@ -1,0 +1,138 @@
+"""Changes of the data that a candidate asks for: cut, packed or padded samples, and the arguments of the loader."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune.space.data import OF_LOADER
+from autotune.space.deepspeed import Scalar
+from autotune.worker.data.samples import IGNORED, MASKS
+from autotune.worker.data.worst import cut_sample
+
+BATCH_CHANGES = ("max_length", "packing", "pad_to_multiple_of")
+
+Collator = Callable[[list[Any]], Any]
+
+
+class Collate:
+    """A collate function that follows the changes of a candidate.
+
+    What the target's own function takes as an argument of that name is passed to it. Else samples are cut before it,
+    and packed after it.
+
+    Args:
+        own: The target's function.
+        changes: Settings of the data, by name.
+    """
+
+    def __init__(self, own: Collator, changes: Mapping[str, Scalar]) -> None:
+        if isinstance(own, Collate):  # a framework makes a loader anew from the arguments of another one
+            own = own.own
+        self.own: Collator = own
+        self.passed = {name: changes[name] for name in BATCH_CHANGES if name in changes and takes(own, name)}
+        self.length = int(str(changes.get("max_length", 0))) if "max_length" not in self.passed else 0
+        self.packs = "packing" in changes and "packing" not in self.passed
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Returns the batch of some samples."""
+        if self.length:
+            samples = [cut_sample(sample, self.length) for sample in samples]
+        if self.packs:
+            return packed(self.own([sample], **self.passed) for sample in samples)
+        return self.own(samples, **self.passed)
+
+
+def takes(function: Any, name: str) -> bool:
+    """Returns whether a function takes an argument of a name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Returns one row without padding of batches of one sample each, as transformers' DataCollatorWithFlattening does.
+
+    Positions begin anew at each sample, by which models with packed attention keep them apart, and no loss is taken of
+    a sample's first token, which the end of another one would have to foretell.
+    """
+    rows: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        ids = batch["input_ids"]
+        mask = next((batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)), torch.ones_like(ids))
+        real = (mask[0] != 0).nonzero().flatten()
+        for name, value in batch.items():
+            if name not in MASKS and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
+                rows.setdefault(name, []).append(value[:, real])
+        rows.setdefault("position_ids", []).append(torch.arange(len(real))[None])
+        if "labels" in rows and len(real):
+            rows["labels"][-1] = rows["labels"][-1].clone()
+            rows["labels"][-1][:, 0] = IGNORED
+    return {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
+
+
+def arguments_of(iterator: Any) -> dict[str, Scalar]:
+    """Returns the arguments of a DataLoader that one of its iterators shows."""
+    return {
+        "num_workers": len(getattr(iterator, "_workers", ())),
+        "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
+        "pin_memory": bool(iterator._pin_memory),
+        "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
+    }
+
+
+def apply_to(arguments: dict[str, Any], changes: Mapping[str, Scalar]) -> None:
+    """Changes the arguments of a DataLoader as a candidate asks."""
+    wanted = {name: changes[name] for name in OF_LOADER if name in changes}
+    arguments |= wanted
+    if not arguments.get("num_workers"):  # torch refuses them without workers
+        arguments.pop("prefetch_factor", None)
+        arguments.pop("persistent_workers", None)
+    if any(name in changes for name in BATCH_CHANGES):
+        own = arguments.get("collate_fn") or torch.utils.data.default_collate
+        arguments["collate_fn"] = Collate(own, changes)
+
+
+def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bool) -> dict[str, str]:
+    """Returns the settings of the data that a target cannot follow, each with the reason.
+
+    Args:
+        dataset: The data set; None where there is none.
+        own: The target's collate function.
+        model: The model that gets the batches.
+        mapped: The data set is read by position.
+        loader: Batches come from a DataLoader, so that its arguments apply.
+    """
+    if dataset is None:
+        none = "no data set was seen: batches are made by other means"
+        return dict.fromkeys((*OF_LOADER, *BATCH_CHANGES, "group_by_length"), none)
+    found: dict[str, str] = {}
+    if not mapped and not loader:
+        found |= dict.fromkeys(OF_LOADER, "data() is a stream, which several workers would read several times over")
+    if not loader:
+        found["persistent_workers"] = "trials of a model.py read without an end, so workers are never started anew"
+        if not mapped:
+            found["group_by_length"] = "data() is a stream"
+    else:
+        found["group_by_length"] = "the samplers of a script are left alone; sort by length there"
+    if not takes(own, "pad_to_multiple_of"):
+        found["pad_to_multiple_of"] = "the collate function takes no argument `pad_to_multiple_of`"
+    if not takes(own, "packing") and (why := _why_not_packed(dataset, own, model, mapped=mapped)):
+        found["packing"] = why
+    return found
+
+
+def _why_not_packed(dataset: Any, own: Collator, model: Any, *, mapped: bool) -> str:
+    """Why samples cannot be packed by us; empty if they can."""
+    if not takes(getattr(model, "forward", None), "position_ids"):
+        return "the model takes no `position_ids`, by which packed samples are kept apart"
+    try:
+        one = packed([own([dataset[0] if mapped else next(iter(dataset))])])
+    except Exception as error:
+        return f"its batches cannot be packed ({type(error).__name__}: {error})"
+    return "" if "labels" in one else "its batches hold no `labels`, of which packing leaves some out"

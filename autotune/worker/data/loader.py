@@ -1,0 +1,228 @@
+"""The loader of a `model.py`: micro-batches of one rank in one fixed order, in its process or by workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune.space.data import OF_LOADER
+from autotune.space.deepspeed import Scalar
+from autotune.worker.containers import map_tensors
+from autotune.worker.data import worst
+from autotune.worker.data.change import Collate, why_not
+from autotune.worker.data.samples import is_map_style, length_of
+from autotune.worker.model.model_file import ModelFile, WorkloadError
+
+# Micro-batches that a rank could never draw: the end of an endless order.
+ENDLESS = 2**40
+
+
+class Loader:
+    """Micro-batches of one rank, in an order that depends on the seed alone.
+
+    Optimizer step t of every candidate with global batch B trains on the samples [t B, (t + 1) B) of one fixed sequence
+    (a new permutation each epoch), whatever the split into ranks, micro-batches and accumulation; so loss curves of
+    candidates are paired.
+
+    Args:
+        target: The user's file.
+        micro_batch_size: Samples of a micro-batch.
+        rank: This rank among those that are fed different samples.
+        world_size: Number of those.
+        seed: Decides the order.
+        first_sample: Position in the order to start at.
+        accumulation: Micro-batches of an optimizer step, within which samples may be grouped.
+        changes: Settings of the data, by name.
+    """
+
+    def __init__(
+        self, target: ModelFile, *, micro_batch_size: int, rank: int, world_size: int, seed: int, first_sample: int = 0,
+        accumulation: int = 1, changes: Mapping[str, Scalar] | None = None,
+    ) -> None:  # fmt: skip
+        self.micro_batch_size = micro_batch_size
+        self.n_samples: int | None = None
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._changes = dict(changes or {})
+        self._own: Any = target.collate or torch.utils.data.default_collate
+        self.collate = Collate(self._own, self._changes) if self._changes else self._own
+        self._first = self._next_sample = first_sample
+        # Samples of a step are sorted only among those that the rank gets anyway.
+        self._grouped = accumulation if self._changes.get("group_by_length") else 1
+        self._orders: dict[int, Tensor] = {}
+        self._batch = target.batch if target.data is None else None
+        self._stream: Iterator[Any] | None = None
+        self._largest: Any = None
+        self._waiting: list[Any] = []
+        self._workers: Any = None
+        self.dataset: Any = None
+        if target.data is not None:
+            self.dataset = _dataset(target)
+            if is_map_style(self.dataset):
+                self.n_samples = len(self.dataset)
+                self._workers = self._started()
+            else:
+                self._stream = itertools.islice(_endless(self.dataset, target.path.name), first_sample, None)
+        else:
+            # batch(n) draws at random: other samples on every rank.
+            torch.manual_seed(seed * 1_000_003 + rank + first_sample)
+        self._generator: Tensor | None = None
+
+    def isolate(self) -> None:
+        """Draws with a separate random generator, which the model does not advance.
+
+        Ranks that are fed alike must draw alike, though their shares of the model draw different random numbers.
+        """
+        self._generator = torch.get_rng_state()
+
+    def check(self, global_batch_size: int) -> None:
+        """Refuses a data set that cannot fill one optimizer step.
+
+        Raises:
+            WorkloadError: It is smaller than the global batch.
+        """
+        if self.n_samples is not None and self.n_samples < global_batch_size:
+            raise WorkloadError(
+                f"data() has {self.n_samples} samples, but one optimizer step needs {global_batch_size}"
+            )
+
+    def next(self) -> tuple[Any, int | None]:
+        """Returns the next micro-batch of this rank, and the samples drawn for it (None for `batch(n)`)."""
+        if self._generator is None:
+            return self._next()
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._generator)
+            found = self._next()
+            self._generator = torch.get_rng_state()
+        return found
+
+    def _next(self) -> tuple[Any, int | None]:
+        if self._batch is not None:
+            return self._kept(self._batch(self.micro_batch_size)), None
+        if self._stream is not None:
+            own = self._rank * self.micro_batch_size
+            samples = list(itertools.islice(self._stream, self.micro_batch_size * self._world_size))
+            return self._kept(self.collate(samples[own : own + self.micro_batch_size])), self.micro_batch_size
+        if not self._waiting:
+            chunk = self._grouped * self.micro_batch_size * self._world_size
+            self._waiting = next(self._workers) if self._workers is not None else self._drawn(self._next_sample)
+            self._next_sample += chunk
+        return self._waiting.pop(0), self.micro_batch_size
+
+    def worst(self, positions: tuple[int, ...], length: int) -> Any:
+        """Returns the worst micro-batch: of the longest samples, or the largest that a stream has yielded, stretched.
+
+        Args:
+            positions: Positions of the longest samples; empty for a stream.
+            length: The length that samples are stated to reach; 0 if none is.
+        """
+        if self.n_samples is not None and positions:
+            return worst.batch_of(self.dataset, self.collate, positions, self.micro_batch_size, length)
+        if self._largest is None:
+            self._largest = self.next()[0]
+        return worst.stretched(self._largest, self.micro_batch_size, length)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._workers is not None:
+            self._workers._shutdown_workers()
+
+    @property
+    def workers(self) -> Any:
+        """Returns the iterator over what the workers load; None where this process loads."""
+        return self._workers
+
+    def samples(self) -> Any:
+        """Returns the samples: a data set, an iterator, or for `batch(n)` those of one small batch."""
+        if self._batch is None:
+            return self.dataset if self._stream is None else iter(self.dataset)
+        batch = self._batch(2)
+
+        def sample(index: int) -> Any:
+            return map_tensors(batch, lambda tensor: tensor[index] if tensor.dim() else tensor)
+
+        return iter([sample(0), sample(1)])
+
+    def cannot(self, model: Any) -> dict[str, str]:
+        """Returns the settings of the data that the target cannot follow; see `change.why_not`."""
+        return why_not(self.dataset, self._own, model, mapped=self.n_samples is not None, loader=False)
+
+    def _kept(self, batch: Any) -> Any:
+        """Keeps the largest batch of a stream."""
+        if self._largest is None or worst.size_of(batch) > worst.size_of(self._largest):
+            self._largest = batch
+        return batch
+
+    def _started(self) -> Any:
+        """Starts the workers, or the thread that pins, if there are to be any."""
+        arguments: dict[str, Any] = {name: self._changes[name] for name in OF_LOADER if name in self._changes}
+        if not arguments.get("num_workers") and not arguments.get("pin_memory"):
+            return None
+        steps = _Draws(self)
+        return iter(torch.utils.data.DataLoader(steps, batch_size=None, sampler=range(ENDLESS), **arguments))
+
+    def _drawn(self, first: int) -> list[Any]:
+        """Returns the micro-batches of one draw that begins at a position: one, or those of a step."""
+        chunk, own = self.micro_batch_size * self._world_size, self._rank * self.micro_batch_size
+        samples = [
+            self.dataset[self._index(first + n * chunk + own + i)]
+            for n in range(self._grouped)
+            for i in range(self.micro_batch_size)
+        ]
+        if self._grouped > 1:
+            samples.sort(key=length_of)
+        size = self.micro_batch_size
+        return [self.collate(samples[n * size : (n + 1) * size]) for n in range(self._grouped)]
+
+    def _index(self, position: int) -> int:
+        assert self.n_samples is not None
+        epoch, offset = divmod(position, self.n_samples)
+        if epoch not in self._orders:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._orders = {epoch: torch.randperm(self.n_samples, generator=generator)} | {
+                known: order for known, order in self._orders.items() if known >= epoch - 1
+            }
+        return int(self._orders[epoch][offset])
+
+
+class _Draws(torch.utils.data.Dataset[list[Any]]):
+    """The draws of a loader by number, for its workers."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getitem__(self, number: int) -> list[Any]:
+        loader = self._loader
+        chunk = loader._grouped * loader.micro_batch_size * loader._world_size
+        return loader._drawn(loader._first + number * chunk)
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+
+def _dataset(target: ModelFile) -> Any:
+    assert target.data is not None
+    dataset = target.data()
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        name = f"{target.path.name}: data() returned a DataLoader"
+        raise WorkloadError(f"{name}; return its dataset, since the tuner chooses the batch size")
+    if not is_map_style(dataset) and not hasattr(dataset, "__iter__"):
+        raise WorkloadError(
+            f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
+        )
+    if is_map_style(dataset) and len(dataset) == 0:
+        raise WorkloadError(f"{target.path.name}: data() is empty")
+    return dataset
+
+
+def _endless(dataset: Any, name: str) -> Iterator[Any]:
+    while True:
+        empty = True
+        for sample in dataset:
+            empty = False
+            yield sample
+        if empty:
+            raise WorkloadError(f"{name}: data() yields no sample")

@@ -1,0 +1,129 @@
+"""Tokens and padding of batches: the lengths of their rows, and what a step takes in on average over the data set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autotune.space.deepspeed import Scalar
+from autotune.trial import lengths
+from autotune.worker.data.samples import IGNORED, LENGTHS, MASKS
+
+# Rows are padded to the longest if they exceed it by less than this, and all of them together by less than this share.
+MOST_ROUNDED, MOST_EXCESS = 128, 0.25
+# Standard errors by which the lengths that were seen may differ from the data set's, and a share besides.
+WITHIN_SDS, WITHIN_SHARE = 4.0, 0.02
+
+
+def real_lengths(
+    tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], padding: int | None
+) -> Tensor | None:
+    """Returns the tokens of each row of a batch that are no padding; None where nothing tells them apart.
+
+    By its attention mask, else by its lengths, by the model's padding token at the ends of rows, or by labels that no
+    loss is taken of there.
+    """
+    inputs = {**next((value for value in args if isinstance(value, Mapping)), {}), **kwargs}
+    mask = next((inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)), None)
+    if mask is not None and mask.shape == tokens.shape:
+        unmasked: Tensor = (mask != 0).sum(dim=1)
+        return unmasked
+    stated = next((inputs[name] for name in LENGTHS if isinstance(inputs.get(name), Tensor)), None)
+    if stated is not None and stated.dim() == 1 and not stated.is_floating_point():
+        lengths_stated: Tensor = stated
+        return lengths_stated
+    if padding is not None:
+        return _between_ends(tokens != padding)
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == tokens.shape and not labels.is_floating_point():
+        # A prompt has no loss either, so only what follows the last label is padding.
+        return tokens.shape[1] - (labels != IGNORED).flip(1).int().cummax(dim=1).values.eq(0).sum(dim=1)
+    return None
+
+
+def _between_ends(real: Tensor) -> Tensor:
+    """Returns for each row the places from the first to the last one that is real."""
+    n = real.shape[1]
+    before = real.int().cummax(dim=1).values.eq(0).sum(dim=1)
+    after = real.flip(1).int().cummax(dim=1).values.eq(0).sum(dim=1)
+    return (n - before - after).clamp(min=0)
+
+
+def padding_id(module: Any) -> int | None:
+    """Returns the token that a model knows as padding; None where it knows none."""
+    stated = getattr(getattr(module, "config", None), "pad_token_id", None)
+    if isinstance(stated, int):
+        return stated
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return next((m.padding_idx for m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None), None)
+
+
+def histogram(seen: Sequence[tuple[Tensor, int]]) -> dict[str, int]:
+    """Returns how many rows have lengths in each class."""
+    return lengths.histogram(_rows(seen).tolist())
+
+
+def _rows(seen: Sequence[tuple[Tensor, int]]) -> np.ndarray:
+    return torch.cat([rows for rows, _ in seen]).cpu().numpy().astype(int) if seen else np.array([], dtype=int)
+
+
+def expected(
+    known: lengths.Table,
+    seen: Sequence[tuple[Tensor, int]],
+    micro: int,
+    accumulation: int,
+    changes: Mapping[str, Scalar],
+) -> dict[str, float]:
+    """Returns the tokens that a rank's optimizer step takes in on average over the data set, by name in `taken_in`.
+
+    Empty where the batches that were seen do not follow from the lengths of the samples: they are not padded to the
+    longest of a micro-batch, or the samples are others than those whose lengths are known.
+
+    Args:
+        known: Lengths of the data set's samples.
+        seen: The lengths of each micro-batch's rows, and the length that they are padded to.
+        micro: Samples of a micro-batch.
+        accumulation: Micro-batches of a step.
+        changes: The candidate's settings of the data.
+    """
+    known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
+    rows = _rows(seen)
+    if changes.get("packing"):
+        return _expected_packed(known, rows, micro, accumulation)
+    if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen) or not _alike(known, rows):
+        return {}
+    highest = np.array([float(each.max()) for each, _ in seen])
+    padded = np.array([float(width) for _, width in seen])
+    excess = padded - highest
+    if (excess < 0).any() or (excess >= MOST_ROUNDED).any() or excess.mean() > MOST_EXCESS * highest.mean():
+        return {}
+    real = micro * accumulation * lengths.expected(known)
+    width = lengths.mean_width(known, micro, accumulation if changes.get("group_by_length") else 1)
+    return {"tokens": micro * accumulation * (width + float(excess.mean())), "real_tokens": real}
+
+
+def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: int, accumulation: int) -> dict[str, float]:
+    """The same of batches in one row, if their lengths may be sums of samples of the known lengths."""
+    if len(known) < 2 or len(rows) < 2:
+        return {}
+    values, counts = np.array(known, dtype=float).T
+    mean = lengths.expected(known)
+    sd = math.sqrt(micro * float(np.square(values - mean) @ counts / counts.sum()) / len(rows))
+    if abs(rows.mean() - micro * mean) > WITHIN_SDS * sd + WITHIN_SHARE * micro * mean:
+        return {}
+    return dict.fromkeys(("tokens", "real_tokens"), micro * accumulation * mean)
+
+
+def _alike(known: lengths.Table, rows: np.ndarray) -> bool:
+    """Whether rows may be samples of lengths like the known ones, by the mean of the logarithms."""
+    values, counts = np.array(known, dtype=float).T
+    logs, weights = np.log(np.maximum(values, 1)), counts / counts.sum()
+    mean = float(logs @ weights)
+    sd = math.sqrt(float(np.square(logs - mean) @ weights))
+    apart = abs(float(np.log(np.maximum(rows, 1)).mean()) - mean)
+    return apart <= WITHIN_SDS * sd / math.sqrt(len(rows)) + WITHIN_SHARE and rows.max() <= values[-1]

@@ -1,0 +1,139 @@
+"""The shape of a data set: types and shapes of its samples' tensors, and the lengths of the samples."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotune.trial import lengths as lengths_of
+from autotune.trial.workload import DataShape
+
+# Names of tensors that tell padding from tokens: of the tokens' shape, or one number for each sample.
+MASKS, LENGTHS = ("attention_mask", "padding_mask", "mask"), ("lengths", "input_lengths", "seq_lens", "length")
+# Label of a position that no loss is taken of, in torch and transformers.
+IGNORED = -100
+# Samples of a stream that are read; the seconds for reading samples; and those whose fields are described.
+MAX_STREAMED, BUDGET_S, MAX_DESCRIBED = 2048, 3.0, 256
+# Positions of the longest samples that are kept.
+N_LONGEST = 256
+# Beyond, positions are drawn with repetition: a permutation of them would take too much memory.
+MOST_PERMUTED = 20_000_000
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Returns whether the samples of a data set are read by their positions."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def describe(samples: Any, cannot: Mapping[str, str] | None = None) -> DataShape | None:
+    """Returns the shape of a data set; None if no sample can be read, which trials will report.
+
+    Args:
+        samples: The data set, read whole or else at random positions as far as the time budget goes; or an iterator,
+            of which the first samples are read.
+        cannot: Settings of the data that the target cannot follow, each with the reason.
+    """
+    try:
+        return _read(samples, cannot or {})
+    except Exception:
+        return None
+
+
+def _read(samples: Any, cannot: Mapping[str, str]) -> DataShape | None:
+    mapped = is_map_style(samples)
+    until = time.monotonic() + BUDGET_S
+    kinds: dict[str, list[tuple[int, ...]]] = {}
+    dtypes: dict[str, str] = {}
+    lengths: list[int] = []
+    positions: list[int] = []
+    for position, sample in _at_random(samples) if mapped else enumerate(itertools.islice(samples, MAX_STREAMED)):
+        if len(lengths) < MAX_DESCRIBED:
+            for name, shape, dtype in _fields(sample, ""):
+                kinds.setdefault(name, []).append(shape)
+                dtypes[name] = dtype
+        lengths.append(length_of(sample))
+        positions.append(position)
+        if time.monotonic() > until:
+            break
+    if not lengths:
+        return None
+    longest = np.argsort(np.asarray(lengths), kind="stable")[::-1][:N_LONGEST]
+    return DataShape(
+        fields=tuple(f"{name}{dtypes[name]}[{_common(shapes)}]" for name, shapes in sorted(kinds.items())),
+        lengths={top: n / len(lengths) for top, n in lengths_of.histogram(lengths).items()},
+        n_seen=len(lengths),
+        n_samples=len(samples) if mapped else None,
+        table=lengths_of.table(lengths),
+        longest_at=tuple(positions[i] for i in longest) if mapped else (),
+        cannot=dict(cannot),
+    )
+
+
+def _at_random(dataset: Any) -> Iterator[tuple[int, Any]]:
+    """Yields all samples with their positions, in an order that a data set sorted by length does not bias."""
+    n, rng = len(dataset), np.random.default_rng(0)
+    order: Iterable[Any] = rng.permutation(n) if n <= MOST_PERMUTED else rng.integers(0, n, MOST_PERMUTED)
+    for position in order:
+        yield int(position), dataset[int(position)]
+
+
+def length_of(sample: Any) -> int:
+    """Returns the length of a sample: the tokens that its mask or its stated length counts, else its largest dimension."""
+    if isinstance(sample, Mapping):
+        mask = next((sample[name] for name in MASKS if _is_row(sample.get(name))), None)
+        if mask is not None:
+            return int((torch.as_tensor(mask) != 0).sum())
+        stated = next((sample[name] for name in LENGTHS if isinstance(sample.get(name), int)), None)
+        if stated is not None:
+            return int(stated)
+    return max((size for _, shape, _ in _fields(sample, "") for size in shape), default=1)
+
+
+def _is_row(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.dim() == 1) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], int)
+    )
+
+
+def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yields name, shape and type of each tensor, array or list of numbers in a sample."""
+    if isinstance(value, Tensor) or hasattr(value, "shape"):
+        yield f"{name} ".lstrip(), tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch.")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _fields(inner, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (int, float)) and isinstance(value, list):
+        yield f"{name} ".lstrip(), (len(value),), type(value[0]).__name__
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _fields(inner, f"{name}.{index}".lstrip("."))
+    elif isinstance(value, (int, float)):
+        yield f"{name} ".lstrip(), (), type(value).__name__
+    elif isinstance(value, str):
+        yield f"{name} ".lstrip(), (len(value),), "text"
+
+
+def _common(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Returns one shape for all, with a star for sizes that differ."""
+    if len({len(shape) for shape in shapes}) > 1:
+        return "*"
+    return ",".join(str(sizes[0]) if len(set(sizes)) == 1 else "*" for sizes in zip(*shapes, strict=True))
+
+
+def of_batch(args: Sequence[Any], kwargs: Mapping[str, Any], n: int) -> list[Any]:
+    """Returns empty samples with the shapes of a batch of n: its tensors of n rows, without that dimension."""
+    tensors = [
+        value
+        for value in [*args, *kwargs.values()]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == n
+    ]
+    sample = [torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta") for tensor in tensors]
+    return [sample] * n if tensors else []

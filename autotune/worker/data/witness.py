@@ -1,0 +1,83 @@
+"""Whether each setting of the data acted, by what the running loader holds and what its batches show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autotune.space.deepspeed import Scalar
+from autotune.worker.data.change import arguments_of
+
+
+class Watch:
+    """What the loader of a trial shows.
+
+    Attributes:
+        loader: The loader of a `model.py`; None for a script's.
+        iterator: Returns the iterator over a DataLoader's batches; None where there is none.
+        lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
+        rows: Returns the rows and the samples of the micro-batches so far.
+        accumulation: Micro-batches of a step.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
+        self.lengths: Sequence[tuple[Tensor, int]] = ()
+        self.rows: Callable[[], set[tuple[int, int | None]]] = set
+        self.accumulation = 1
+
+
+watch = Watch()
+
+
+def witness(name: str) -> Callable[[Any, Scalar], str | None]:
+    """Returns the witness of a setting; it says why the setting did not act, or nothing where it did."""
+    return lambda _engine, value: _WITNESSES.get(name, _of_loader(name))(value)
+
+
+def _of_loader(name: str) -> Callable[[Scalar], str | None]:
+    def ask(value: Scalar) -> str | None:
+        iterator = watch.iterator()
+        found = arguments_of(iterator)[name] if iterator is not None else 0
+        return None if found == value else f"{value} was asked for, {found} ran"
+
+    return ask
+
+
+def _max_length(value: Scalar) -> str | None:
+    longest = max((int(rows.max()) for rows, _ in _seen()), default=0)
+    return f"a sample of {longest} tokens was trained on" if longest > int(str(value)) else None
+
+
+def _multiple(value: Scalar) -> str | None:
+    other = next((width for _, width in _seen() if width % int(str(value))), None)
+    return f"a batch is padded to {other} tokens" if other is not None else None
+
+
+def _packed(value: Scalar) -> str | None:
+    rows = {rows for rows, samples in watch.rows() if samples is not None and samples > 1}
+    if not rows:
+        raise KeyError("no batch of several samples was seen")
+    return None if rows == {1} else f"batches have {max(rows)} rows"
+
+
+def _grouped(value: Scalar) -> str | None:
+    n, widths = watch.accumulation, [width for _, width in _seen()]
+    steps = [widths[i : i + n] for i in range(0, len(widths) - n + 1, n)]
+    return (
+        None if all(step == sorted(step) for step in steps) else "the micro-batches of a step are in no order of length"
+    )
+
+
+def _seen() -> Sequence[tuple[Tensor, int]]:
+    if not watch.lengths:
+        raise KeyError("nothing tells the batches' tokens from padding")
+    return watch.lengths
+
+
+_WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
+    "max_length": _max_length, "pad_to_multiple_of": _multiple, "packing": _packed, "group_by_length": _grouped,
+}  # fmt: skip

@@ -1,0 +1,124 @@
+"""The worst batch of a data set: the longest samples at a micro-batch, as the tail check trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune.worker.containers import map_tensors, tensors_in
+from autotune.worker.data.samples import MASKS
+
+
+def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Sequence[int], n: int, length: int) -> Any:
+    """Returns a batch of the longest samples of a data set; where fewer are known, they come more than once.
+
+    Args:
+        dataset: The data set.
+        collate: Makes a batch of samples.
+        positions: Positions of the longest samples, longest first.
+        n: Samples of the batch.
+        length: Extend shorter samples to this length; 0 leaves them.
+    """
+    samples = [stretched_sample(dataset[positions[i % len(positions)]], length) for i in range(n)]
+    return collate(samples)
+
+
+def stretched_sample(sample: Any, length: int) -> Any:
+    """Returns a sample repeated along its longest dimension up to a length."""
+    now = max((size for size in _sizes(sample)), default=0)
+    if not 0 < now < length:
+        return sample
+    return _resized(sample, now, torch.arange(length) % now)
+
+
+def cut_sample(sample: Any, length: int) -> Any:
+    """Returns a sample without what lies beyond a length, along its longest dimension."""
+    now = max((size for size in _sizes(sample)), default=0)
+    return _resized(sample, now, torch.arange(length)) if now > length else sample
+
+
+def _sizes(value: Any) -> list[int]:
+    if isinstance(value, Mapping):
+        return [size for inner in value.values() for size in _sizes(inner)]
+    if isinstance(value, list) and value and isinstance(value[0], int | float):
+        return [len(value)]
+    if isinstance(value, list | tuple):
+        return [size for inner in value for size in _sizes(inner)]
+    return [len(value)] if isinstance(value, str) else [int(size) for size in getattr(value, "shape", ())]
+
+
+def _resized(value: Any, now: int, index: Tensor) -> Any:
+    """Takes the entries of an index along each dimension of size `now`, the first one of each tensor or list."""
+    if isinstance(value, Mapping):
+        return {key: _resized(inner, now, index) for key, inner in value.items()}
+    if isinstance(value, str):
+        return "".join(value[i] for i in index.tolist()) if len(value) == now else value
+    if isinstance(value, list) and value and isinstance(value[0], int | float):
+        return [value[i] for i in index.tolist()] if len(value) == now else value
+    if isinstance(value, list | tuple):
+        return type(value)(_resized(inner, now, index) for inner in value)
+    shape = tuple(getattr(value, "shape", ()))
+    if now not in shape:
+        return value
+    if isinstance(value, Tensor):
+        return value.index_select(shape.index(now), index)
+    return value.take(index.numpy(), axis=shape.index(now))
+
+
+def stretched(batch: Any, rows: int, length: int) -> Any:
+    """Returns a batch in which every row is the longest one, extended to a length.
+
+    For streams, whose samples cannot be chosen.
+
+    Args:
+        batch: The largest batch that was seen.
+        rows: Its samples.
+        length: Extend rows to this length, by repeating what is no padding; 0 leaves them.
+    """
+    wide = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
+    if not wide:
+        return batch
+    n = max(int(tensor.shape[1]) for tensor in wide)
+    real = _real_columns(batch, rows, n)
+    index = real[torch.arange(max(n, length)) % len(real)] if len(real) else torch.arange(n)
+    longest = _longest_row(batch, rows, n)
+
+    def change(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            return tensor
+        row = tensor[longest]
+        row = row.index_select(0, index.to(row.device)) if row.dim() and row.shape[0] == n else row
+        return row.expand(rows, *row.shape).contiguous()
+
+    return map_tensors(batch, change)
+
+
+def _mask(batch: Any, rows: int, n: int) -> Tensor | None:
+    if not isinstance(batch, Mapping):
+        return None
+    found = (batch[name] for name in MASKS if isinstance(batch.get(name), Tensor))
+    return next((mask != 0 for mask in found if tuple(mask.shape) == (rows, n)), None)
+
+
+def _longest_row(batch: Any, rows: int, n: int) -> int:
+    mask = _mask(batch, rows, n)
+    return int(mask.sum(dim=1).argmax()) if mask is not None else 0
+
+
+def _real_columns(batch: Any, rows: int, n: int) -> Tensor:
+    mask = _mask(batch, rows, n)
+    return torch.arange(n) if mask is None else mask[_longest_row(batch, rows, n)].nonzero().flatten().cpu()
+
+
+def rows_of(batch: Any) -> int:
+    """Returns the samples of a batch: the leading dimension that most of its tensors have; 0 without tensors."""
+    sizes = [int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim()]
+    return max(sizes, key=sizes.count, default=0)
+
+
+def size_of(batch: Any) -> int:
+    """Returns the elements of all tensors of a batch."""
+    return sum(tensor.numel() for tensor in tensors_in(batch))

@@ -1,0 +1,77 @@
+"""The tail check of a trial: train on the worst batch, evaluate, save a checkpoint, and see whether all of that fits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotune.trial.request import TailCheck
+from autotune.trial.result import Outcome
+from autotune.worker.data import worst
+from autotune.worker.measure.batches import counted_tensor
+from autotune.worker.measure.meter import Meter
+
+
+class Tail:
+    """The tail check of one engine, after its steps were measured.
+
+    Args:
+        meter: Measured the engine.
+        check: What is to be done.
+
+    Attributes:
+        engine: The engine.
+        n_micro: Micro-batches from which on gradients of earlier ones are held while another one is trained on.
+    """
+
+    def __init__(self, meter: Meter, check: TailCheck) -> None:
+        self._meter, self._check, self.engine = meter, check, meter.engine
+        self.n_micro = min(2, meter.candidate.gradient_accumulation_steps)
+        meter.conclude()
+        self._enter("tail")
+
+    @classmethod
+    def of(cls, meter: Meter) -> Tail | None:
+        """Begins the check that a trial's request asks for; None without one, or where the trial was stopped early."""
+        check = meter.request.tail
+        stopped = meter.report.outcome is Outcome.STOPPED_EARLY
+        return None if check is None or stopped else cls(meter, check)
+
+    def trained(self, batch: Any, samples: int) -> None:
+        """Notes that the worst batch went forward and backward."""
+        tensor = counted_tensor((batch,), {})
+        length = int(tensor.shape[1]) if tensor is not None and tensor.dim() > 1 else 0
+        self._meter.report.tail = {"samples": samples, "length": length, "elements": worst.size_of(batch)}
+
+    def finish(self, evaluate: Callable[[], Any]) -> None:
+        """Runs an evaluation step and saves a checkpoint, as far as they were asked for; all ranks take part."""
+        engine = self.engine
+        if self._check.evaluate:
+            self._enter("evaluate")
+            engine.eval()
+            with torch.no_grad():
+                evaluate()
+            engine.train()
+        if self._check.save:
+            self._enter("save")
+            _save(engine, self._meter.recorder.folder.scratch / "checkpoint")
+
+    def _enter(self, phase: str) -> None:
+        self._meter.recorder.enter(phase)
+        self._meter.memory.enter(phase)
+
+
+def _save(engine: Any, folder: Path) -> None:
+    """Saves a checkpoint as a training does, and removes it."""
+    method = type(engine).save_checkpoint
+    save = getattr(method, "original", method)  # a script's own calls are skipped
+    try:
+        save(engine, str(folder))
+        dist.barrier()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

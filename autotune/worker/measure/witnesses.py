@@ -1,0 +1,424 @@
+"""The witnesses: for each DeepSpeed setting a predicate that shows in the running engine whether it acted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from autotune.space.deepspeed import SECTION_KEYS, Scalar
+from autotune.worker.data import witness as loading
+from autotune.worker.measure import sizes
+from autotune.worker.measure.groups import exchanges
+from autotune.worker.measure.wire import wire
+
+# Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
+# release of DeepSpeed, or this stage, does not show what it asks for.
+Witness = Callable[[Any, Scalar], str | None]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Idle(str):
+    """Says why a setting did what happens anyway: with it the trial is the one without it, and no worse for it."""
+
+    __slots__ = ()
+
+
+def _only_where(holds: Callable[[Any], object], otherwise: str) -> Callable[[str], Witness]:
+    """A witness of a section's settings, which act only where something holds; if it does, nothing shows more."""
+
+    def ask(engine: Any, value: Scalar) -> str | None:
+        if not holds(engine):
+            return otherwise
+        raise KeyError(otherwise)
+
+    return lambda name: ask
+
+
+def _equal(read: Callable[[Any], Any], expect: Callable[[Scalar], Any] = lambda value: value) -> Witness:
+    """A witness that compares what the running engine holds with what was asked for."""
+
+    def ask(engine: Any, value: Scalar) -> str | None:
+        found, wanted = read(engine), expect(value)
+        return None if found == wanted else f"{wanted} was asked for, {found} ran"
+
+    return ask
+
+
+def _dtype(value: Scalar) -> Any:
+    return DTYPES[str(value)]
+
+
+def _zero(name: str) -> Callable[[Any], Any]:
+    """Reads an attribute of the ZeRO optimizer; stage 0 has none, so nothing acts there."""
+
+    def read(engine: Any) -> Any:
+        if engine.zero_optimization_stage() == 0:
+            return "no ZeRO optimizer"
+        return getattr(engine.optimizer, name)
+
+    return read
+
+
+def _offload(name: str) -> Callable[[Any], Any]:
+    return lambda engine: getattr(engine.optimizer.parameter_offload, name)
+
+
+def _master_weights(engine: Any, value: Scalar) -> str | None:
+    zero = engine.optimizer
+    flat = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
+    found = {part.dtype for part in flat or zero.single_partition_of_fp32_groups}
+    wanted = torch.bfloat16 if value else torch.float32
+    return None if found == {wanted} else f"the master weights are {_names(found)}"
+
+
+def _states(engine: Any) -> list[torch.Tensor]:
+    """The moments that the optimizer keeps, without its step counts."""
+    states = engine.optimizer.optimizer.state.values()
+    return [each for state in states for each in state.values() if torch.is_tensor(each) and each.numel() > 1]
+
+
+def _state_dtype(engine: Any, value: Scalar) -> str | None:
+    found = {state.dtype for state in _states(engine)}
+    if not found:
+        return "the optimizer keeps no states"
+    wanted = torch.bfloat16 if value else torch.float32
+    return None if found == {wanted} else f"the optimizer's states are {_names(found)}"
+
+
+def _accumulation_dtype(engine: Any, value: Scalar) -> str | None:
+    zero = engine.optimizer
+    found = zero.grad_acc_dtype if hasattr(zero, "grad_acc_dtype") else zero.gradient_accumulation_dtype
+    if found != _dtype(value):
+        return f"gradients are summed in {_names({found})}"
+    return Idle("gradients have that type anyway") if found == next(engine.module.parameters()).dtype else None
+
+
+def _offloaded_optimizer(engine: Any, value: Scalar) -> str | None:
+    where = {state.device.type for state in _states(engine)}
+    if value == "none":
+        return (
+            None if where == {torch.device(engine.device).type} else f"the optimizer's states are on {', '.join(where)}"
+        )
+    return None if where <= {"cpu", "meta"} else "the optimizer's states stayed on the device"
+
+
+def _offloaded_parameters(engine: Any, value: Scalar) -> str | None:
+    where = {parameter.ds_tensor.device.type for parameter in engine.module.parameters()}
+    if value == "none":
+        return None if where == {torch.device(engine.device).type} else f"the parameters are on {', '.join(where)}"
+    return None if "cpu" in where else "the parameters stayed on the device"
+
+
+def _optimizer_class(engine: Any, value: Scalar) -> str | None:
+    found = type(engine.basic_optimizer).__name__
+    return None if value in ("keep", found) else f"{found} ran"
+
+
+def _wire_dtype(engine: Any, value: Scalar) -> str | None:
+    if engine.dp_world_size == 1:
+        return "one rank sends nothing"
+    holder = engine.optimizer if engine.zero_optimization_stage() else engine
+    found, own = holder.communication_data_type, next(engine.module.parameters()).dtype
+    if found != _dtype(value):
+        return f"gradients travel as {_names({found})}"
+    sent = wire.types("backward", "step")  # empty where no step was taken apart
+    if sent and found not in sent:
+        return f"what ranks sent in backward and step was {_names(sent)}"
+    return Idle("gradients have that type anyway") if found == own else None
+
+
+def _quantized(name: str, phases: tuple[str, ...], read: Callable[[Any], Any]) -> Witness:
+    """A witness of a quantised collective: the engine is set to it, and integers of 8 bits were sent."""
+    holds = _equal(read)
+
+    def ask(engine: Any, value: Scalar) -> str | None:
+        why, sent = holds(engine, value), wire.types(*phases)
+        if why is None and value and sent and not sent & {torch.int8, torch.uint8}:
+            return f"{name}: what ranks sent was {_names(sent)}"
+        return why
+
+    return ask
+
+
+def _persistence(engine: Any, value: Scalar) -> str | None:
+    offload = engine.optimizer.parameter_offload
+    sizes = [parameter.ds_numel for parameter in engine.module.parameters()]
+    expected = sum(size <= int(str(value)) for size in sizes)
+    kept = len(offload.persistent_parameters)
+    # A second limit, on all kept parameters together, may leave some of them split.
+    return None if 0 < kept <= expected or expected == kept else f"{kept} parameters are kept whole"
+
+
+def _reduce_bucket(engine: Any, value: Scalar) -> str | None:
+    why = _equal(_zero("reduce_bucket_size"))(engine, value)
+    return why or sizes.missing_collectives(engine, float(str(value)))
+
+
+def _overlap(engine: Any, value: Scalar) -> str | None:
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().is_synchronized_device():
+        why = "this device has no streams, so nothing can overlap"
+        return why if value else Idle(why)
+    if engine.zero_optimization_stage() == 3:
+        stream, own = engine.optimizer.reduce_and_partition_stream, get_accelerator().default_stream()
+        return None if (stream != own) == value else "gradients are reduced in the stream of the computation"
+    return _equal(_zero("overlap_comm"))(engine, value)
+
+
+def _round_robin(engine: Any, value: Scalar) -> str | None:
+    why = _equal(_zero("round_robin_gradients"))(engine, value)
+    orders = engine.optimizer.round_robin_bit16_indices
+    plain = [list(order) == sorted(order) for order in orders]
+    return why or (Idle("the parameters keep their order") if value and all(plain) else None)
+
+
+def _alignment(engine: Any, value: Scalar) -> str | None:
+    why, padding = _equal(_zero("parameter_alignment"))(engine, value), engine.optimizer.round_robin_bit16_padding
+    return why or (Idle("no parameter has to be moved") if value and not any(map(any, padding)) else None)
+
+
+def _multi_rank_buckets(engine: Any, value: Scalar) -> str | None:
+    if not engine.optimizer.reduce_scatter:
+        return "only reduce_scatter reads it, which is off"
+    return _equal(_zero("use_multi_rank_bucket_allreduce"))(engine, value)
+
+
+def _immediate_update(engine: Any, value: Scalar) -> str | None:
+    if not hasattr(engine.optimizer, "immediate_grad_update"):
+        return f"only DeepSpeed's BF16_Optimizer reads it, and {type(engine.optimizer).__name__} ran"
+    return _equal(_zero("immediate_grad_update"))(engine, value)
+
+
+def _overflow_check(engine: Any, value: Scalar) -> str | None:
+    if not hasattr(engine.optimizer, "check_grad_overflow"):
+        return "only the optimizer of ZeRO 1 and 2 reads it"
+    return _equal(_zero("check_grad_overflow"))(engine, value)
+
+
+def _efficient_linear(engine: Any, value: Scalar) -> str | None:
+    patched = torch.nn.functional.linear.__module__.startswith("deepspeed.")
+    return None if patched == value else f"torch's linear function is {'' if patched else 'not '}replaced"
+
+
+def _buffer_dtype(engine: Any, value: Scalar) -> str | None:
+    found = {buffer.dtype for buffer in engine.module.buffers() if buffer.is_floating_point()}
+    if not found:
+        return "the model has no buffer of floating-point numbers"
+    return None if found == {_dtype(value)} else f"the buffers are {_names(found)}"
+
+
+def _scaled(name: str) -> Callable[[Any], Any]:
+    """Reads how gradients are scaled, which the ZeRO optimizer keeps, or the engine where there is none."""
+    return lambda engine: (
+        getattr(engine.optimizer, name) if engine.zero_optimization_stage() else getattr(engine, name)()
+    )
+
+
+def _predivide(engine: Any, value: Scalar) -> str | None:
+    if not _scaled("postscale_gradients")(engine):
+        return "prescale_gradients is on, and then nothing reads it"
+    return _equal(_scaled("gradient_predivide_factor"))(engine, value)
+
+
+def _muon_buffer(engine: Any, value: Scalar) -> str | None:
+    if not (engine.optimizer.use_muon and engine.optimizer.swap_optimizer):
+        return "only Muon with its states on nvme reads it"
+    return _equal(_zero("save_muon_momentum_buffer_in_memory"))(engine, value)
+
+
+def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
+    from deepspeed.module_inject import layers
+
+    split = sum(isinstance(module, layers.TensorParallel_Layer) for module in engine.module.modules())
+    if value in (0, 1):
+        return f"{split} modules were split over ranks" if split else None
+    if not split:
+        return "no module was split over ranks"
+    degree = int(engine.autotp_size())
+    return None if degree == value else f"modules are split over {degree} ranks"
+
+
+def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
+    from deepspeed.sequence.layer import DistributedAttention
+
+    splitting = exchanges.calls or any(isinstance(module, DistributedAttention) for module in engine.module.modules())
+    if value in (0, 1):
+        return "attention is split over ranks" if splitting else None
+    degree = int(getattr(engine, "sequence_parallel_size", 1) or 1)
+    if degree != value:
+        return f"the sequence groups have {degree} rank{'s' if degree > 1 else ''}"
+    if not splitting:
+        return "no module of the model splits its sequence (deepspeed.sequence.layer.DistributedAttention)"
+    return None
+
+
+def _compiled(name: str) -> Witness:
+    def ask(engine: Any, value: Scalar) -> str | None:
+        if name == "deepcompile" and value:
+            active = engine.is_deepcompile_active()
+            return None if active else "nothing was compiled: the loop does not call engine.compile()"
+        if not engine.is_compiled:
+            return "nothing was compiled: the loop does not call engine.compile()"
+        raise KeyError(name)
+
+    return ask
+
+
+def _optimizer_param(name: str) -> Witness:
+    key = name.removeprefix("params.")
+
+    def ask(engine: Any, value: Scalar) -> str | None:
+        if not name.startswith("params."):
+            raise KeyError(name)
+        found = {group[key] for group in engine.optimizer.param_groups if key in group}
+        if not found:
+            raise KeyError(name)
+        # A schedule moves the rate from its first value; the others stay.
+        started = {group.get("initial_lr", group[key]) for group in engine.optimizer.param_groups if key in group}
+        agreed = value in found or (key == "lr" and value in started)
+        return None if agreed else f"the optimizer has {', '.join(map(str, sorted(found)))}"
+
+    return ask
+
+
+def _recomputing(name: str) -> Witness:
+    def ask(engine: Any, value: Scalar) -> str | None:
+        if recomputations.calls == 0:
+            return "the model never calls deepspeed.checkpointing.checkpoint, which alone reads this section"
+        if name not in SECTION_KEYS["activation_checkpointing"]:
+            return "DeepSpeed reads no such key here"
+        if name == "cpu_checkpointing" and value and torch.device(engine.device).type == "cpu":
+            return "on a CPU there is nowhere else to move activations"
+        raise KeyError(name)
+
+    return ask
+
+
+class _Recomputations:
+    """Counts calls of DeepSpeed's own checkpointing, once `watch` was called."""
+
+    def __init__(self) -> None:
+        self.calls, self._watching = 0, False
+
+    def watch(self) -> None:
+        """Wraps DeepSpeed's checkpoint function; call it before the model runs."""
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        if self._watching:
+            return
+        self._watching, original = True, checkpointing.CheckpointFunction.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        checkpointing.CheckpointFunction.forward = staticmethod(forward)
+
+
+recomputations = _Recomputations()
+
+
+def _names(types: Iterable[Any]) -> str:
+    return ", ".join(sorted(str(each).removeprefix("torch.") for each in types))
+
+
+# `Observed.mismatch` compares these with what the data and the engine showed.
+SEEN_BY_OBSERVED = frozenset(
+    ("micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "checkpoint_every")
+)
+ZERO = "zero_optimization."
+WITNESSES: dict[str, Witness] = {
+    f"{ZERO}reduce_bucket_size": _reduce_bucket,
+    f"{ZERO}overlap_comm": _overlap,
+    f"{ZERO}contiguous_gradients": _equal(_zero("contiguous_gradients")),
+    f"{ZERO}reduce_scatter": _equal(_zero("reduce_scatter")),
+    f"{ZERO}round_robin_gradients": _round_robin,
+    f"{ZERO}use_multi_rank_bucket_allreduce": _multi_rank_buckets,
+    f"{ZERO}parameter_alignment": _alignment,
+    f"{ZERO}compute_grad_norm": _equal(_zero("compute_grad_norm")),
+    f"{ZERO}memory_efficient_linear": _efficient_linear,
+    f"{ZERO}enable_sanity_checks": _equal(_zero("enable_sanity_checks")),
+    f"{ZERO}save_muon_momentum_buffer_in_memory": _muon_buffer,
+    f"{ZERO}sub_group_size": _equal(_zero("sub_group_size")),
+    f"{ZERO}stage3_prefetch_bucket_size": _equal(_zero("prefetch_elements")),
+    f"{ZERO}stage3_max_live_parameters": _equal(_offload("_max_available_parameters_in_numel")),
+    f"{ZERO}stage3_max_reuse_distance": _equal(_offload("_max_reuse_distance_in_numel")),
+    f"{ZERO}stage3_param_persistence_threshold": _persistence,
+    f"{ZERO}stage3_model_persistence_threshold": _equal(_offload("model_persistence_threshold")),
+    f"{ZERO}zero_hpz_partition_size": _equal(_zero("zero_hpz_partition_size")),
+    f"{ZERO}zero_quantized_weights": _quantized("weights", ("forward", "backward"), _offload("zero_quantized_weights")),
+    f"{ZERO}zero_quantized_gradients": _quantized(
+        "gradients", ("backward",), lambda engine: engine.optimizer.all2all_process_group is not None
+    ),
+    "bf16.bf16_master_weights_and_grads": _master_weights,
+    "bf16.bf16_optimizer_states": _state_dtype,
+    "bf16.immediate_grad_update": _immediate_update,
+    "bf16.check_grad_overflow": _overflow_check,
+    "data_types.buffer_dtype": _buffer_dtype,
+    "disable_python_gc": _equal(lambda engine: not gc.isenabled()),
+    "prescale_gradients": _equal(_scaled("postscale_gradients"), lambda value: not value),
+    "gradient_predivide_factor": _predivide,
+    "data_types.grad_accum_dtype": _accumulation_dtype,
+    "communication_data_type": _wire_dtype,
+    "offload_optimizer": _offloaded_optimizer,
+    "offload_param": _offloaded_parameters,
+    "optimizer": _optimizer_class,
+    "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
+    "tensor_parallel.autotp_size": _tensor_parallel,
+    "sequence_parallel_size": _sequence_parallel,
+}
+# Sections whose settings share one witness; it is made from the name within the section.
+SECTIONS: dict[str, Callable[[str], Witness]] = {
+    "compile": _compiled,
+    "optimizer": _optimizer_param,
+    "activation_checkpointing": _recomputing,
+    "data": loading.witness,
+    "pipeline": _only_where(lambda engine: hasattr(engine, "stage_id"), "the model is no PipelineModule"),
+    "data_efficiency": _only_where(
+        lambda engine: engine.training_dataloader is not None, "DeepSpeed makes no loader: the script has its own"
+    ),
+    "hybrid_engine": _only_where(
+        lambda engine: "Hybrid" in type(engine).__name__, "the engine is no DeepSpeedHybridEngine"
+    ),
+    "expert_parallel": _only_where(lambda engine: engine.has_moe_layers, "the model has no expert layers"),
+    "use_data_before_expert_parallelism": _only_where(
+        lambda engine: engine.has_moe_layers, "the model has no expert layers"
+    ),
+    "tensor_parallel": _only_where(lambda engine: engine.autotp_size() > 1, "no module is split over ranks"),
+    "seq_parallel_communication_data_type": _only_where(
+        lambda engine: int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1, "no sequence is split over ranks"
+    ),
+}
+# Settings that nothing shows, with the reason: a trial with one is measured and is never a pick.
+UNWITNESSED: dict[str, str] = {
+    f"{ZERO}stage3_use_all_reduce_for_fetch_params": "how parameters are fetched is kept in closures",
+    f"{ZERO}stage3_allgather_sequential": "how parameters are fetched is kept in closures",
+    f"{ZERO}stage3_module_granularity_threshold": "illegal: DeepSpeed fails with it",
+    f"{ZERO}zero_quantized_nontrainable_weights": "needs frozen weights and a CUDA op",
+    f"{ZERO}zeropp_loco_param": "a section, taken by old releases only",
+    f"{ZERO}mics_shard_size": "taken by old releases only",
+    f"{ZERO}mics_hierarchical_params_gather": "taken by old releases only",
+    f"{ZERO}override_module_apply": "it acts while the model is built",
+    f"{ZERO}leaf_module": "a section of lists",
+    f"{ZERO}zenflow": "a section; the optimizer is another one",
+    f"{ZERO}offload_optimizer": "further keys of the section say how states are moved, not whether",
+    f"{ZERO}offload_param": "further keys of the section say how parameters are moved, not whether",
+    "fp16.auto_cast": "it depends on the type of what the model is given",
+    "fp16.loss_scale": "what is scaled is scaled back, but for overflows",
+    "fp16.initial_scale_power": "what is scaled is scaled back, but for overflows",
+    "fp16.loss_scale_window": "it shows when an update has overflowed",
+    "fp16.hysteresis": "it shows when an update has overflowed",
+    "fp16.consecutive_hysteresis": "it shows when an update has overflowed",
+    "fp16.min_loss_scale": "it shows when an update has overflowed",
+    "fp16.fp16_master_weights_and_grads": "needs an optimizer on the host",
+    "torch_autocast.lower_precision_safe_modules": "a list",
+    "managed_gradient_accumulation": "it changes who ends a step, which the samples of a step show",
+    "gradient_allreduce_op": "it changes what is trained, not how fast",
+    "scheduler": "it changes the learning rate over a whole training",
+    "weight_quantization": "it acts while the model is built",
+    "aio": "needs offload to nvme",
+}

@@ -1,0 +1,73 @@
+"""The tail check of a script: its loader yields the worst batch, and the script's own loop trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.worker.measure.batches import counted_tensor
+from autotune.worker.measure.tail import Tail
+from autotune.worker.script.context import ScriptContext
+
+# Optimizer steps in which the worst batch must come to the engine; a loader draws ahead.
+MOST_STEPS = 3
+
+
+class ScriptTail:
+    """Feeds the worst batch into a script, and waits until it has gone backward.
+
+    Args:
+        context: The script.
+        tail: The check.
+        batch: The worst batch; None where it could not be made.
+    """
+
+    def __init__(self, context: ScriptContext, tail: Tail, batch: Any) -> None:
+        self._context, self._tail, self._batch = context, tail, batch
+        tensor = counted_tensor((batch,), {})
+        self._shape = tuple(tensor.shape[1:]) if tensor is not None else None
+        self._n_seen = self._n_steps = 0
+        self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+        self._rows = 0
+
+    @classmethod
+    def of(cls, context: ScriptContext) -> ScriptTail | None:
+        """Begins the check that a trial's request asks for; None without one."""
+        meter, check = context.meter, context.request.tail
+        tail = Tail.of(meter) if meter is not None else None
+        if tail is None or check is None:
+            return None
+        return cls(context, tail, context.feed_worst(check))
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a forward call of the engine."""
+        tensor = counted_tensor(args, kwargs)
+        if self._shape is None or tensor is None or tuple(tensor.shape[1:]) != self._shape:
+            return
+        self._n_seen += 1
+        self._inputs, self._rows = (args, kwargs), int(tensor.shape[0])
+
+    @property
+    def reached(self) -> bool:
+        """Returns whether the worst batch has been trained on, with the gradients of an earlier one where there are."""
+        return self._n_seen >= self._tail.n_micro
+
+    def step(self) -> bool:
+        """Notes an optimizer step; returns whether the check is over, although the worst batch did not come."""
+        self._n_steps += 1
+        if hasattr(self._tail.engine, "train_batch"):  # a pipeline, whose micro-batches are not seen one by one
+            self._n_seen = self._tail.n_micro
+        return self.reached or self._n_steps >= MOST_STEPS
+
+    def finish(self) -> None:
+        """Ends the check; all ranks take part."""
+        if self._n_seen:
+            self._tail.trained(self._batch, self._rows)
+        elif self._context.request.tail is not None and self._context.request.lengths:
+            self._context.once(
+                "the longest batch did not reach the engine as its loader yielded it, so whether it fits was not tried"
+            )
+        args, kwargs = self._inputs
+        engine = self._tail.engine
+        if self._n_seen:
+            self._tail.finish(lambda: engine(*args, **kwargs) if args or kwargs else None)

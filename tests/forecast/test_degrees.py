@@ -1,0 +1,66 @@
+"""What degrees do to memory and step time: shares of the model, messages in groups, and the order on two tiers of links."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune.forecast.degrees import cost_terms, held_share
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Machine, Profile
+
+TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+MODEL = Profile.guess(7_000_000_000, 7_000_000_000, 32, sequence=4096)
+NODE = Machine.guess("cuda", 8)
+
+
+def totals(machine=NODE, **knobs):
+    candidate = Candidate.of({"micro_batch_size": 1, "precision": "bf16", **knobs})
+    memory, time = cost_terms([candidate], MODEL, machine)
+    return {name: float(column[0]) for name, column in memory.items()}, {k: float(v[0]) for k, v in time.items()}
+
+
+def test_rows_of_several_degrees_come_back_in_their_order():
+    candidates = [Candidate.of({"micro_batch_size": m, TENSOR: t}) for m, t in ((1, 2), (1, 1), (2, 2), (2, 4))]
+    memory, time = cost_terms(candidates, MODEL, NODE)
+    for row, candidate in enumerate(candidates):
+        alone = cost_terms([candidate], MODEL, NODE)
+        assert [column[row] for column in (*memory.values(), *time.values())] == pytest.approx(
+            [column[0] for terms in alone for column in terms.values()]
+        )
+
+
+def test_a_tensor_group_shares_weights_states_and_work_and_pays_in_messages():
+    (whole, time), (parted, parted_time) = totals(zero_stage=1), totals(zero_stage=1, **{TENSOR: 8})
+    share = held_share(MODEL, 8)
+    assert 0.1 < share < 0.2 and parted["weights"] == pytest.approx(share * whole["weights"], rel=1e-6)
+    # Master weights and states are sharded over 8 ranks either way: by ZeRO, or by the group.
+    assert parted["states"] == pytest.approx(8 * share * whole["states"], rel=1e-6)
+    assert parted["activations"] < 0.5 * whole["activations"]
+    assert parted_time["compute"] < 0.2 * time["compute"]
+    assert parted_time["communication"] > 0
+
+
+def test_a_sequence_group_shares_activations_and_not_weights():
+    (whole, time), (parted, parted_time) = totals(zero_stage=1), totals(zero_stage=1, **{SEQUENCE: 4})
+    assert parted["weights"] == whole["weights"] and parted["states"] == whole["states"]
+    assert parted["activations"] == pytest.approx(whole["activations"] / 4)
+    assert parted_time["compute"] == pytest.approx(time["compute"] / 4)
+
+
+def test_a_tensor_group_pays_where_nodes_are_far_apart_and_costs_where_they_are_near():
+    near = replace(
+        NODE, world_size=16, ranks_per_node=8, link_bytes_per_s=4e11, node_bytes_per_s=4e11, node_alpha_s=1e-5
+    )
+    far = replace(near, node_bytes_per_s=2e9)
+    sharded = Candidate.of(
+        {"micro_batch_size": 1, "gradient_accumulation_steps": 8, "zero_stage": 3, "precision": "bf16"}
+    )
+    grouped = Candidate.of({**sharded.values(), "micro_batch_size": 8, "zero_stage": 1, TENSOR: 8})
+    assert sharded.global_batch_size(16) == grouped.global_batch_size(16) == 128
+
+    def step_s(machine, candidate):
+        return float(np.sum([column[0] for column in cost_terms([candidate], MODEL, machine)[1].values()]))
+
+    assert step_s(near, sharded) < step_s(near, grouped)
+    assert step_s(far, sharded) > 2 * step_s(far, grouped)

@@ -1,0 +1,71 @@
+"""The live view of a study, in a pipe and in terminals of several widths."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from autotune.report.progress import ProgressView
+from autotune.space.candidate import Candidate
+from autotune.study.events import Leader, Progress
+from autotune.trial.result import Outcome
+
+CANDIDATE = Candidate(micro_batch_size=8, zero_stage=1)
+
+
+def ended(number, role="search", outcome=Outcome.COMPLETE, reason=""):
+    metrics = {"step_time_s": 0.2, "samples_per_s": 40.0, "peak_memory_bytes": 2.0**30}
+    return Progress(
+        number=number, role=role, candidate=CANDIDATE, outcome=outcome, reason=reason, wall_s=2.0, n_told=number + 1,
+        metrics=metrics if outcome is Outcome.COMPLETE else {}, n_trials=30, best=Leader(0, CANDIDATE), best_gain=1.0, left_s=150,
+    )  # fmt: skip
+
+
+def shown(*happened, width=80, terminal=False):
+    """What a view prints of the ends of trials; in a terminal its live lines too."""
+    text = io.StringIO()
+    console = Console(
+        file=text, width=width, highlight=False, force_terminal=terminal, no_color=True, legacy_windows=False
+    )
+    with ProgressView(console) as view:
+        view.opening("model.py")
+        for each in happened:
+            view.began(each.number, each.candidate, each.role)
+            view.ended(each)
+            drawn = Console(file=text, width=width, force_terminal=False)
+            if terminal:
+                drawn.print(view._drawn())
+    return text.getvalue()
+
+
+def test_a_trial_is_a_line_in_words():
+    head, baseline, failed = shown(
+        ended(0, "baseline"), ended(1, outcome=Outcome.OOM, reason="over 4 GiB")
+    ).splitlines()
+    assert head.split() == ["trial", "step", "time", "samples/s", "memory", "configuration"]
+    assert baseline == "    0     200 ms       40.0  1.00 GiB  micro-batch 8 x 1, fp32, ZeRO 1 (baseline)"
+    assert failed.split()[1] == "oom" and failed.endswith("micro-batch 8 x 1, fp32, ZeRO 1: over 4 GiB")
+    assert baseline.index("micro") == failed.index("micro") == head.index("configuration")
+
+
+def test_trials_that_are_measured_again_share_a_line():
+    again = [ended(number, "repeat") for number in (3, 0, 3, 0, 3)]
+    lines = shown(ended(3), *again, ended(6)).splitlines()
+    assert [line for line in lines if "again" in line] == ["- measured again: trial 0 2 x, trial 3 3 x"]
+    assert lines[-1].split()[0] == "6" and "again: trial 3 1 x" in shown(ended(3, "repeat"))
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_terminal_shows_time_left_and_no_line_is_too_long(width):
+    said = shown(ended(0, "baseline"), ended(1), width=width, terminal=True)
+    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", said).splitlines()) <= width
+    if width >= 80:
+        assert (
+            "2 of at most 30 trials, about 2 min 30 s left" in said
+            and "best so far: trial 0, micro-batch 8 x 1" in said
+        )
+
+
+def test_a_pipe_gets_no_control_characters():
+    assert "\x1b" not in shown(ended(0, "baseline"), ended(1)) and "\r" not in shown(ended(0))

@@ -1,0 +1,51 @@
+"""What a study knows of degrees before its trials: facts of the model, comparisons, and the degrees that are asked for."""
+
+from dataclasses import replace
+
+from support.instant import WORKLOAD
+
+from autotune.space.candidate import Candidate
+from autotune.space.legality import why_illegal
+from autotune.space.rule import Setting
+from autotune.space.space import SearchSpace
+from autotune.study.setup import degrees
+from autotune.trial.workload import Probed, Splitting
+
+TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+LLAMA = Splitting(heads=4, kv_heads=2, hidden=32)
+
+
+def refusal(splitting: Splitting, base=None, **knobs) -> str | None:
+    facts = degrees.facts(replace(WORKLOAD, splitting=splitting), base or {}, 4)
+    setting = Setting(world_size=4, ranks_per_node=4, **facts)
+    return why_illegal(Candidate.of({"micro_batch_size": 1, **knobs}), setting)
+
+
+def test_what_deepspeed_cannot_split_is_refused_unless_the_user_says_which_layers():
+    strange = replace(LLAMA, tensor="AutoTP finds no pairs of layers to split in Net")
+    assert "finds no pairs" in refusal(strange, **{TENSOR: 2})
+    assert refusal(strange, {"tensor_parallel": {"partition_config": {"layer_specs": []}}}, **{TENSOR: 2}) is None
+    assert "cannot be split: it looks" in refusal(replace(LLAMA, sequence="it looks at a window"), **{SEQUENCE: 2})
+
+
+def test_a_comparison_counts_for_its_ranks_and_the_settings_beside_it():
+    told = {"preset_model": "llama"}
+    known = {Splitting.key(TENSOR, 2, 4): "the loss is 4.9", Splitting.key(TENSOR, 2, 4, told): ""}
+    compared = replace(LLAMA, compared=known)
+    assert refusal(compared, **{TENSOR: 2}) == "the loss is 4.9"
+    assert refusal(compared, {"tensor_parallel": told}, **{TENSOR: 2}) is None
+    elsewhere = replace(LLAMA, compared={Splitting.key(TENSOR, 2, 8): "the loss is 4.9"})
+    assert refusal(elsewhere, **{TENSOR: 2}) is None
+
+
+def test_the_degrees_of_a_script_stay_as_they_are():
+    script = Probed(ds_config={}, micro_batch_size=1, gradient_accumulation_steps=1)
+    facts = degrees.facts(replace(WORKLOAD, script=script), {}, 4)
+    own = Setting(world_size=4, ranks_per_node=4, base=((TENSOR, 2),), **facts)
+    assert why_illegal(Candidate.of({"micro_batch_size": 1, TENSOR: 2}), own) is None
+    assert "give autotune the model as a model.py" in why_illegal(Candidate(micro_batch_size=1), own)
+
+
+def test_degrees_are_those_of_the_space_and_of_the_baseline():
+    space = SearchSpace.parse({TENSOR: [1, 2], "zero_stage": [0, 1]}, "test")
+    assert degrees.asked(space, Candidate.of({"micro_batch_size": 1, SEQUENCE: 4})) == [(SEQUENCE, 4), (TENSOR, 2)]

@@ -1,0 +1,56 @@
+"""What programs are told of a run: records of the logger, and Optuna's callbacks."""
+
+import logging
+
+import pytest
+from support.instant import Instant, failed, report, runner_of
+
+from autotune.study.events import Broadcast, Event, Kind
+from autotune.study.listeners import CallbackSink, LogSink
+from autotune.study.storage import records
+from autotune.trial.result import Outcome
+
+
+def run(folder, *callbacks, **changes):
+    """Runs a study of four trials, of which those in bf16 run out of memory."""
+    records.open_storage(records.default_url(folder))
+    behaviour = lambda c: failed(Outcome.OOM, "15.6 of 16 GiB") if c.precision == "bf16" else report(c)  # noqa: E731
+    watcher = LogSink()
+    runner = runner_of(folder, Instant(behaviour), watcher=watcher, trials=4, **changes)
+    runner._teller._events = Broadcast(watcher, CallbackSink(callbacks, runner.storage, "s"))
+    runner.run()
+    return runner
+
+
+def test_a_callback_is_called_once_for_each_trial_with_what_it_measured(tmp_path):
+    seen = []
+    runner = run(
+        tmp_path, lambda study, trial: seen.append((study.study_name, trial.number, trial.state, trial.values))
+    )
+    told = runner.study.trials
+    assert seen == [("s", trial.number, trial.state, trial.values) for trial in told] and len(seen) >= 4
+
+
+def test_an_error_of_a_callback_ends_the_run_and_the_trial_stays_told(tmp_path):
+    def broken(study, trial):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, broken)
+    (told,) = records.load_study(records.open_storage(records.default_url(tmp_path)), "s").trials
+    assert told.state.is_finished()
+
+
+def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "autotune"):
+        run(tmp_path)
+        LogSink().emit(Event(kind=Kind.NOTE, text="export API_TOKEN=abcdef0123456789abcdef"))
+    said = [entry.getMessage() for entry in caplog.records if entry.name == "autotune"]
+    ends = [text for text in said if text.startswith("trial ")]
+    assert len(ends) >= 4 and "of 4 trials" in ends[0]
+    assert "abcdef0123456789abcdef" not in said[-1]
+
+
+def test_nothing_is_printed_unless_logging_is_set_up(tmp_path, capfd):
+    run(tmp_path)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,104 @@
+"""The loader of a model.py under changes of the data, and whether each of them is seen to act."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.worker.data import witness
+from autotune.worker.data.change import Collate, packed, why_not
+from autotune.worker.data.loader import Loader
+
+DATA = [{"input_ids": torch.arange(1, n + 1)} for n in (3, 9, 5, 7, 2, 8, 6, 4)]
+
+
+def collate(samples):
+    ids = nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def loader(changes=None, data=DATA, **what):
+    target = SimpleNamespace(path=Path("model.py"), data=lambda: data, batch=None, collate=collate)
+    return Loader(
+        target, **{"micro_batch_size": 2, "rank": 0, "world_size": 1, "seed": 0, **what}, changes=changes or {}
+    )
+
+
+def tokens(batch):
+    return sorted(batch["input_ids"][batch["labels"] != -100].tolist())
+
+
+def test_a_packed_batch_holds_the_same_tokens_in_one_row_with_positions_that_begin_anew():
+    plain, one = loader().next()[0], loader({"packing": True}).next()[0]
+    assert one["input_ids"].shape == (1, int(plain["attention_mask"].sum())) and "attention_mask" not in one
+    assert (one["position_ids"] == 0).sum() == 2
+    assert (one["labels"] == -100).sum() == 2, "no loss is taken of the first token of a sample, as in padded rows"
+
+
+def test_grouping_keeps_the_samples_of_a_step_and_pads_them_less():
+    plain, grouped = (
+        [one.next()[0] for _ in range(4)]
+        for one in (loader(accumulation=4), loader({"group_by_length": True}, accumulation=4))
+    )
+    assert sorted(token for b in plain for token in tokens(b)) == sorted(token for b in grouped for token in tokens(b))
+    assert sum(b["input_ids"].numel() for b in grouped) < sum(b["input_ids"].numel() for b in plain)
+
+
+def test_samples_are_cut_before_the_targets_collate_or_by_it_if_it_takes_the_argument():
+    assert loader({"max_length": 4}, micro_batch_size=8).next()[0]["input_ids"].shape == (8, 4)
+    own = Collate(lambda samples, max_length=None: max_length, {"max_length": 4})
+    assert own([1, 2]) == 4 and not own.length
+
+
+@pytest.mark.process
+def test_workers_load_the_same_batches_in_the_same_order():
+    plain, background = loader(), loader({"num_workers": 1, "prefetch_factor": 3})
+    try:
+        for _ in range(3):
+            assert torch.equal(plain.next()[0]["input_ids"], background.next()[0]["input_ids"])
+        witness.watch.loader = background
+        assert witness.witness("num_workers")(None, 1) is None
+        assert witness.witness("prefetch_factor")(None, 3) is None
+        assert witness.witness("num_workers")(None, 4) == "4 was asked for, 1 ran"
+    finally:
+        witness.watch.loader = None
+        background.close()
+
+
+def test_a_setting_that_did_not_act_is_told(monkeypatch):
+    rows = [(torch.tensor([9, 3]), 9), (torch.tensor([4, 2]), 4)]
+    monkeypatch.setattr(witness.watch, "lengths", rows)
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(2, 2)})
+    monkeypatch.setattr(witness.watch, "accumulation", 2)
+    for name, value in (("max_length", 5), ("pad_to_multiple_of", 8), ("packing", True), ("group_by_length", True)):
+        assert witness.witness(name)(None, value), name
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([4, 2]), 8), (torch.tensor([5, 3]), 16)])
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 2)})
+    for name, value in (("max_length", 5), ("pad_to_multiple_of", 8), ("packing", True), ("group_by_length", True)):
+        assert witness.witness(name)(None, value) is None, name
+
+
+def test_what_a_target_cannot_follow_has_a_reason():
+    class Takes(nn.Module):
+        def forward(self, input_ids, position_ids=None):
+            return input_ids
+
+    found = why_not(DATA, collate, Takes(), mapped=True, loader=False)
+    assert set(found) == {"persistent_workers", "pad_to_multiple_of"}
+    assert "position_ids" in why_not(DATA, collate, nn.Linear(1, 1), mapped=True, loader=False)["packing"]
+    assert "stream" in why_not(iter(DATA), collate, Takes(), mapped=False, loader=False)["num_workers"]
+
+
+def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
+    assert loader().worst((1, 5), 0)["input_ids"].shape == (2, 9)
+    assert loader({"packing": True}).worst((1, 5), 0)["input_ids"].shape == (1, 17)
+    stream = loader(data=iter(DATA))
+    stream.next()
+    assert stream.worst((), 12)["input_ids"].shape == (2, 12)
+
+
+def test_packing_needs_rows_of_tokens():
+    with pytest.raises(KeyError):
+        packed([{"pixels": torch.zeros(1, 3)}])

@@ -1,0 +1,62 @@
+"""Lengths of rows in batches, and what a step takes in on average over the data set."""
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.trial import lengths
+from autotune.worker.data.padding import expected, padding_id, real_lengths
+
+IDS = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
+INPUTS = {
+    "mask": ({"input_ids": IDS, "attention_mask": (IDS > 0).long()}, None),
+    "stated lengths": ({"input_ids": IDS, "lengths": torch.tensor([3, 1])}, None),
+    "padding token": ({"input_ids": IDS}, 0),
+    "labels": ({"input_ids": IDS, "labels": torch.tensor([[-100, 6, 7, -100], [5, -100, -100, -100]])}, None),
+}
+
+
+@pytest.mark.parametrize(("inputs", "padding"), INPUTS.values(), ids=INPUTS)
+def test_rows_are_as_long_as_what_is_no_padding(inputs, padding):
+    found = real_lengths(IDS, (inputs,), {}, padding)
+    assert found is not None and found.tolist() == [3, 1]
+
+
+def test_without_evidence_nothing_is_said_of_padding():
+    assert real_lengths(IDS, (IDS,), {}, None) is None
+    assert padding_id(nn.Embedding(4, 2)) is None and padding_id(nn.Embedding(4, 2, padding_idx=3)) == 3
+
+
+def batches(known: lengths.Table, n: int, micro: int, width=lambda rows: int(rows.max())):
+    values, counts = zip(*known, strict=True)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(n):
+        picked = torch.multinomial(
+            torch.tensor(counts, dtype=torch.float), micro, replacement=True, generator=generator
+        )
+        rows = torch.tensor(values)[picked].long()
+        yield rows, width(rows)
+
+
+RARE = lengths.table([64] * 499 + [2048])
+
+
+def test_the_mean_step_follows_from_the_data_set_although_a_trial_saw_no_long_sample():
+    seen = [(torch.full((4,), 64), 64)] * 20
+    found = expected(RARE, seen, 4, 2, {})
+    assert found["real_tokens"] == pytest.approx(8 * (64 * 499 + 2048) / 500)
+    assert found["tokens"] == pytest.approx(8 * (64 + (1 - 0.998**4) * (2048 - 64)))
+
+
+def test_grouped_samples_are_padded_less():
+    known = lengths.table([16] * 50 + [64] * 50)
+    seen = list(batches(known, 50, 4))
+    plain, grouped = (expected(known, seen, 4, 4, changes) for changes in ({}, {"group_by_length": True}))
+    assert grouped["tokens"] < 0.85 * plain["tokens"] and grouped["real_tokens"] == plain["real_tokens"]
+
+
+def test_nothing_is_expected_where_padding_does_not_follow_from_the_lengths():
+    known = lengths.table([16] * 50 + [64] * 50)
+    fixed = list(batches(known, 50, 4, width=lambda _: 512))
+    characters = lengths.table([80] * 50 + [320] * 50)
+    assert expected(known, fixed, 4, 1, {}) == {} == expected(characters, list(batches(known, 50, 4)), 4, 1, {})

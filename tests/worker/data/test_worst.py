@@ -1,0 +1,26 @@
+"""The worst batch: of the longest samples, or the largest that was seen, stretched."""
+
+import torch
+
+from autotune.worker.data import worst
+
+
+def test_the_longest_samples_make_the_worst_batch_and_come_again_where_fewer_are_known():
+    data = [{"input_ids": torch.arange(n)} for n in (2, 9, 5)]
+    found = worst.batch_of(data, list, (1, 2), 3, 0)
+    assert [len(each["input_ids"]) for each in found] == [9, 5, 9]
+
+
+def test_samples_are_stretched_to_the_stated_length_and_cut_to_a_limit():
+    sample = {"ids": [1, 2, 3], "mask": torch.ones(3), "label": 7}
+    longer = worst.stretched_sample(sample, 5)
+    assert longer["ids"] == [1, 2, 3, 1, 2] and longer["mask"].shape == (5,) and longer["label"] == 7
+    assert worst.cut_sample(sample, 2)["ids"] == [1, 2] and worst.cut_sample(sample, 4) is sample
+
+
+def test_every_row_of_a_streams_worst_batch_is_its_longest_one():
+    ids = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "weight": torch.tensor([0.5, 2.0])}
+    found = worst.stretched(batch, 2, 6)
+    assert found["input_ids"].tolist() == [[4, 5, 6, 7, 4, 5]] * 2
+    assert found["attention_mask"].sum() == 12 and found["weight"].tolist() == [2.0, 2.0]

@@ -1,0 +1,82 @@
+"""Models whose layers are split over ranks: they train as whole ones do, and what is split wrongly is refused."""
+
+import pytest
+import torch
+from support.paths import MODELS
+from torch import nn
+
+from autotune.trial.result import Outcome
+from autotune.worker.measure.ledger import NotApplied
+from autotune.worker.model import model_file, split
+from autotune.worker.model.sequence import IGNORED, shard
+
+pytestmark = pytest.mark.process
+
+TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+LONG = {"max_steps": 20, "min_samples": 10**9, "budget_s": 60.0}
+
+
+def test_a_model_that_is_split_over_two_ranks_trains_as_the_whole_one(zoo):
+    whole = zoo.run("hf", zero_stage=1, **LONG)
+    parted = zoo.run("hf", micro=8, zero_stage=1, changed_from={TENSOR: None}, **{TENSOR: 2}, **LONG)
+    assert whole.outcome is parted.outcome is Outcome.COMPLETE, parted.reason
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.samples_per_step == whole.samples_per_step == 8
+    groups, before = parted.observed.groups, whole.observed.groups
+    assert (groups.tensor, groups.data, before.tensor, before.data) == (2, 1, 1, 2)
+    assert groups.split_modules > 20 and groups.held_parameters < 0.7 * before.held_parameters
+
+
+def test_sequences_that_are_split_over_two_ranks_train_as_whole_ones(zoo):
+    whole = zoo.run("hf", zero_stage=2, **LONG)
+    parted = zoo.run("hf", micro=8, zero_stage=2, changed_from={SEQUENCE: None}, **{SEQUENCE: 2}, **LONG)
+    assert parted.outcome is Outcome.COMPLETE, parted.reason
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.observed.tokens_per_step == whole.observed.tokens_per_step == 8 * 32
+    assert (parted.observed.groups.sequence, parted.observed.groups.data) == (2, 1)
+
+
+@pytest.mark.parametrize("degree", [TENSOR, SEQUENCE])
+def test_a_split_is_compared_with_the_whole_model(zoo, degree):
+    assert zoo.run("hf", mode="split", zero_stage=1, **{degree: 2}).outcome is Outcome.COMPLETE
+
+
+@pytest.mark.parametrize(("found", "passes"), [(4.6171, True), (4.63, False), (float("nan"), False)])
+def test_a_split_model_that_computes_something_else_is_not_applied(found, passes):
+    if passes:
+        split._compare("loss", found, 4.6170, split.MOST_LOSS_ERROR)
+        return
+    with pytest.raises(NotApplied, match=r"the split model's loss is .* the whole model's 4.617: it is split wrongly"):
+        split._compare("loss", found, 4.6170, split.MOST_LOSS_ERROR)
+
+
+def test_layers_that_deepspeed_cannot_pair_are_named():
+    target = model_file.load(MODELS / "ok.py")
+    found = split.splitting(target, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert "finds no pairs of layers to split in Sequential" in found.tensor and found.heads == 0
+    assert "this is a Sequential" in found.sequence
+
+
+def test_the_model_draws_no_dropout_while_it_is_compared(monkeypatch):
+    monkeypatch.setattr(nn.functional, "dropout", nn.functional.dropout)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", nn.functional.scaled_dot_product_attention)
+    split._without_dropout()
+    ones = torch.ones(1, 1, 4, 4)
+    assert torch.equal(nn.Dropout(0.5)(ones), ones)
+    attend = nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(ones, ones, ones, dropout_p=0.9), ones)
+
+
+def test_the_shares_of_a_sequence_are_cut_after_the_labels_were_shifted():
+    tokens = torch.arange(10).reshape(2, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    first, last = (shard({"input_ids": tokens, "labels": tokens, "attention_mask": mask}, rank, 2) for rank in (0, 1))
+    assert first["input_ids"].tolist() == [[0, 1, 2], [5, 6, 7]] and first["labels"].tolist() == [[1, 2, 3], [6, 7, 8]]
+    assert last["input_ids"].tolist() == [[3, 4, 0], [8, 9, 0]]
+    assert last["labels"].tolist() == [[4, IGNORED, IGNORED], [9, IGNORED, IGNORED]]
+    assert last["position_ids"].tolist() == [[3, 4, 5]] * 2 and last["attention_mask"].tolist() == [
+        [1, 1, 0],
+        [0, 0, 0],
+    ]
+    with pytest.raises(model_file.WorkloadError, match="padded on the left"):
+        shard({"input_ids": tokens, "labels": tokens, "attention_mask": mask.flip(1)}, 0, 2)

@@ -26,6 +26,7 @@ COMMANDS = {
                " costs."),
     "init": ("presets", "Write a commented study.yaml and a model.py that runs."),
     "ls": ("presets", "List search spaces, goals, objectives, samplers, metrics or studies."),
+    "schema": ("presets", "Print the JSON schema of study.yaml, for editors that complete and check it."),
     "cp": ("presets", "Copy a preset to a file of yours, to change it there."),
     "status": ("status", "Say how far STUDY is and what it has found; follow it while another terminal runs it."
                " --json says it once."),

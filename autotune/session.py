@@ -286,7 +286,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     copy = folder / "study.yaml"
     try:
-        kept = json.loads((folder / ORIGIN).read_text())
+        kept = json.loads(files.read_regular(folder / ORIGIN))
         own = (folder / kept["file"]).resolve()
         if not own.is_file() or fingerprint.target_digest(copy) != kept["copy"]:
             return copy, {}

@@ -151,7 +151,7 @@ def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:
     from autotune.system import files
 
     if output is not None:
-        files.write_text(output, json.dumps(found[0].config(), indent=2) + "\n")
+        files.write_text(output, json.dumps(found[0].config(), indent=2) + "\n", named=True)
     if as_json:
         print(json.dumps([one.to_data() for one in found] if len(found) > 1 else found[0].to_data(), indent=1))
     else:

@@ -12,6 +12,7 @@ import typer
 
 from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError
+from autotune.system import files
 from autotune.system.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -210,8 +211,8 @@ def _study_folder(study: str | None, studies: Path) -> Path:
 def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The front with the baseline, and the row of the configuration to forecast."""
     try:
-        kept = json.loads((folder / "recommended.json").read_text())
-        front = json.loads((folder / "front.json").read_text())
+        kept = json.loads(files.read_regular(folder / "recommended.json"))
+        front = json.loads(files.read_regular(folder / "front.json"))
     except (OSError, ValueError) as error:
         raise UserError(f"project: {folder.name}: {error}; run the study again") from None
     baseline = kept.get("baseline")

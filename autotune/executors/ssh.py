@@ -28,6 +28,8 @@ OPTIONS = {
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 END_TIMEOUT_S = 15.0
 LINK_FAILED = 255
+# What ssh says of a connection that was there and broke: the host can be reached.
+BROKE = re.compile(r"closed by remote host|connection reset|broken pipe|not responding", re.IGNORECASE)
 
 
 class Hosts:
@@ -93,7 +95,8 @@ class Hosts:
                 words = f"ssh: the connection to {self.hosts[node]} ended with status {code}: {said}"
                 if code != LINK_FAILED and code > 0:
                     return JobState(Status.LOST, words)  # the agent's own status
-                return JobState(Status.TAKEN if self.hosts[node] in self._reached else Status.REFUSED, words)
+                reached = self.hosts[node] in self._reached or BROKE.search(said)
+                return JobState(Status.TAKEN if reached else Status.REFUSED, words)
             if spool.said(node):
                 self._reached.add(self.hosts[node])
         return JobState(Status.RUNNING)

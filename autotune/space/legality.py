@@ -244,6 +244,11 @@ RULES: tuple[Rule, ...] = (
          and c.zero_stage != _base_stage(s),
          "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
          ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
+    # In 16 bits stage 1 keeps gradients in another type than stage 0, which memory shows.
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage == 1 and c.precision in ("fp32", "torch_autocast")
+         and not _offloads(c) and c.zero_stage != _base_stage(s),
+         "ZeRO stage 1: one rank has no states to share out, so in {precision} it is stage 0 with a copy; use 0, or offload",
+         ("zero_stage", "precision", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
     Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),
          "one rank sends no messages, so neither their overlap nor their size matters",
          ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),

@@ -223,13 +223,13 @@ class JournalReader:
 
     def _open(self) -> bool:
         try:
-            descriptor = os.open(self._path, os.O_RDONLY)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
-        first = os.read(descriptor, 4096).partition(b"\n")
         try:
+            first = os.read(descriptor, 4096).partition(b"\n")
             found = first[1] and json.loads(first[0]).get("run") == self._pid
-        except ValueError:
+        except (ValueError, AttributeError, OSError):
             found = False
         if not found:
             os.close(descriptor)

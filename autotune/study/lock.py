@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +34,7 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with open(path, "a+") as file:
+    with _opened(path) as file:
         for tries_left in reversed(range(LOCK_TRIES)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,6 +56,16 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
         finally:
             with contextlib.suppress(OSError):  # the lock counts, not its text
                 note_agent(file, "")
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file of a lock, which is written to: it must be no link to another file, and no pipe."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EEXIST, "Is a pipe, a socket or a device; remove it", str(path))
+    return os.fdopen(descriptor, "a+")
 
 
 def _clear_away(folder: Path, file: IO[str]) -> None:
@@ -81,7 +93,7 @@ def _owner(file: IO[str]) -> int | str:
 def run_under_way(folder: Path) -> int | None:
     """The PID of the process that runs the study of a folder; 0 if not yet known, None if none does."""
     try:
-        with open(folder / ".lock") as file:
+        with open(folder / ".lock", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

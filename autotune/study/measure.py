@@ -50,6 +50,7 @@ class TrialMeasurer:
         self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
+        self._turns = placement.Turns(state.leases)
         self._n_tries = MAX_BUSY_TRIES
 
     def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
@@ -199,7 +200,7 @@ class TrialMeasurer:
     def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
         folder, baseline = self._state.folder, self._state.plan.baseline
-        with self._state.leases.alone_with(f"place {result.place}", ticked):
+        with self._turns.at(result.place, ticked):
             if placement.wants_baseline(folder, result, executor):
                 self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
                 path = placement.baseline_path(folder, result.place)

@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from autotune.executors.base import Executor
 from autotune.study.storage import records
+from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome, TrialResult
+
+# Interval at which a right that another thread or coordinator holds is tried again.
+WAIT_S = 0.2
 
 
 def baseline_path(folder: Path, place: str) -> Path:
     """Folder of the baseline's trial on some machines."""
     return folder / "trials" / f"baseline-{place}"
+
+
+class Turns:
+    """Lets one thread of one coordinator at a time measure the baseline of a place.
+
+    Args:
+        leases: The coordinator's rights in the study.
+    """
+
+    def __init__(self, leases: StudyLeases) -> None:
+        self._leases, self._guard, self._mutexes = leases, threading.Lock(), dict[str, threading.Lock]()
+
+    @contextlib.contextmanager
+    def at(self, place: str, tick: Callable[[], None]) -> Iterator[None]:
+        """Waits until nobody measures there, and keeps others waiting during the block; `tick` meanwhile."""
+        with self._guard:
+            mutex = self._mutexes.setdefault(place, threading.Lock())
+        while not mutex.acquire(timeout=WAIT_S):
+            tick()
+        try:
+            with self._of_coordinators(f"place {place}", tick):
+                yield
+        finally:
+            mutex.release()
+
+    @contextlib.contextmanager
+    def _of_coordinators(self, name: str, tick: Callable[[], None]) -> Iterator[None]:
+        leases = self._leases
+        if leases.alone:
+            yield
+            return
+        while not leases.storage.patiently(lambda: leases.acquire(name)):
+            tick()
+            time.sleep(WAIT_S)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(SQLAlchemyError):
+                leases.give_back(name)
 
 
 def is_elsewhere(folder: Path, result: TrialResult) -> bool:

@@ -9,7 +9,7 @@ from optuna.trial import Trial, TrialState
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
-from autotune.study.storage import records
+from autotune.study.storage import marks, records
 from autotune.study.tell import Teller
 from autotune.system.signals import undisturbed
 from autotune.trial.folder import result_in
@@ -27,7 +27,7 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
     """Tells the finished trials of the folder to a database that has no study of that name, or not all of them.
 
     A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed
-    while it restored has left a mark in the study, and the next one goes on with what is left.
+    while it restored leaves a mark in the study, and the next run restores the rest.
 
     Returns:
         How many the folder holds; 0 without a record, or where a different study has left it.
@@ -38,12 +38,12 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
         state.settle(kept.reference, kept.objectives, kept.learning_rate)
         if not state.exists:
             state.create()
-            records.note_restoring(state.study, restoring=True)
+            marks.note_restoring(state.study, restoring=True)
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))
     if state.exists:
-        records.note_restoring(state.study, restoring=False)
+        marks.note_restoring(state.study, restoring=False)
     return len(found)
 
 

@@ -26,31 +26,38 @@ REMEDIES = {
 }
 # Free space below which a failure may be due to the disk.
 LEAST_FREE_BYTES = 1 << 20
+# A larger file was not written by autotune: results hold some hundred kilobytes.
+LARGEST_WRITTEN_BYTES = 64 << 20
 QUOTA = os.strerror(errno.EDQUOT).lower()
 
 
-def write_text(path: Path, text: str, *, sync: bool = True, private: bool = False) -> None:
+def write_text(path: Path, text: str, *, sync: bool = True, private: bool = False, named: bool = False) -> None:
     """Writes a text in UTF-8, atomically; see `write_bytes`."""
-    write_bytes(path, text.encode(), sync=sync, private=private)
+    write_bytes(path, text.encode(), sync=sync, private=private, named=named)
 
 
-def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = False) -> None:
+def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = False, named: bool = False) -> None:
     """Writes a file atomically, by renaming a draft: a reader sees the old content or the new, whole.
 
     Args:
-        path: The file; its folder is made. A link is followed; a device or a pipe is written to directly.
+        path: The file; its folder is made. A link to a file beside it is followed; one that leads elsewhere is replaced,
+            since a study's folder may be somebody else's.
         data: Content.
         sync: Wait until the content is on disk, so that it outlives a crash of the machine.
         private: Only this user may read it.
+        named: The user named this very file: any link is followed, a device or a pipe is written to directly.
 
     Raises:
-        OSError: The disk refused it. The error names the file, and no draft is left.
+        OSError: The disk refused it, or it is no regular file. The error names the file, and no draft is left.
     """
     with naming(path):
         if path.exists() and not path.is_file():
+            if not (named or path.is_dir()):
+                raise OSError(errno.EEXIST, "Is a pipe, a socket or a device; remove it", str(path))
             path.write_bytes(data)
             return
         goal = path.resolve() if path.is_symlink() else path
+        goal = goal if named or goal.parent == path.parent.resolve() else path
         goal.parent.mkdir(parents=True, exist_ok=True)
         draft = goal.with_name(f".{goal.name[:200]}.{os.getpid()}")
         try:
@@ -155,6 +162,20 @@ def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
             return file.read(most)
     except OSError:
         return None
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the content of a file that a program wrote, without waiting for a pipe.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no regular file, cannot be read, or is larger than any that autotune writes.
+    """
+    if (found := tail(path, LARGEST_WRITTEN_BYTES, whole=True)) is not None:
+        return found
+    if not os.path.lexists(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    raise ValueError(f"{path} is no regular file of at most {format_bytes(LARGEST_WRITTEN_BYTES)} that can be read")
 
 
 def last_line(path: Path) -> str:

@@ -81,9 +81,9 @@ def read_record(path: Path, kind: type[T]) -> T:
 
     Raises:
         FileNotFoundError: There is no such file.
-        pydantic.ValidationError: It holds something else.
+        ValueError: It holds something else.
     """
-    found: T = _adapter(kind).validate_json(path.read_bytes())
+    found: T = _adapter(kind).validate_json(files.read_regular(path))
     return found
 
 

@@ -167,6 +167,10 @@ def test_a_host_that_was_never_reached_refuses_and_one_that_is_lost_does_not(tmp
     hosts._running["job"] = spool, [connection]  # type: ignore[list-item]
     connection.returncode = 255
     assert hosts.standing("job").status is Status.REFUSED
+    for said in ("Connection to 10.0.0.1 closed by remote host.", "Timeout, server a not responding."):
+        (tmp_path / "ssh-0.log").write_text(f"{said}\n")
+        assert hosts.standing("job").status is Status.TAKEN, said  # it was there before an agent could say so
+    (tmp_path / "ssh-0.log").unlink()
     connection.returncode = None
     write_record(spool.node(0), {"host": "a"})
     assert hosts.standing("job").status is Status.RUNNING

@@ -1,14 +1,23 @@
 """Commands on a damaged database: one sentence; a row that cannot be read is left out and named."""
 
+import contextlib
+import itertools
 import json
+import os
+import shutil
 import sqlite3
 
 import pytest
-from support.instant import Instant, recorded
+from support.dashboard import ask, overlay_of
+from support.instant import Instant, answered, recorded
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.errors import UserError
+from autotune.report.dashboard.server import Application
+from autotune.study.storage import records
+from autotune.study.storage.history import History
+from autotune.system import files
 
 COMMANDS = (
     ["status", "s", "--once"],
@@ -78,3 +87,105 @@ def assert_refused(command, words):
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, UserError), (command, done.exception)
     assert words in str(done.exception)
+
+
+# A hundred damaged states: every file of the folder, and every column of the database, garbled in turn.
+
+READS = (
+    ["status", "s", "--once"], ["report", "s"], ["export", "s"], ["explain", "s"], ["history"], ["ls", "studies"],
+    ["schedule", "ls"],
+)  # fmt: skip
+GARBLED = {
+    "empty": b"",
+    "cut": None,
+    "no text": b"\xff\xfe\x00\x80" * 64,
+    "another kind": b"[1, {}]\n",
+    "nested": b"[" * 99_999,
+}
+VALUES = ("{", "", -1, "x" * 10_000)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder above a finished study's, with schedule, decision and recommendation."""
+    root = tmp_path_factory.mktemp("whole")
+    answered(root / "studies", trials=4, finalists=0)
+    history = History(records.open_storage(records.default_url(root / "studies")).engine)
+    history.add_schedule(study="s", every_s=86400.0, cron=None, on_change=False, next_run_at=0.0)
+    history.decide("s", history.begin("s", "due"), verdict="unchanged", ended_at=1.0)
+    history.engine.dispose()
+    with sqlite3.connect(root / "studies" / "autotune.db") as connection:
+        connection.execute("pragma wal_checkpoint(truncate)")
+    return root
+
+
+def damaged_files(root):
+    """Damages each file of a study in each way; yields what was done, and undoes it."""
+    for path in sorted(
+        each for each in (root / "studies").rglob("*") if each.is_file() and "autotune.db" not in each.name
+    ):
+        content = path.read_bytes()
+        for how, text in GARBLED.items():
+            path.write_bytes(content[: len(content) // 2] if text is None else text)
+            yield f"{path.relative_to(root)}: {how}"
+            path.write_bytes(content)
+
+
+def damaged_rows(root):
+    """Puts each value into each column of the database; yields what was done, and undoes it."""
+    database = root / "studies" / "autotune.db"
+    content = database.read_bytes()
+    with sqlite3.connect(database) as connection:
+        tables = [name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")]
+        columns = [(table, row[1]) for table in tables for row in connection.execute(f"pragma table_info('{table}')")]
+    for n, (table, column) in enumerate(columns):
+        value, copy, changed = VALUES[n % len(VALUES)], database.with_name("copy.db"), 0
+        copy.write_bytes(content)
+        with contextlib.closing(sqlite3.connect(copy)) as connection, contextlib.suppress(sqlite3.IntegrityError):
+            changed = connection.execute(f'update "{table}" set "{column}" = ?', (value,)).rowcount
+            connection.commit()
+        for path in database.parent.glob("autotune.db-*"):
+            path.unlink()
+        os.replace(copy, database)  # another inode: commands before may have the old one open
+        if changed:
+            yield f"{table}.{column} = {value!r:.20}"
+
+
+def tracebacks(root, states, commands=READS):
+    """What was tried, and which commands ended in something else than an answer or a sentence."""
+    n, found = 0, []
+    for state in states:
+        n += 1
+        for command in commands:
+            done = CliRunner().invoke(app, command)
+            in_words = isinstance(done.exception, OSError) and files.words(done.exception)
+            if not (in_words or isinstance(done.exception, UserError | SystemExit | None)):
+                found.append((state, command, repr(done.exception)[:200]))
+        try:
+            got = ask(Application(overlay_of(root / "studies"), "127.0.0.1", None), "/api/studies/1")
+            if got.status >= 500 and b"reason" not in got.body:
+                found.append((state, "dashboard", got.status))
+        except UserError:
+            pass
+        except Exception as error:
+            found.append((state, "dashboard", repr(error)[:200]))
+    return n, found
+
+
+@pytest.mark.system
+def test_no_file_or_row_that_is_damaged_ends_in_a_traceback(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    n_files, by_files = tracebacks(tmp_path / "here", damaged_files(tmp_path / "here"))
+    n_rows, by_rows = tracebacks(tmp_path / "here", damaged_rows(tmp_path / "here"))
+    assert [*by_files, *by_rows] == [] and n_files + n_rows >= 100
+
+
+def test_some_damaged_files_and_rows_end_in_no_traceback(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    some = itertools.chain(
+        itertools.islice(damaged_files(tmp_path / "here"), 3, None, 31),
+        itertools.islice(damaged_rows(tmp_path / "here"), 4, None, 31),
+    )
+    assert tracebacks(tmp_path / "here", some, READS[:1])[1] == []

@@ -209,6 +209,7 @@ def test_no_text_installs_a_package_of_strangers():
         "atheris",
         "pip-audit",
         "kubernetes",
+        own["name"],
     }
     files = [*PAGES, ROOT / "Makefile", ROOT / "CHANGELOG.md", *(ROOT / "autotune").rglob("*.py")]
     files += [path for folder in ("tests", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py")]

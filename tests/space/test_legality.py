@@ -107,7 +107,8 @@ ILLEGAL = [
     ({"precision": "bf16"}, Setting(base=tuple(ACCUMULATED.items())), "stage 0"),
     ({WIRE: "bf16"}, Setting(world_size=1), "one rank"),
     ({"zero_stage": 3}, ONE_GPU, "stage 3: one rank has nothing to share out"),
-    ({"zero_stage": 1, f"{ZERO}overlap_comm": True}, ONE_GPU, "one rank sends no messages"),
+    ({"zero_stage": 1}, ONE_GPU, "stage 1: one rank has no states to share out"),
+    ({"zero_stage": 1, "precision": "bf16", f"{ZERO}overlap_comm": True}, ONE_GPU, "one rank sends no messages"),
     *(
         (
             values,

@@ -56,10 +56,11 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
 
 
 def test_two_threads_never_measure_the_baseline_of_one_place_at_once(tmp_path):
-    held, inside, ticks, most = StudyLeases(records.open_storage(records.default_url(tmp_path)), "s"), [], [], []
+    turns = placement.Turns(StudyLeases(records.open_storage(records.default_url(tmp_path)), "s"))
+    inside, ticks, most = [], [], []
 
     def measure() -> None:
-        with held.alone_with("place x", lambda: ticks.append(1)):
+        with turns.at("x", lambda: ticks.append(1)):
             inside.append(1)
             most.append(len(inside))
             time.sleep(0.3)

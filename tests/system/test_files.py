@@ -103,12 +103,29 @@ def test_behind_a_link_its_goal_is_written_and_a_pipe_is_written_to(tmp_path):
     files.write_text(link, "new")
     assert link.is_symlink() and goal.read_text() == "new"
     read, write = os.pipe()
-    files.write_text(Path(f"/proc/self/fd/{write}"), "through a pipe")
+    files.write_text(Path(f"/proc/self/fd/{write}"), "through a pipe", named=True)
     os.close(write)
     assert os.read(read, 100) == b"through a pipe"
     os.close(read)
-    files.write_text(Path(os.devnull), "gone")
+    files.write_text(Path(os.devnull), "gone", named=True)
     assert Path(os.devnull).is_char_device()
+
+
+def test_a_link_that_leads_out_of_its_folder_is_replaced_unless_the_user_named_it(tmp_path):
+    goal, folder = tmp_path / "precious", tmp_path / "study"
+    goal.write_text("old")
+    folder.mkdir()
+    (folder / "link").symlink_to(goal)
+    files.write_text(folder / "link", "new")
+    assert goal.read_text() == "old" and (folder / "link").read_text() == "new" and not (folder / "link").is_symlink()
+    (folder / "named").symlink_to(goal)
+    files.write_text(folder / "named", "mine", named=True)
+    assert goal.read_text() == "mine" and (folder / "named").is_symlink()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(OSError, match="remove it"):
+        files.write_text(folder / "pipe", "x")
+    with pytest.raises(ValueError, match="no regular file"):
+        files.read_regular(folder / "pipe")
 
 
 def test_drafts_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path):

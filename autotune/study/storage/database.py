@@ -112,7 +112,7 @@ class Storage(RDBStorage):
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return UNREADABLE
 
 

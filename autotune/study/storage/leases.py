@@ -34,7 +34,6 @@ STALE_LOOKS = 12  # looks without a beat after which an owner counts as dead: a 
 # The coordinator that decides holds a transaction open; one that vanished must not hold it for ever.
 LONGEST_TURN_S = 120
 LEAD = "lead"
-WAIT_S = 0.2  # interval at which a right that another thread or coordinator holds is tried again
 TOLD_BY_ATTR = "told_by"
 SYSTEM_PREFIX = "autotune:"  # attributes for programs, which dashboards do not list
 ROWS = tables.LEASE.c
@@ -180,7 +179,6 @@ class StudyLeases(Leases):
         self.storage, self.study_name, self.alone = storage, study_name, storage.is_sqlite
         self._turn: Connection | None = None
         self._beats = False
-        self._guard, self._mutexes = threading.Lock(), dict[str, threading.Lock]()
         storage.patiently(lambda: tables.migrate(storage.engine))
 
     def held(self) -> list[Lease]:
@@ -251,26 +249,6 @@ class StudyLeases(Leases):
             finally:
                 with contextlib.suppress(SQLAlchemyError):
                     self.give_back(LEAD)
-
-    @contextlib.contextmanager
-    def alone_with(self, name: str, tick: Callable[[], None]) -> Iterator[None]:
-        """Wait until no other thread or coordinator holds a right, and hold it during the block; `tick` meanwhile."""
-        with self._guard:
-            mutex = self._mutexes.setdefault(name, threading.Lock())
-        while not mutex.acquire(timeout=WAIT_S):
-            tick()
-        try:
-            while not (self.alone or self.storage.patiently(lambda: self.acquire(name))):
-                tick()
-                time.sleep(WAIT_S)
-            try:
-                yield
-            finally:
-                if not self.alone:
-                    with contextlib.suppress(SQLAlchemyError):
-                        self.give_back(name)
-        finally:
-            mutex.release()
 
     def _lead(self) -> Lease | None:
         return next((lease for lease in self.held() if lease.name == LEAD), None)

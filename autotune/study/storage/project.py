@@ -27,7 +27,7 @@ def key_of(studies: Path) -> str:
 def kept_key(studies: Path) -> str:
     """The key that a folder of studies keeps; empty without one that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        return uuid.UUID((studies / FILE).read_text().strip()).hex
+        return uuid.UUID(files.read_regular(studies / FILE).decode().strip()).hex
     return ""
 
 

@@ -17,7 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
@@ -57,7 +57,6 @@ SETTINGS = (
 WATCHED = ("time_budget_s",)
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
-RESTORING_ATTR = "autotune:restoring"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
@@ -85,7 +84,7 @@ def load_study(storage: Storage, name: str) -> Study:
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise StoreError(f"no study {name!r} in {storage.shown}. {known}") from None
+        raise StoreError(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
@@ -163,7 +162,7 @@ class SearchRecord:
     """
 
     space: dict[str, Any]
-    samples_per_rank: int | None
+    samples_per_rank: float | None
     setting: Setting
     memory_limit_bytes: float | None
     bounds: list[tuple[str, Literal["min", "max"], float]]
@@ -244,16 +243,6 @@ def kept_in(folder: Path) -> StudyRecord | None:
     return _read(folder / RECORD_FILE, StudyRecord)
 
 
-def note_restoring(study: Study, *, restoring: bool) -> None:
-    """Store whether results of the study's folder are still to be told to a new database."""
-    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
-
-
-def is_restoring(study: Study) -> bool:
-    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
-    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))
-
-
 def note_end(study: Study, why: str) -> None:
     """Store why a study ended before its budget of trials; an empty text if it did not."""
     if study.user_attrs.get(ENDED_ATTR, "") != why:
@@ -298,7 +287,7 @@ def _is_readable(told: FrozenTrial) -> bool:
         data = told_data(told)
         told_candidate(told)
         return data.keys() >= TOLD_FIELDS and data["outcome"] in set(Outcome)
-    except (ValueError, TypeError, KeyError, AttributeError, UserError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
         return False
 
 

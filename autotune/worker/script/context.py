@@ -21,7 +21,6 @@ from autotune.worker.script import ds_config, execute
 
 if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
-    from autotune.worker.script.loaders import Loaders
 
 INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -66,7 +65,7 @@ class ScriptContext:
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
-        self.loaders: Loaders | None = None
+        self.loaders: Any = None
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""

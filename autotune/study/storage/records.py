@@ -120,11 +120,6 @@ def note_settings(study: Study, spec: StudySpec) -> None:
         storage_of(study).set_study_system_attr(study_id(study), SETTINGS_ATTR, stated)
 
 
-def settings(study: Study) -> dict[str, Any]:
-    """Settings of the run that leads a study, by field of `StudySpec`."""
-    return {name: value for name, value in stated_settings(study).items() if name in SETTINGS}
-
-
 def stated_settings(study: Study) -> dict[str, Any]:
     """What the run's spec states, as `note_settings` stored it; empty if it did not."""
     found: dict[str, Any] = storage_of(study).get_study_system_attrs(study_id(study)).get(SETTINGS_ATTR, {})

@@ -85,6 +85,7 @@ def _of_device(result: TrialResult) -> dict[str, Any]:
         "device_load": result.device_load,
         "samples_per_step": result.samples_per_step,
         "tf32": result.observed.tf32 if result.observed else None,
+        "padding": result.padding,
     }
 
 
@@ -97,6 +98,8 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         "device_name": environment.device_name,
     }
     own = Candidate.of(candidate)
+    if (data := workload.data) is not None:
+        found |= {"lengths": data.table, "loader": data.loader, "data_cannot": data.cannot}
     if profile is not None and not profile.guessed:
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}

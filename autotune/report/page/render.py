@@ -19,7 +19,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from autotune._version import __version__
-from autotune.report import figures, fronts, series
+from autotune.report import figures, fronts, samples, series
 from autotune.report.data import StudyReport
 from autotune.report.page import content
 from autotune.system import files
@@ -28,7 +28,7 @@ from autotune.system import files
 PLOTLY = "assets/plotly-basic.min.js"
 # Code up to this length is kept on one line; words longer than that break at their joints.
 SHORT_CODE, LONG_WORD = 34, 12
-# Parts of the figures that take so many characters and occur several times are written into the page once.
+# Parts of the figures of this length or more that occur several times are written into the page once.
 SHARED_CHARS = 60
 
 
@@ -79,6 +79,11 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
     )
 
 
+def studies(answers: list[dict[str, Any]]) -> str:
+    """The dashboard's first page: the studies with their answers."""
+    return _environment().get_template("studies.html").render(answers=answers, style=Markup(_asset("page.css")))
+
+
 def fragment(template: str, macro: str, found: Mapping[str, Any]) -> str:
     """A part of a page, by a macro of a template."""
     return str(getattr(_environment().get_template(template).module, macro)(found))
@@ -112,6 +117,7 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
             for trial in content.gated(report)
             for kind in ("loss", "difference")
         },
+        "lengths-plot": {"": figures.lengths(report)} if samples.varies(report) else {},
         "forecast-plot": {name: figures.forecasts(report, name) for name in series.forecasts(report)},
     }
 

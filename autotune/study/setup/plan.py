@@ -194,7 +194,10 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
         space = space.pinned(frozen_knobs(spec, workload, baseline))
     if spec.global_batch == "keep":
         space = space.keeping(
-            baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size
+            baseline.global_batch_size(setting.world_size),
+            setting.world_size,
+            baseline.micro_batch_size,
+            baseline.ranks_per_replica,
         )
         if wanted:  # the accumulation cannot make up for every degree
             setting = replace(setting, global_batch=(baseline.global_batch_size(setting.world_size),) * 2)
@@ -212,8 +215,8 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
     }
     if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and emulates_bf16():
         notes.append(
-            f"this processor has no fast bf16, so {' and '.join(sorted(sixteen))} is emulated and slow: what is forecast over"
-            " 3x behind is tried at most once"
+            f"this processor has no fast bf16, so {' and '.join(sorted(sixteen))} is emulated and slow: what is predicted to be over"
+            " 3x slower is tried at most once"
         )
     if executor.cold_reason:
         notes.append(executor.cold_reason)

@@ -163,6 +163,12 @@ def driver_overhead(found: Results) -> Rows:
     return [(f"{what}: {', '.join(f'`{name}`' for name in names)}", values)]
 
 
+def terminal(found: Results) -> Rows:
+    what = "processor time of `autotune --help`; of the help of a command, median and slowest; first word of `autotune run`"
+    value = f"{found['help_cpu_s']:.2f} s; {found['command_help_cpu_s']:.2f} and {found['slowest_command_help_cpu_s']:.2f} s"
+    return [(what, f"{value}; after {found['first_word_s']:.1f} s ({found['first_word_least_s']:.1f} at best)")]
+
+
 def script_startup(found: Results) -> Rows:
     seconds = [row["beyond_steps_s"] for row in found["trials"]]
     what = "a warm trial of a training script, beyond its own steps (ZeRO 0 to 3)"
@@ -192,6 +198,41 @@ def bottleneck(found: Results) -> Rows:
     what = f"six bottlenecks planted in real trials, and a trial without one, named right in {found['rounds']} rounds"
     right = found["right"]
     return [(f"{what}: without a trace, with one", f"{right['verdicts']}, {right['traced_verdicts']}")]
+
+
+def data_replayed(found: Results) -> Rows:
+    kinds = found["by_kind"].values()
+    late, before = (sum(kind[name] for kind in kinds) for name in ("late_oom", "late_oom_without_tail"))
+    what = f"micro-batches recommended on {found['corpora']} synthetic corpora, over {found['steps']:,} steps each: out of memory"
+    off = [abs(row["claim_over_rate"] - 1) for row in found["rows"]]
+    own = [abs(row["own_steps_over_rate"] - 1) for row in found["rows"]]
+    rate = "their claimed rate against 2,000 steps: within 5 %; worst error; the same from a trial's own steps alone"
+    within = [sum(each <= 0.05 for each in errors) for errors in (off, own)]
+    return [
+        (
+            f"{what} later; without the worst batch; error of the tail's peak",
+            f"{late}; {before}; {percent(max(kind['worst_tail_error'] for kind in kinds))}",
+        ),
+        (rate, f"{within[0]} of {len(off)}, {percent(max(off))}; {within[1]} of {len(own)}, {percent(max(own))}"),
+    ]
+
+
+def data_packing(found: Results) -> Rows:
+    factor, low, high = found["gains"]["samples_per_s"]
+    gate = "passed" if (found["gate"] or {}).get("passed") else "not passed"
+    what = "a study of an instruction-like corpus: useful tokens/s of what is recommended over the baseline's; the gate on equal samples"
+    return [(what, f"{factor:.2f}x ({low:.2f} to {high:.2f}); {gate}")]
+
+
+def data_loader(found: Results) -> Rows:
+    factor, low, high = found["gain"]
+    what = "a planted loader of 20 ms a sample: what `diagnose` says of the baseline; trials of the study; throughput of its answer"
+    return [
+        (
+            what,
+            f"{found['bound_by']}, {percent(found['waiting'])} of a step; {found['trials']}; {factor:.2f}x ({low:.2f} to {high:.2f})",
+        )
+    ]
 
 
 def inert(found: Results) -> Rows:
@@ -292,6 +333,25 @@ def estimates(found: Results) -> Rows:
     return rows
 
 
+def degrees(found: Results) -> Rows:
+    families = found["families"]
+    gaps = [row["largest_loss_gap"] for row in families.values() if row["largest_loss_gap"] is not None]
+    what = f"degrees that `check` calls legal, {found['ranks']} gloo ranks, ZeRO 0 to 3, tiny models ({', '.join(families)})"
+    crashed = sum(len(row["crashed"]) for row in families.values())
+    legal = sum(row["legal"] for row in families.values())
+    return [
+        (f"{what}: crashes; largest difference of a loss to the whole model's in {found['steps']} steps",
+         f"{crashed} of {legal}; {max(gaps):.1e}"),
+    ]  # fmt: skip
+
+
+def degrees_search(found: Results) -> Rows:
+    ends = found["found"]
+    what = f"trials until the best of {found['configurations']} configurations of degrees, stages and micro-batches was tried"
+    said = "; ".join(f"{kind} {row['median']:g} and {row['worst']}" for kind, row in ends.items())
+    return [(f"{what}: median and worst study", said)]
+
+
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -303,8 +363,12 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
+    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
+    "degrees": ("python benchmarks/degrees.py", degrees),
+    "degrees-search": ("python benchmarks/degrees.py --search", degrees_search),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
+    "terminal": ("python benchmarks/overhead.py terminal", terminal),
     "script_startup": ("python benchmarks/overhead.py scripts", script_startup),
     "gate": ("python benchmarks/gate.py", gate),
     "time_to_target": ("python benchmarks/time_to_target.py", time_to_target),
@@ -312,11 +376,14 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "inert": ("python benchmarks/inert.py", inert),
     "claims": ("python benchmarks/claims.py", claims),
     "bottleneck": ("python benchmarks/planted.py", bottleneck),
+    "data_replayed": ("python benchmarks/data.py replayed", data_replayed),
+    "data_packing": ("python benchmarks/data.py packing", data_packing),
+    "data_loader": ("python benchmarks/data.py loader", data_loader),
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
     "estimates": ("python benchmarks/estimates.py", estimates),
-    "stopping": ("python benchmarks/search_simulated.py --stopping --seeds 5", stopping),
+    "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "project": ("python benchmarks/project.py", project),
@@ -377,6 +444,69 @@ def samplers(found: Results) -> str:
             shown = [f"`{kind}` {row[n]['hypervolume']:.2f}" for kind, row in kinds.items() if n in row]
             lines += [f"| {table} | {n} | {', '.join(shown)} |"] if shown else []
     return "\n".join([*lines, "", f"Medians of {found['seeds']} studies. {measured_on(found)}"])
+
+
+def _peer_aim(found: Results, name: str) -> tuple[str, bool]:
+    if "seconds_of_deepspeed_over_own" not in found.get(name, {}):
+        return "not measured", False
+    sooner, faster = found[name]["seconds_of_deepspeed_over_own"], found[name]["throughput_over_deepspeed"]
+    return f"{sooner:.1f}x sooner, {faster:.2f}x the throughput", sooner >= 10 and faster >= 1
+
+
+def _ratio_aim(found: Results, most: float) -> tuple[str, bool]:
+    off = [abs(row["ratio"] - 1) for row in found.values() if isinstance(row, Mapping) and "ratio" in row]
+    return f"{percent(statistics.median(off))} off in the median, {percent(max(off))} at worst", statistics.median(
+        off
+    ) <= most
+
+
+def _search_aim(found: Results) -> tuple[str, bool]:
+    aims = {"10": 0.92, "20": 0.96, "30": 0.98}
+    reached = {table: [kinds["physics"][n]["hypervolume"] for n in aims] for table, kinds in found["tables"].items()}
+    said = "; ".join(f"{table} {' / '.join(f'{share:.2f}' for share in shares)}" for table, shares in reached.items())
+    return said, all(
+        share >= aim for shares in reached.values() for share, aim in zip(shares, aims.values(), strict=True)
+    )
+
+
+def _stopping_aim(found: Results) -> tuple[str, bool]:
+    ended, n = found["overall"]["ended"], found["overall"]["studies"]
+    share = ended["studies"] / n
+    said = f"{percent(share)} ended; of those {percent(ended['within_1_percent'])} within 1 %"
+    return said, share >= 0.8 and ended["within_1_percent"] >= 0.9
+
+
+def _gate_aim(found: Results) -> tuple[str, bool]:
+    faults, clean = found["faults"], found["clean"]
+    return gate(found)[0][1], faults["refused"] == faults["of"] and not clean["refused"]
+
+
+def _chaos_aim(found: Results) -> tuple[str, bool]:
+    return f"{found['invariants_broken']} of {found['struck']} kills", not found["invariants_broken"]
+
+
+# What was aimed at before it was measured: in words, the results, and what they say.
+AIMS: list[tuple[str, str, Callable[[Results], tuple[str, bool]]]] = [
+    ("an answer as fast as DeepSpeed's autotuner's, 10 times sooner, its space", "peers", lambda found: _peer_aim(found, "autotune")),
+    ("the same in four trials", "peers", lambda found: _peer_aim(found, "autotune-quick")),
+    ("the same on a script whose steps take milliseconds", "peers-training_data", lambda found: _peer_aim(found, "autotune-quick")),
+    ("the exported JSON under plain torchrun takes the time that was claimed, within 3 %", "claim", lambda found: _ratio_aim(found, 0.03)),
+    ("a script's steps take as long in a trial as alone, within 2 %", "hook_overhead", lambda found: _ratio_aim(found, 0.02)),
+    ("share of the front found after 10 / 20 / 30 trials: 0.92 / 0.96 / 0.98", "search", _search_aim),
+    ("the quality gate refuses every injected fault, and no clean pair", "gate", _gate_aim),
+    ("whatever is killed, no trial is lost or told twice", "chaos", _chaos_aim),
+    ("80 % of the studies end by themselves, 90 % of those within 1 % of the best", "stopping", _stopping_aim),
+]  # fmt: skip
+
+
+def aims(results: Path) -> str:
+    """Returns the table of what was aimed at beside what was reached."""
+    lines = ["| aim | reached | |", "| --- | --- | --- |"]
+    for what, name, said in AIMS:
+        if (file := results / f"{name}.json").exists():
+            reached, good = said(json.loads(file.read_text()))
+            lines.append(f"| {what} | {reached} | {'yes' if good else '**missed**'} |")
+    return "\n".join(lines)
 
 
 def measured_on(found: Results) -> str:
@@ -453,6 +583,8 @@ def page(path: Path, results: Path = RESULTS) -> str:
     text = path.read_text()
     if path == FIGURES:
         return filled(text, "figures", figures(results))
+    if path == COMPARISON:
+        text = filled(text, "aims", aims(results))
     for name, (table, command) in TABLES[path].items():
         file = results / f"{name}.json"
         not_yet = f"Not measured yet: `{command}` has not run on an idle machine."

@@ -5,6 +5,7 @@ Each case writes `results/NAME.json`:
     startup    a warm 2-rank ZeRO-1 trial without its steps, against torchrun of the same trial, interleaved
     scripts    a warm trial of a training script beyond its own steps, and what a study of one costs once (goal: < 3 s)
     executors  what local, Slurm, Ray and ssh cost a 2-rank trial on the loopback of one machine, interleaved
+    terminal   processor time of `autotune --help` and of the help of each command, and when `autotune run` first shows something
     driver     driver CPU time per trial (propose, write, read, tell, print) in a study whose trials take no time
 """
 
@@ -13,7 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
+import pty
+import resource
+import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +32,7 @@ from typing import Any
 from common import ROOT, complete, engine, plain_trial, request_of, write
 from rich.console import Console
 
+from autotune.cli.app import COMMANDS
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, settings_for
 from autotune.executors.local import LocalExecutor
@@ -199,11 +207,55 @@ def driver(folder: Path, rounds: int, samplers: Sequence[str] = tuple(SAMPLERS))
     return {"n_trials": rounds, "seconds_per_trial": {sampler: per_trial(sampler) for sampler in samplers}}
 
 
+def terminal(folder: Path, rounds: int) -> Figures:
+    """Medians; the first word of `run` is wall time, read from a terminal, the least of all rounds on a busy machine."""
+    shutil.copyfile(SMALL, folder / "model.py")
+    each = {
+        path: statistics.median(_processor_s([*path.split(), "--help"], folder) for _ in range(rounds))
+        for path in ("", *COMMANDS)
+    }
+    help_s = each.pop("")
+    slowest = max(each, key=lambda path: each[path])
+    first = [_first_word_s(["run", "model.py"], folder) for _ in range(rounds)]
+    return {
+        "rounds": rounds, "help_cpu_s": help_s, "command_help_cpu_s": statistics.median(each.values()),
+        "slowest_command": slowest, "slowest_command_help_cpu_s": each[slowest],
+        "first_word_s": statistics.median(first), "first_word_least_s": min(first),
+    }  # fmt: skip
+
+
+def _processor_s(arguments: Sequence[str], folder: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "autotune", *arguments], cwd=folder, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _first_word_s(arguments: Sequence[str], folder: Path) -> float:
+    """Wall time until a command shows something in a terminal; it is stopped then."""
+    began_s, (driver, terminal) = time.monotonic(), pty.openpty()
+    command = [sys.executable, "-m", "autotune", *arguments]
+    with subprocess.Popen(
+        command, cwd=folder, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        while not os.read(driver, 4096).strip():
+            pass
+        shown_s = time.monotonic() - began_s
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while os.read(driver, 4096):  # a command that cannot write would not end
+                pass
+    os.close(driver)
+    return shown_s
+
+
 # The case, its rounds by default (for `driver`: trials), and the name of its results.
 CASES: dict[str, tuple[Callable[[Path, int], Figures], int, str]] = {
     "startup": (startup, 5, "startup"),
     "scripts": (scripts, 5, "script_startup"),
     "executors": (executors, 5, "executor_overhead"),
+    "terminal": (terminal, 5, "terminal"),
     "driver": (driver, 200, "driver_overhead"),
 }
 

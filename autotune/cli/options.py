@@ -41,7 +41,7 @@ Storage = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 HELP_COLUMNS = 100
-FEW_OPTIONS = 8  # so few are listed without groups
+FEW_OPTIONS = 8  # up to this number they are listed without groups
 # The settings that the parameter `settings` of a function stands for, with help texts that replace the table's.
 _settings_of: dict[Function, dict[str, str]] = {}
 

@@ -23,6 +23,8 @@ SPREADS = {
     "bookkeeping": 0.5,
     "input": 0.3,
 }
+# The same of what Python does for each operation and parameter, where these were not counted.
+UNCOUNTED_SPREAD = 1.5
 # An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the
 # 16-bit copy.
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
@@ -115,6 +117,13 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "bookkeeping": bookkeeping,
         "input": K * b * profile.input_s_per_sample,
     }
+
+
+def spreads(profile: Profile) -> dict[str, float]:
+    """The standard deviation of the logarithm of each term, before anything was measured."""
+    if profile.passes:
+        return SPREADS
+    return SPREADS | dict.fromkeys(("launches", "bookkeeping"), UNCOUNTED_SPREAD)
 
 
 def _within_a_step(machine: Machine) -> Machine:

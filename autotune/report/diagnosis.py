@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autotune.forecast.knobs import Knobs
-from autotune.forecast.step_time import step_time_terms
+from autotune.forecast.degrees import cost_terms
 from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
 from autotune.report.series import level_text
 from autotune.scoring.bottleneck import diagnose
@@ -86,6 +85,7 @@ def _of_device(result: TrialResult) -> dict[str, Any]:
         "device_load": result.device_load,
         "samples_per_step": result.samples_per_step,
         "tf32": result.observed.tf32 if result.observed else None,
+        "padding": result.padding,
     }
 
 
@@ -98,6 +98,8 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         "device_name": environment.device_name,
     }
     own = Candidate.of(candidate)
+    if (data := workload.data) is not None:
+        found |= {"lengths": data.table, "loader": data.loader, "data_cannot": data.cannot}
     if profile is not None and not profile.guessed:
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}
@@ -107,7 +109,7 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         return found
     found["peak_flops"] = reached.get(own.precision, reached["fp32"])
     if profile is not None and profile.passes:
-        terms = step_time_terms(Knobs.of([replace(own, checkpoint_every=0)]), profile, machine)
+        _, terms = cost_terms([replace(own, checkpoint_every=0)], profile, machine)
         parts = {"products": "compute", "traffic": "traffic", "launches": "launches"}
         found["expected_s"] = {name: float(terms[term][0]) for name, term in parts.items()}
     return found

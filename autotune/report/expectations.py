@@ -90,7 +90,7 @@ class Expectations:
         if value is not None:
             values[name] = value
         if self._space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
-            values["gradient_accumulation_steps"] = max(1, self._space.samples_per_rank // value)
+            values["gradient_accumulation_steps"] = max(1, int(self._space.samples_per_rank) // value)
         changed = Candidate.of(values)
         return self._space.candidate(self._space.values_of(changed), changed)
 

@@ -185,6 +185,16 @@ def step_traces(report: StudyReport, curve: series.StepCurve, color: str) -> lis
     ]
 
 
+def lengths(report: StudyReport) -> Figure:
+    """The share of the data set's samples by length."""
+    shares = (report.workload.get("data") or {}).get("lengths") or {}
+    edges = sorted(map(int, shares))
+    bar: Trace = {"type": "bar", "name": "samples", "x": [f"to {each:,}" for each in edges]}
+    bar |= {"y": [rounded(100 * shares[str(each)]) for each in edges], "marker": {"color": BLUE}}
+    bar["hovertemplate"] = "%{y:.3g} %<extra></extra>"
+    return figure([bar], axis("length of a sample") | {"type": "category"}, axis("share of the samples (%)"))
+
+
 def forecasts(report: StudyReport, metric: str) -> Figure:
     """Measured against forecast with 90 % intervals; on the dashed line the forecast was right."""
     points = series.forecasts(report).get(metric, [])

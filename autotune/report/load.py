@@ -28,7 +28,7 @@ from autotune.trial.workload import TRAINER
 
 # What a trial's row takes from its stored result, and what results of earlier releases do not hold.
 TOLD = ("reason", "phase", "censored", "feasible", "wall_s", "caveats")
-TOLD_SINCE = ("phase_times_s", "forecast")
+TOLD_SINCE = ("phase_times_s", "forecast", "tail", "padding")
 # Where it ran, which its file alone tells.
 WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.scoring.data_advice import BY_TOKENS, data_notes
 from autotune.scoring.effects import Effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import differing
@@ -35,7 +36,7 @@ AT_A_PRICE = ("recomputation", "launch overhead")
 ADAM_BYTES = 28.0
 # Which knobs to look at for each bottleneck.
 KNOBS: dict[str, tuple[str, ...]] = {
-    "input pipeline": (),
+    "input pipeline": ("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
     "stragglers": (),
     "communication": (
         "gradient_accumulation_steps", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
@@ -57,7 +58,7 @@ UNTRACED = {
     "memory bandwidth": "takes a trace (--profile), or a profile of the model and the machine's rates",
 }
 OUTSIDE = {
-    "input pipeline": "No DeepSpeed knob helps: load in the background (DataLoader num_workers) or beforehand.",
+    "input pipeline": "No DeepSpeed knob helps: load in the background (`--space data` tunes the workers) or beforehand.",
     "stragglers": "No DeepSpeed knob helps: look at that rank's data, throttling, and other processes beside it.",
 }
 
@@ -86,7 +87,10 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
     if _no_room(worst, evidence, others, memory):
         bound = "memory capacity"
         notes.insert(0, f"{worst} takes the time, and what would avoid it does not fit the memory")
-    notes += [*_between_ranks(ranks), *_hidden(evidence), *_rates(evidence, ranks), *_device(evidence)]
+    waiting = next((part.share or 0.0 for part in parts if part.name == "input pipeline"), 0.0)
+    computing = sum(part.share or 0.0 for part in parts if part.name in BY_TOKENS)
+    notes += [*data_notes(evidence, waiting, computing), *_between_ranks(ranks), *_hidden(evidence)]
+    notes += [*_rates(evidence, ranks), *_device(evidence)]
     # Ranks meet before each collective of the measured step only; other steps do not pay for that.
     spent = total - min(phases.get("wait", 0.0) for phases in ranks.values())
     beside = evidence.beside_s or evidence.step_s

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.trial.lengths import Table
 from autotune.trial.result import DeviceLoad, Traced
 
 
@@ -58,6 +59,10 @@ class Evidence:
             (what other operations move) and `launches` (the fixed cost of each operation); empty where these are
             unknown.
         traced: What traced steps showed, by rank.
+        padding: Share of the tokens that are padding; None where samples are no sequences.
+        lengths: Lengths of the data set's samples; see `trial.lengths.table`.
+        loader: Arguments of the target's own loader.
+        data_cannot: Settings of the data that the target cannot follow, each with the reason.
     """
 
     seen: StepObservation
@@ -81,6 +86,10 @@ class Evidence:
     peak_flops: float | None = None
     expected_s: Mapping[str, float] = field(default_factory=dict)
     traced: Mapping[int, Traced] = field(default_factory=dict)
+    padding: float | None = None
+    lengths: Table = ()
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    data_cannot: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class SearchSpace:
     """
 
     parameters: tuple[Parameter, ...]
-    samples_per_rank: int | None = None
+    samples_per_rank: float | None = None
 
     @classmethod
     def parse(cls, data: Any, where: str) -> SearchSpace:
@@ -94,7 +94,9 @@ class SearchSpace:
         ]
         return SearchSpace(parameters=tuple(kept), samples_per_rank=self.samples_per_rank)
 
-    def keeping(self, global_batch: int, world_size: int, micro_batch_size: int | None = None) -> SearchSpace:
+    def keeping(
+        self, global_batch: int, world_size: int, micro_batch_size: int | None = None, shared: int = 1
+    ) -> SearchSpace:
         """The part of the space that trains on the same global batch.
 
         The accumulation is derived, `global_batch / (micro_batch_size * world_size)`, so it is no longer a parameter;
@@ -104,20 +106,21 @@ class SearchSpace:
             global_batch: Samples per optimizer step, over all ranks.
             world_size: Ranks.
             micro_batch_size: The baseline's, which always belongs to the space.
+            shared: The baseline's ranks that share a copy of the model, and its samples.
 
         Raises:
             SpaceError: The ranks do not divide the global batch, or no micro-batch does.
         """
-        if global_batch % world_size:
+        if global_batch * shared % world_size:
             raise SpaceError(
                 f"a global batch of {global_batch} does not divide by {world_size} ranks;"
                 " choose other --ranks, or let it vary with --global-batch free"
             )
-        samples = global_batch // world_size
-        most = math.prod(_largest(self, name) for name in DEGREES)
-        if micro_batch_size is not None and samples % micro_batch_size:
+        samples = global_batch / world_size
+        most = max(shared, math.prod(_largest(self, name) for name in DEGREES))
+        if micro_batch_size is not None and samples * shared % micro_batch_size:
             raise SpaceError(
-                f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples} samples of a rank"
+                f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples * shared:g} samples of a rank"
             )
         kept = []
         for parameter in self.parameters:
@@ -284,11 +287,11 @@ def _largest(space: SearchSpace, name: str) -> int:
     return max([value for value in values if isinstance(value, int)], default=1)
 
 
-def _accumulation(samples_per_rank: int, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:
+def _accumulation(samples_per_rank: float, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:
     """The accumulation that keeps the global batch: ranks that share a copy of the model share its samples."""
     degrees = (values.get(name) for name in DEGREES)
     per_replica = samples_per_rank * math.prod(max(1, n) for n in degrees if isinstance(n, int))
-    return max(1, per_replica // micro_batch_size)
+    return max(1, int(per_replica) // micro_batch_size)
 
 
 def _first(pair: tuple[str, Scalar]) -> str:
@@ -319,12 +322,14 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
     return walk(0, {}, {})
 
 
-def _dividing(micro_batch: Parameter, samples: int, most: int, always: int | None) -> Parameter:
+def _dividing(micro_batch: Parameter, samples: float, most: int, always: int | None) -> Parameter:
     """The micro-batches that divide the samples of a rank, or of as many as `most` ranks that share them."""
     divisors = {n for n in micro_batch.all_values() if isinstance(n, int) and samples * most % n == 0}
     divisors |= {always} if always is not None else set()
     if not divisors:
-        raise SpaceError(f"micro_batch_size: none of {micro_batch.describe()} divides the {samples} samples of a rank")
+        raise SpaceError(
+            f"micro_batch_size: none of {micro_batch.describe()} divides the {samples:g} samples of a rank"
+        )
     return Parameter(name=micro_batch.name, choices=tuple(sorted(divisors)), when=micro_batch.when)
 
 

@@ -151,7 +151,7 @@ class BaselineTrial:
             return
         baseline, world = plan.baseline, plan.setting.world_size
         batch = baseline.global_batch_size(world)
-        kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size)
+        kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size, baseline.ranks_per_replica)
         space = feasibility.pruned(kept, baseline, plan.setting)
         others = (c for c in space.candidates(baseline) if c != baseline)
         if all(why_illegal(c, plan.setting) is not None for c in others):

@@ -52,7 +52,7 @@ def _end(progress: Progress) -> str:
 
 
 class CallbackSink(EventSink):
-    """Calls Optuna's callbacks after each trial; a measurement that is repeated is no trial of its own.
+    """Calls Optuna's callbacks after each trial; a repeated measurement is not counted as a trial.
 
     Args:
         callbacks: What to call, in order. An exception of theirs ends the run; told trials stay told.

@@ -12,6 +12,8 @@ import numpy as np
 Table = tuple[tuple[float, int], ...]
 # Classes of lengths that are kept of a data set.
 MOST_CLASSES = 256
+# Optimizer steps that are drawn where a mean has no closed form.
+N_SIMULATED = 2000
 
 
 def edge(length: int) -> int:
@@ -38,7 +40,7 @@ def table(lengths: Sequence[int]) -> Table:
     values, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     if len(values) <= MOST_CLASSES:
         return tuple(zip(map(float, values), map(int, counts), strict=True))
-    # The longest has a class of its own, since it decides what fits.
+    # The longest is a separate class, since it decides what fits.
     edges = np.geomspace(max(1, values[0]), values[-1], MOST_CLASSES)
     places = np.minimum(np.searchsorted(edges, values, side="right"), MOST_CLASSES - 1)
     places[-1] = MOST_CLASSES
@@ -54,6 +56,21 @@ def expected(known: Table, n: int = 1) -> float:
     lengths, counts = np.array(known, dtype=float).T
     shares = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
     return float(lengths @ np.diff(shares**n))
+
+
+def mean_width(known: Table, micro: int, grouped: int = 1) -> float:
+    """Returns the mean length that the samples of a micro-batch are padded to.
+
+    Args:
+        known: Lengths of the samples.
+        micro: Samples of a micro-batch.
+        grouped: Micro-batches among which the samples are sorted by length.
+    """
+    if grouped == 1:
+        return expected(known, micro)
+    values, counts = np.array(known, dtype=float).T
+    drawn = np.random.default_rng(0).choice(values, (N_SIMULATED, grouped * micro), p=counts / counts.sum())
+    return float(np.sort(drawn, axis=1)[:, micro - 1 :: micro].mean())
 
 
 def cut(known: Table, length: float) -> Table:

@@ -385,3 +385,13 @@ def test_a_kept_batch_follows_the_degree_by_accumulation():
         (32, 4): 1,
     }
     assert all(kept.contains(c) for c in kept.candidates(BASELINE) if c.global_batch_size(4) == 32)
+
+
+def test_a_baseline_that_is_split_keeps_its_batch_though_its_ranks_have_less_than_a_sample_each():
+    tensor = "tensor_parallel.autotp_size"
+    split = Candidate.of({"micro_batch_size": 1, tensor: 4})
+    kept = space(zero_stage=[0, 1], micro_batch_size=[1, 2]).keeping(1, 4, 1, shared=4)
+    found = {(c.micro_batch_size, c.gradient_accumulation_steps) for c in kept.candidates(split)}
+    assert found == {(1, 1)} and all(c.tensor_degree == 4 for c in kept.candidates(split))
+    with pytest.raises(SpaceError, match="micro-batch of 3 does not divide the 8 samples"):
+        space(micro_batch_size=[2]).keeping(8, 4, 3, shared=4)

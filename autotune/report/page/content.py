@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from autotune.report import attempts, series, tables
+from autotune.report import attempts, samples, series, tables
 from autotune.report.data import (
     PICK_NOTES,
     THROUGHPUT,
@@ -88,6 +88,7 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
         "table": _table(report),
         "has_steps": series.has_steps(report),
         "gate": _gate(report) if any(trial.get("gate") for trial in report.trials) else None,
+        "samples": samples.notes(report),
         "forecasts": [_forecast_note(name, points) for name, points in series.forecasts(report).items()],
         "attempts": {"heads": attempts.HEADS, "rows": attempts.rows(report), "lost": attempts.lost(report)},
         "facts": {heading: found for heading, found in _facts(report).items() if found},

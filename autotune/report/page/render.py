@@ -19,7 +19,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from autotune._version import __version__
-from autotune.report import figures, fronts, series
+from autotune.report import figures, fronts, samples, series
 from autotune.report.data import StudyReport
 from autotune.report.page import content
 from autotune.system import files
@@ -28,7 +28,7 @@ from autotune.system import files
 PLOTLY = "assets/plotly-basic.min.js"
 # Code up to this length is kept on one line; words longer than that break at their joints.
 SHORT_CODE, LONG_WORD = 34, 12
-# Parts of the figures that take so many characters and occur several times are written into the page once.
+# Parts of the figures of this length or more that occur several times are written into the page once.
 SHARED_CHARS = 60
 
 
@@ -112,6 +112,7 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
             for trial in content.gated(report)
             for kind in ("loss", "difference")
         },
+        "lengths-plot": {"": figures.lengths(report)} if samples.varies(report) else {},
         "forecast-plot": {name: figures.forecasts(report, name) for name in series.forecasts(report)},
     }
 

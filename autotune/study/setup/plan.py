@@ -194,7 +194,10 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
         space = space.pinned(frozen_knobs(spec, workload, baseline))
     if spec.global_batch == "keep":
         space = space.keeping(
-            baseline.global_batch_size(setting.world_size), setting.world_size, baseline.micro_batch_size
+            baseline.global_batch_size(setting.world_size),
+            setting.world_size,
+            baseline.micro_batch_size,
+            baseline.ranks_per_replica,
         )
         if wanted:  # the accumulation cannot make up for every degree
             setting = replace(setting, global_batch=(baseline.global_batch_size(setting.world_size),) * 2)

@@ -17,7 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
@@ -84,7 +84,7 @@ def load_study(storage: Storage, name: str) -> Study:
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise StoreError(f"no study {name!r} in {storage.shown}. {known}") from None
+        raise StoreError(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
@@ -156,7 +156,7 @@ class SearchRecord:
     """
 
     space: dict[str, Any]
-    samples_per_rank: int | None
+    samples_per_rank: float | None
     setting: Setting
     memory_limit_bytes: float | None
     bounds: list[tuple[str, Literal["min", "max"], float]]

@@ -18,7 +18,6 @@ from autotune.worker.data.samples import IGNORED, LENGTHS, MASKS
 MOST_ROUNDED, MOST_EXCESS = 128, 0.25
 # Standard errors by which the lengths that were seen may differ from the data set's, and a share besides.
 WITHIN_SDS, WITHIN_SHARE = 4.0, 0.02
-N_SIMULATED = 2000
 
 
 def real_lengths(
@@ -104,7 +103,7 @@ def expected(
     if (excess < 0).any() or (excess >= MOST_ROUNDED).any() or excess.mean() > MOST_EXCESS * highest.mean():
         return {}
     real = micro * accumulation * lengths.expected(known)
-    width = _mean_width(known, micro, accumulation if changes.get("group_by_length") else 1)
+    width = lengths.mean_width(known, micro, accumulation if changes.get("group_by_length") else 1)
     return {"tokens": micro * accumulation * (width + float(excess.mean())), "real_tokens": real}
 
 
@@ -118,16 +117,6 @@ def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: int, accumul
     if abs(rows.mean() - micro * mean) > WITHIN_SDS * sd + WITHIN_SHARE * micro * mean:
         return {}
     return dict.fromkeys(("tokens", "real_tokens"), micro * accumulation * mean)
-
-
-def _mean_width(known: lengths.Table, micro: int, grouped: int) -> float:
-    """Returns the mean length of the longest sample of a micro-batch; `grouped` micro-batches share sorted samples."""
-    if grouped == 1:
-        return lengths.expected(known, micro)
-    values, counts = np.array(known, dtype=float).T
-    rng = np.random.default_rng(0)
-    drawn = rng.choice(values, (N_SIMULATED, grouped * micro), p=counts / counts.sum())
-    return float(np.sort(drawn, axis=1)[:, micro - 1 :: micro].mean())
 
 
 def _alike(known: lengths.Table, rows: np.ndarray) -> bool:

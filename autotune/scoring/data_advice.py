@@ -1,0 +1,65 @@
+"""What the data costs a step: waiting for it, padding, and what workers, packing and grouping would bring."""
+
+from __future__ import annotations
+
+from autotune.scoring.step_parts import Evidence
+from autotune.trial import lengths
+
+# Parts of a step whose time grows with the tokens of the batches.
+BY_TOKENS = ("compute", "recomputation", "memory bandwidth")
+# Shares from which on waiting and padding are mentioned.
+WAITING_FROM, PADDING_FROM = 0.05, 0.1
+
+
+def data_notes(evidence: Evidence, waiting: float, computing: float) -> list[str]:
+    """Notes on the data of a trial.
+
+    Args:
+        evidence: The trial.
+        waiting: Share of the step in which its ranks load batches.
+        computing: Share of the step whose time grows with the tokens.
+    """
+    return [*_waiting(evidence, waiting), *_padding(evidence, computing)]
+
+
+def _waiting(evidence: Evidence, share: float) -> list[str]:
+    """A note on the time in which ranks wait for data, and what workers would bring."""
+    if share < WAITING_FROM:
+        return []
+    said = f"{share:.0%} of a step is waiting for data"
+    if why := evidence.data_cannot.get("num_workers"):
+        return [f"{said}; workers cannot load it in the background: {why}"]
+    own = evidence.seen.candidate.get("data.num_workers", evidence.loader.get("num_workers")) or 0
+    if own:
+        return [f"{said}, although {own} workers load it: more of them, or samples that are prepared beforehand"]
+    hidden = 1 / (1 - min(share, 0.99))
+    # A worker loads while the device computes: as many as loading takes longer than the rest of the step hide it all.
+    n = max(1, round(share / (1 - min(share, 0.99)) + 0.5))
+    return [
+        f"{said}; loaded in the background by {n} or more workers a step would take up to {hidden:.2f}x less"
+        " (data.num_workers)"
+    ]
+
+
+def _padding(evidence: Evidence, computing: float) -> list[str]:
+    """A note on the compute that is padding, and what packing and grouping would bring."""
+    padding = evidence.padding
+    if padding is None or padding < PADDING_FROM:
+        return []
+    faster = 1 / (1 - padding * min(1.0, computing))
+    packing = evidence.data_cannot.get("packing")
+    notes = [
+        f"{padding:.0%} of the tokens are padding: without it a step would take up to {faster:.2f}x less"
+        + (f", but samples cannot be packed: {packing}" if packing else " (data.packing)")
+    ]
+    steps = int(evidence.seen.candidate.get("gradient_accumulation_steps") or 1)
+    if steps > 1 and "group_by_length" not in evidence.data_cannot and evidence.lengths:
+        micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
+        plain, grouped = (lengths.mean_width(evidence.lengths, micro, n) for n in (1, steps))
+        factor = 1 / (1 - computing * (1 - grouped / plain))
+        if factor > 1.02:
+            notes.append(
+                f"sorted by length within a step, samples would be padded to {grouped:,.0f} tokens on average instead of"
+                f" {plain:,.0f}: up to {factor:.2f}x less time (data.group_by_length)"
+            )
+    return notes

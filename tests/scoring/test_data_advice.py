@@ -1,0 +1,30 @@
+"""What the data costs a step, in words."""
+
+from dataclasses import replace
+
+from autotune.scoring.data_advice import data_notes
+from autotune.scoring.step_parts import Evidence, StepObservation
+
+CANDIDATE = {"micro_batch_size": 2, "gradient_accumulation_steps": 4}
+EVIDENCE = Evidence(
+    seen=StepObservation(trial=0, candidate=CANDIDATE, samples_per_s=1.0, outcome="complete"), world_size=1, ranks=[]
+)
+
+
+def test_waiting_for_data_names_the_workers_that_would_hide_it():
+    (said,) = data_notes(EVIDENCE, 0.75, 0.2)
+    assert said.startswith("75% of a step is waiting") and "by 4 or more workers" in said and "4.00x" in said
+    (said,) = data_notes(replace(EVIDENCE, loader={"num_workers": 4}), 0.75, 0.2)
+    assert "although 4 workers" in said
+    (said,) = data_notes(replace(EVIDENCE, data_cannot={"num_workers": "data() is a stream"}), 0.75, 0.2)
+    assert said.endswith("data() is a stream")
+
+
+def test_padding_says_what_packing_and_grouping_would_bring():
+    lengths = tuple((float(n), 1) for n in range(1, 101))
+    packing, grouping = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths), 0.0, 1.0)
+    assert "50% of the tokens are padding" in packing and "2.00x" in packing and "data.packing" in packing
+    assert "data.group_by_length" in grouping
+    (said,) = data_notes(replace(EVIDENCE, padding=0.5, data_cannot={"packing": "no ids"}), 0.0, 1.0)
+    assert said.endswith("cannot be packed: no ids")
+    assert data_notes(replace(EVIDENCE, padding=0.01), 0.0, 1.0) == []

@@ -52,7 +52,7 @@ from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
 
-CODE_GPT = ROOT / "studies" / "code-gpt" / "model.py"
+CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
 PLAIN_TRIAL = Path(__file__).parent / "plain_trial.py"
 RANKS, START_UP_STEPS = 2, 7
 ZERO_1 = Candidate(micro_batch_size=8, zero_stage=1)

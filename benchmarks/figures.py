@@ -462,7 +462,8 @@ def _ratio_aim(found: Results, most: float) -> tuple[str, bool]:
 
 def _search_aim(found: Results) -> tuple[str, bool]:
     aims = {"10": 0.92, "20": 0.96, "30": 0.98}
-    reached = {table: [kinds["physics"][n]["hypervolume"] for n in aims] for table, kinds in found["tables"].items()}
+    rows = {table: kinds.get("physics", {}) for table, kinds in found["tables"].items()}
+    reached = {table: [row[n]["hypervolume"] for n in aims if n in row] for table, row in rows.items()}
     said = "; ".join(f"{table} {' / '.join(f'{share:.2f}' for share in shares)}" for table, shares in reached.items())
     return said, all(
         share >= aim for shares in reached.values() for share, aim in zip(shares, aims.values(), strict=True)

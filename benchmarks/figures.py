@@ -295,6 +295,13 @@ def chaos(found: Results) -> Rows:
     return [(f"{what}: invariants broken after resuming; trials run again", value)]
 
 
+def outages(found: Results) -> Rows:
+    what = f"outages of machines, engines and database ({', '.join(found['engines'])}) in real studies: trials lost or told twice; "
+    what += "configurations blamed; studies that ended as if done"
+    counts = (found["lost_or_told_twice"], found["candidates_blamed"], found["ended_as_if_done"])
+    return [(what, f"{'; '.join(map(str, counts))}, of {found['outages']} outages")]
+
+
 def project(found: Results) -> Rows:
     what = "projection from 1 and 2 ranks to {}: median error of the step time; Kendall's tau of the configurations"
     return [
@@ -386,6 +393,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
+    "outages": ("python tests/support/outages.py slurm", outages),
     "project": ("python benchmarks/project.py", project),
     "published": ("python benchmarks/published.py", published),
 }

@@ -25,6 +25,7 @@ COMMANDS = {
                " costs."),
     "init": ("presets", "Write a commented study.yaml and a model.py that runs."),
     "ls": ("presets", "List studies with their answers; or search spaces, goals, objectives, samplers, metrics."),
+    "schema": ("presets", "Print the JSON schema of study.yaml, for editors that complete and check it."),
     "cp": ("presets", "Copy a preset to a file of yours, to change it there."),
     "status": ("status", "Show what STUDY has found; follow it while another terminal runs it."),
     "explain": ("answer", "Say why STUDY recommends what it does: what was measured, what is predicted, what a change"

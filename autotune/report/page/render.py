@@ -79,6 +79,11 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
     )
 
 
+def studies(answers: list[dict[str, Any]]) -> str:
+    """The dashboard's first page: the studies with their answers."""
+    return _environment().get_template("studies.html").render(answers=answers, style=Markup(_asset("page.css")))
+
+
 def fragment(template: str, macro: str, found: Mapping[str, Any]) -> str:
     """A part of a page, by a macro of a template."""
     return str(getattr(_environment().get_template(template).module, macro)(found))

@@ -352,13 +352,6 @@ def degrees(found: Results) -> Rows:
     ]  # fmt: skip
 
 
-def degrees_search(found: Results) -> Rows:
-    ends = found["found"]
-    what = f"trials until the best of {found['configurations']} configurations of degrees, stages and micro-batches was tried"
-    said = "; ".join(f"{kind} {row['median']:g} and {row['worst']}" for kind, row in ends.items())
-    return [(f"{what}: median and worst study", said)]
-
-
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -370,9 +363,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
-    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
     "degrees": ("python benchmarks/degrees.py", degrees),
-    "degrees-search": ("python benchmarks/degrees.py --search", degrees_search),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
     "terminal": ("python benchmarks/overhead.py terminal", terminal),

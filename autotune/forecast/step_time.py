@@ -65,27 +65,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
     compute, traffic, recompute, launches = _micro_step(knobs, profile, machine)
-
-    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
-    gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
-    reductions = np.where(stage >= 2, K, 1.0)
-    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
-    scatters = (stage == 3) & (machine.accelerator != "cpu")
-    links = _within_a_step(machine)
-    reduce_s, reduce_latency_s = collective_s(
-        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
-    )
-    gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
-    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
-    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(b)))
-    wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
-    if machine.ranks_per_node:
-        # The second copy of the weights (hpZ) is gathered from its own node.
-        wire_s = wire_s + np.where(
-            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
-        )
-    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
-    communication = wire_s - hidden
+    communication, messages = _between_ranks(knobs, profile, machine, compute)
 
     shard = Pt / np.where(stage >= 1, N, 1.0)
     moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
@@ -124,6 +104,31 @@ def spreads(profile: Profile) -> dict[str, float]:
     if profile.passes:
         return SPREADS
     return SPREADS | dict.fromkeys(("launches", "bookkeeping"), UNCOUNTED_SPREAD)
+
+
+def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:
+    """Seconds on the links that backward does not hide, and the latencies of all messages."""
+    P, Pt, K, stage = float(profile.n_parameters), float(profile.n_trainable), knobs.accumulation, knobs.stage
+    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
+    gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
+    reductions = np.where(stage >= 2, K, 1.0)
+    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
+    scatters = (stage == 3) & (machine.accelerator != "cpu")
+    links = _within_a_step(machine)
+    reduce_s, reduce_latency_s = collective_s(
+        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
+    )
+    gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
+    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
+    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(K)))
+    wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
+    if machine.ranks_per_node:
+        # The second copy of the weights (hpZ) is gathered from its own node.
+        wire_s = wire_s + np.where(
+            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
+        )
+    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
+    return wire_s - hidden, messages
 
 
 def _within_a_step(machine: Machine) -> Machine:

@@ -175,16 +175,6 @@ def script_startup(found: Results) -> Rows:
     return [(what, f"{min(seconds):.1f} to {max(seconds):.1f} s")]
 
 
-def ratios(what: str) -> Callable[[Results], Rows]:
-    """One row of all cases that have a ratio."""
-
-    def rows(found: Results) -> Rows:
-        each = {name: row["ratio"] for name, row in found.items() if isinstance(row, dict) and "ratio" in row}
-        return [(f"{what}: {'; '.join(each)}", ", ".join(f"{ratio:.2f}" for ratio in each.values()))]
-
-    return rows
-
-
 def gate(found: Results) -> Rows:
     parts = {"faults": "injected faults that the quality gate refuses", "clean": "clean pairs that it refuses"}
     said = {name: text for name, text in parts.items() if name in found}
@@ -305,6 +295,13 @@ def chaos(found: Results) -> Rows:
     return [(f"{what}: invariants broken after resuming; trials run again", value)]
 
 
+def outages(found: Results) -> Rows:
+    what = f"outages of machines, engines and database ({', '.join(found['engines'])}) in real studies: trials lost or told twice; "
+    what += "configurations blamed; studies that ended as if done"
+    counts = (found["lost_or_told_twice"], found["candidates_blamed"], found["ended_as_if_done"])
+    return [(what, f"{'; '.join(map(str, counts))}, of {found['outages']} outages")]
+
+
 def project(found: Results) -> Rows:
     what = "projection from 1 and 2 ranks to {}: median error of the step time; Kendall's tau of the configurations"
     return [
@@ -355,13 +352,6 @@ def degrees(found: Results) -> Rows:
     ]  # fmt: skip
 
 
-def degrees_search(found: Results) -> Rows:
-    ends = found["found"]
-    what = f"trials until the best of {found['configurations']} configurations of degrees, stages and micro-batches was tried"
-    said = "; ".join(f"{kind} {row['median']:g} and {row['worst']}" for kind, row in ends.items())
-    return [(f"{what}: median and worst study", said)]
-
-
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -373,21 +363,11 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
-    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
     "degrees": ("python benchmarks/degrees.py", degrees),
-    "degrees-search": ("python benchmarks/degrees.py --search", degrees_search),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
     "terminal": ("python benchmarks/overhead.py terminal", terminal),
     "script_startup": ("python benchmarks/overhead.py scripts", script_startup),
-    "hook_overhead": (
-        "python benchmarks/overhead.py hooks",
-        ratios("step time of a training script with the hooks, as a ratio to plain torchrun"),
-    ),
-    "claim": (
-        "python benchmarks/overhead.py claim",
-        ratios("step time of the exported JSON under a plain `torchrun` script, as a ratio to what the trial claimed"),
-    ),
     "gate": ("python benchmarks/gate.py", gate),
     "time_to_target": ("python benchmarks/time_to_target.py", time_to_target),
     "noise_scale": ("python benchmarks/noise_scale.py", noise_scale),
@@ -404,6 +384,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
+    "outages": ("python tests/support/outages.py slurm", outages),
     "project": ("python benchmarks/project.py", project),
     "published": ("python benchmarks/published.py", published),
 }

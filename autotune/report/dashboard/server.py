@@ -62,7 +62,7 @@ STYLE = b"""<style>
 main { min-width: 0; }
 main p, main li { overflow-wrap: anywhere; }
 [aria-label="rename study"], [aria-label="delete study"], [aria-label="delete artifact"], button:has([data-testid="AddBoxIcon"]),
-[class*="MuiCard-root"]:has(> .MuiCardActionArea-root [data-testid="UploadFileIcon"]) { display: none; }
+[class*="MuiCard-root"]:has(> .MuiCardActionArea-root [data-testid="UploadFileIcon"]) { display: none !important; }
 @media (max-width: 700px) { main [class*="MuiGrid-grid-xs-"] { flex-basis: 100%; max-width: 100%; } }
 </style>
 """

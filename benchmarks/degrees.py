@@ -3,9 +3,6 @@
 `python benchmarks/degrees.py [--ranks 4] [--only llama]` plans a study of each family with every degree and ZeRO stage,
 runs each legal candidate for some steps, and compares its losses with those of the same global batch without degrees.
 Writes `results/degrees.json`.
-
-`python benchmarks/degrees.py --search` replays studies on `truth/degrees.csv.gz` (four ranks, every degree, stage and micro-batch)
-and notes after how many trials each had tried the configuration with the highest throughput: `results/degrees-search.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from typing import Any
 from common import RESULTS, write
 
 from autotune.executors import base
-from autotune.executors.replay import read_table
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.degree import DEGREES
@@ -33,7 +28,6 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
 
 STEPS, MICRO = 8, 4
-TABLE, MOST_TRIALS = Path(__file__).parent / "truth" / "degrees.csv.gz", 40
 SIZES = "vocab_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32"
 WIDTHS = "hidden_size=32, intermediate_size=64"
 NO_DROPOUT = "resid_pdrop=0, embd_pdrop=0, attn_pdrop=0"
@@ -100,32 +94,11 @@ def held(result: TrialResult) -> int:
     return result.observed.groups.held_parameters
 
 
-def searches(seeds: int, n_trials: int) -> None:
-    """Writes after how many trials studies had tried the best configuration of the table."""
-    import search
-
-    table = TABLE.with_suffix(".yaml")
-    rows, stated = read_table(TABLE), search.objectives(table, ())
-    found = {}
-    for kind in ("physics", "random"):
-        curves = [search.run(table, rows, kind, seed, n_trials, None, stated)["curve"] for seed in range(seeds)]
-        ends = [next((n for n, at in enumerate(c, 1) if at["samples_per_s_regret"] <= 0), n_trials + 1) for c in curves]
-        found[kind] = {"median": statistics.median(ends), "worst": max(ends), "each": ends}
-    write(
-        "degrees-search", {"configurations": len({row.candidate for row in rows}), "trials": n_trials, "found": found}
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--search", action="store_true")
-    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--only", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     arguments = parser.parse_args()
-    if arguments.search:
-        searches(arguments.seeds, MOST_TRIALS)
-        return
     file = RESULTS / "degrees.json"
     kept = json.loads(file.read_text())["families"] if file.exists() else {}
     for name in arguments.only:

@@ -69,6 +69,8 @@ def planned(world: World) -> dict[str, Any]:
     workload = replace(WORKLOAD, profile=world.profile, machine=world.nominal, n_parameters=world.profile.n_parameters,
                        n_trainable=world.profile.n_trainable, n_blocks=world.profile.n_blocks)  # fmt: skip
     found: dict[str, Any] = {"workload": workload, "space": world.space, "full_space": world.space}
+    # With accumulation in 16 bits each number of micro-steps is other numerics, which a simulation cannot check.
+    found["base_config"] = {"data_types": {"grad_accum_dtype": "fp32"}}
     return found | {"setting": world.setting, "baseline": world.default, "world_size": world.setting.world_size}
 
 

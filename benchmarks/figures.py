@@ -163,20 +163,16 @@ def driver_overhead(found: Results) -> Rows:
     return [(f"{what}: {', '.join(f'`{name}`' for name in names)}", values)]
 
 
+def terminal(found: Results) -> Rows:
+    what = "processor time of `autotune --help`; of the help of a command, median and slowest; first word of `autotune run`"
+    value = f"{found['help_cpu_s']:.2f} s; {found['command_help_cpu_s']:.2f} and {found['slowest_command_help_cpu_s']:.2f} s"
+    return [(what, f"{value}; after {found['first_word_s']:.1f} s ({found['first_word_least_s']:.1f} at best)")]
+
+
 def script_startup(found: Results) -> Rows:
     seconds = [row["beyond_steps_s"] for row in found["trials"]]
     what = "a warm trial of a training script, beyond its own steps (ZeRO 0 to 3)"
     return [(what, f"{min(seconds):.1f} to {max(seconds):.1f} s")]
-
-
-def ratios(what: str) -> Callable[[Results], Rows]:
-    """One row of all cases that have a ratio."""
-
-    def rows(found: Results) -> Rows:
-        each = {name: row["ratio"] for name, row in found.items() if isinstance(row, dict) and "ratio" in row}
-        return [(f"{what}: {'; '.join(each)}", ", ".join(f"{ratio:.2f}" for ratio in each.values()))]
-
-    return rows
 
 
 def gate(found: Results) -> Rows:
@@ -299,6 +295,13 @@ def chaos(found: Results) -> Rows:
     return [(f"{what}: invariants broken after resuming; trials run again", value)]
 
 
+def outages(found: Results) -> Rows:
+    what = f"outages of machines, engines and database ({', '.join(found['engines'])}) in real studies: trials lost or told twice; "
+    what += "configurations blamed; studies that ended as if done"
+    counts = (found["lost_or_told_twice"], found["candidates_blamed"], found["ended_as_if_done"])
+    return [(what, f"{'; '.join(map(str, counts))}, of {found['outages']} outages")]
+
+
 def project(found: Results) -> Rows:
     what = "projection from 1 and 2 ranks to {}: median error of the step time; Kendall's tau of the configurations"
     return [
@@ -349,13 +352,6 @@ def degrees(found: Results) -> Rows:
     ]  # fmt: skip
 
 
-def degrees_search(found: Results) -> Rows:
-    ends = found["found"]
-    what = f"trials until the best of {found['configurations']} configurations of degrees, stages and micro-batches was tried"
-    said = "; ".join(f"{kind} {row['median']:g} and {row['worst']}" for kind, row in ends.items())
-    return [(f"{what}: median and worst study", said)]
-
-
 SCORE = "python benchmarks/forecast.py score benchmarks/truth/"
 LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16 --only"
 # By the name of the results: the command that yields them, and its rows.
@@ -367,20 +363,11 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
-    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
     "degrees": ("python benchmarks/degrees.py", degrees),
-    "degrees-search": ("python benchmarks/degrees.py --search", degrees_search),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
+    "terminal": ("python benchmarks/overhead.py terminal", terminal),
     "script_startup": ("python benchmarks/overhead.py scripts", script_startup),
-    "hook_overhead": (
-        "python benchmarks/overhead.py hooks",
-        ratios("step time of a training script with the hooks, as a ratio to plain torchrun"),
-    ),
-    "claim": (
-        "python benchmarks/overhead.py claim",
-        ratios("step time of the exported JSON under a plain `torchrun` script, as a ratio to what the trial claimed"),
-    ),
     "gate": ("python benchmarks/gate.py", gate),
     "time_to_target": ("python benchmarks/time_to_target.py", time_to_target),
     "noise_scale": ("python benchmarks/noise_scale.py", noise_scale),
@@ -394,9 +381,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
     "estimates": ("python benchmarks/estimates.py", estimates),
-    "stopping": ("python benchmarks/search_simulated.py --stopping --seeds 5", stopping),
+    "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
+    "outages": ("python tests/support/outages.py slurm", outages),
     "project": ("python benchmarks/project.py", project),
     "published": ("python benchmarks/published.py", published),
 }
@@ -455,6 +443,70 @@ def samplers(found: Results) -> str:
             shown = [f"`{kind}` {row[n]['hypervolume']:.2f}" for kind, row in kinds.items() if n in row]
             lines += [f"| {table} | {n} | {', '.join(shown)} |"] if shown else []
     return "\n".join([*lines, "", f"Medians of {found['seeds']} studies. {measured_on(found)}"])
+
+
+def _peer_aim(found: Results, name: str) -> tuple[str, bool]:
+    if "seconds_of_deepspeed_over_own" not in found.get(name, {}):
+        return "not measured", False
+    sooner, faster = found[name]["seconds_of_deepspeed_over_own"], found[name]["throughput_over_deepspeed"]
+    return f"{sooner:.1f}x sooner, {faster:.2f}x the throughput", sooner >= 10 and faster >= 1
+
+
+def _ratio_aim(found: Results, most: float) -> tuple[str, bool]:
+    off = [abs(row["ratio"] - 1) for row in found.values() if isinstance(row, Mapping) and "ratio" in row]
+    return f"{percent(statistics.median(off))} off in the median, {percent(max(off))} at worst", statistics.median(
+        off
+    ) <= most
+
+
+def _search_aim(found: Results) -> tuple[str, bool]:
+    aims = {"10": 0.92, "20": 0.96, "30": 0.98}
+    rows = {table: kinds.get("physics", {}) for table, kinds in found["tables"].items()}
+    reached = {table: [row[n]["hypervolume"] for n in aims if n in row] for table, row in rows.items()}
+    said = "; ".join(f"{table} {' / '.join(f'{share:.2f}' for share in shares)}" for table, shares in reached.items())
+    return said, all(
+        share >= aim for shares in reached.values() for share, aim in zip(shares, aims.values(), strict=True)
+    )
+
+
+def _stopping_aim(found: Results) -> tuple[str, bool]:
+    ended, n = found["overall"]["ended"], found["overall"]["studies"]
+    share = ended["studies"] / n
+    said = f"{percent(share)} ended; of those {percent(ended['within_1_percent'])} within 1 %"
+    return said, share >= 0.8 and ended["within_1_percent"] >= 0.9
+
+
+def _gate_aim(found: Results) -> tuple[str, bool]:
+    faults, clean = found["faults"], found["clean"]
+    return gate(found)[0][1], faults["refused"] == faults["of"] and not clean["refused"]
+
+
+def _chaos_aim(found: Results) -> tuple[str, bool]:
+    return f"{found['invariants_broken']} of {found['struck']} kills", not found["invariants_broken"]
+
+
+# What was aimed at before it was measured: in words, the results, and what they say.
+AIMS: list[tuple[str, str, Callable[[Results], tuple[str, bool]]]] = [
+    ("an answer as fast as DeepSpeed's autotuner's, 10 times sooner, its space", "peers", lambda found: _peer_aim(found, "autotune")),
+    ("the same in four trials", "peers", lambda found: _peer_aim(found, "autotune-quick")),
+    ("the same on a script whose steps take milliseconds", "peers-training_data", lambda found: _peer_aim(found, "autotune-quick")),
+    ("the exported JSON under plain torchrun takes the time that was claimed, within 3 %", "claim", lambda found: _ratio_aim(found, 0.03)),
+    ("a script's steps take as long in a trial as alone, within 2 %", "hook_overhead", lambda found: _ratio_aim(found, 0.02)),
+    ("share of the front found after 10 / 20 / 30 trials: 0.92 / 0.96 / 0.98", "search", _search_aim),
+    ("the quality gate refuses every injected fault, and no clean pair", "gate", _gate_aim),
+    ("whatever is killed, no trial is lost or told twice", "chaos", _chaos_aim),
+    ("80 % of the studies end by themselves, 90 % of those within 1 % of the best", "stopping", _stopping_aim),
+]  # fmt: skip
+
+
+def aims(results: Path) -> str:
+    """Returns the table of what was aimed at beside what was reached."""
+    lines = ["| aim | reached | |", "| --- | --- | --- |"]
+    for what, name, said in AIMS:
+        if (file := results / f"{name}.json").exists():
+            reached, good = said(json.loads(file.read_text()))
+            lines.append(f"| {what} | {reached} | {'yes' if good else '**missed**'} |")
+    return "\n".join(lines)
 
 
 def measured_on(found: Results) -> str:
@@ -531,6 +583,8 @@ def page(path: Path, results: Path = RESULTS) -> str:
     text = path.read_text()
     if path == FIGURES:
         return filled(text, "figures", figures(results))
+    if path == COMPARISON:
+        text = filled(text, "aims", aims(results))
     for name, (table, command) in TABLES[path].items():
         file = results / f"{name}.json"
         not_yet = f"Not measured yet: `{command}` has not run on an idle machine."

@@ -3,10 +3,9 @@
 Each case writes `results/NAME.json`:
 
     startup    a warm 2-rank ZeRO-1 trial without its steps, against torchrun of the same trial, interleaved
-    hooks      a script's own step times under our hooks, against torchrun of the script, interleaved (goal: ratio <= 1.02)
-    claim      the time per step that a trial's throughput means, against the wall time of torchrun's steps, interleaved
     scripts    a warm trial of a training script beyond its own steps, and what a study of one costs once (goal: < 3 s)
     executors  what local, Slurm, Ray and ssh cost a 2-rank trial on the loopback of one machine, interleaved
+    terminal   processor time of `autotune --help` and of the help of each command, and when `autotune run` first shows something
     driver     driver CPU time per trial (propose, write, read, tell, print) in a study whose trials take no time
 """
 
@@ -15,8 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
+import os
+import pty
+import resource
+import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +32,7 @@ from typing import Any
 from common import ROOT, complete, engine, plain_trial, request_of, write
 from rich.console import Console
 
+from autotune.cli.app import COMMANDS
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, settings_for
 from autotune.executors.local import LocalExecutor
@@ -35,7 +40,6 @@ from autotune.executors.ray import Ray
 from autotune.executors.slurm import Slurm
 from autotune.executors.ssh import Hosts, read_hostfile
 from autotune.report.progress import ProgressView
-from autotune.scoring import rates
 from autotune.search import SAMPLERS
 from autotune.space.candidate import Candidate
 from autotune.study.runner import Runner
@@ -47,12 +51,10 @@ from autotune.study.storage import records
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
-from autotune.trial.workload import Script
 
 CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
 PLAIN_TRIAL = Path(__file__).parent / "plain_trial.py"
 RANKS, START_UP_STEPS = 2, 7
-SETTLING = 5  # steps before the wall time of the others is taken, as in plain_trial.py
 ZERO_1 = Candidate(micro_batch_size=8, zero_stage=1)
 Figures = dict[str, Any]
 
@@ -82,62 +84,6 @@ def startup(folder: Path, rounds: int) -> Figures:
             plain_s, times = plain_trial(CODE_GPT, ZERO_1.to_deepspeed(), folder, START_UP_STEPS)
             pairs.append((plain_s - sum(times), wall_s - sum(result.step_times_s)))
     return compared(pairs[1:], "torchrun_s", "warm_s") | {"server_start_s": server_s}
-
-
-def hooks(folder: Path, rounds: int) -> Figures:
-    n_steps, settling = 60, 15
-    candidates = {
-        "ZeRO 1": ZERO_1,
-        # The most calls of the hooks in a second of training: many small micro-batches.
-        "ZeRO 2, accumulation 8": Candidate(micro_batch_size=1, gradient_accumulation_steps=8, zero_stage=2),
-    }
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    with engine("torch", "deepspeed") as (executor, _):
-        for number in range(rounds):
-            for name, candidate in candidates.items():
-                script = Script(
-                    arguments=(str(CODE_GPT), "{ds_config}", str(n_steps)), working_dir=str(folder),
-                    micro_batch_size=candidate.micro_batch_size,
-                    gradient_accumulation_steps=candidate.gradient_accumulation_steps,
-                )  # fmt: skip
-                # More steps and samples are asked for than the script has, so that the trial does not end before it.
-                request = request_of(
-                    PLAIN_TRIAL, candidate, world_size=RANKS, script=script, max_steps=10 * n_steps, min_samples=10**12
-                )
-                trial = folder / f"{number}-{name}"
-                _, result = timed(executor, trial, request)
-                assert result.observed is not None and result.observed.mismatch(candidate, RANKS) is None
-                log = TrialDir(trial).log(0).read_text().splitlines()
-                said = next(line.removeprefix("STEPS") for line in log if line.startswith("STEPS"))
-                _, times = plain_trial(CODE_GPT, candidate.to_deepspeed(), folder, n_steps)
-                hooked_s, plain_s = (statistics.median(each[settling:]) for each in (json.loads(said), times))
-                pairs[name].append((hooked_s, plain_s))
-    return {name: compared(each, "hooked_s", "plain_s") for name, each in pairs.items()}
-
-
-def claim(folder: Path, rounds: int) -> Figures:
-    accumulating = Candidate(micro_batch_size=8, gradient_accumulation_steps=2, precision="bf16", zero_stage=2)
-    cases = {
-        "fp32, ZeRO 0": (CODE_GPT, Candidate(micro_batch_size=8), 25),
-        "bf16, ZeRO 1": (CODE_GPT, replace(ZERO_1, precision="bf16"), 25),
-        "bf16, ZeRO 2, accumulation 2": (CODE_GPT, accumulating, 25),
-        "a small model": (SMALL, Candidate(micro_batch_size=8), 400),  # steps of milliseconds
-    }
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    held: dict[str, list[bool]] = {name: [] for name in cases}
-    with engine("torch", "deepspeed") as (executor, _):
-        for number in range(rounds):
-            for name, (target, candidate, steps) in cases.items():
-                request = request_of(target, candidate, world_size=RANKS, max_steps=steps, min_samples=10**9)
-                _, result = timed(executor, folder / f"{number}-{name}", request)
-                rate = rates.rate_of(result, "samples")
-                assert rate is not None and result.samples_per_step
-                _, times = plain_trial(target, candidate.to_deepspeed(), folder, steps)
-                step_s = statistics.fmean(times[SETTLING:])  # wall time of the steps over their number
-                pairs[name].append((step_s, result.samples_per_step / rate.value))
-                held[name].append(rate.low <= result.samples_per_step / step_s <= rate.high)
-    figures = {name: compared(each, "torchrun_s", "claimed_s") for name, each in pairs.items()}
-    return {name: {**each, "held_by_interval": sum(held[name]) / rounds} for name, each in figures.items()}
 
 
 def scripts(folder: Path, rounds: int) -> Figures:
@@ -261,13 +207,55 @@ def driver(folder: Path, rounds: int, samplers: Sequence[str] = tuple(SAMPLERS))
     return {"n_trials": rounds, "seconds_per_trial": {sampler: per_trial(sampler) for sampler in samplers}}
 
 
+def terminal(folder: Path, rounds: int) -> Figures:
+    """Medians; the first word of `run` is wall time, read from a terminal, the least of all rounds on a busy machine."""
+    shutil.copyfile(SMALL, folder / "model.py")
+    each = {
+        path: statistics.median(_processor_s([*path.split(), "--help"], folder) for _ in range(rounds))
+        for path in ("", *COMMANDS)
+    }
+    help_s = each.pop("")
+    slowest = max(each, key=lambda path: each[path])
+    first = [_first_word_s(["run", "model.py"], folder) for _ in range(rounds)]
+    return {
+        "rounds": rounds, "help_cpu_s": help_s, "command_help_cpu_s": statistics.median(each.values()),
+        "slowest_command": slowest, "slowest_command_help_cpu_s": each[slowest],
+        "first_word_s": statistics.median(first), "first_word_least_s": min(first),
+    }  # fmt: skip
+
+
+def _processor_s(arguments: Sequence[str], folder: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "autotune", *arguments], cwd=folder, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _first_word_s(arguments: Sequence[str], folder: Path) -> float:
+    """Wall time until a command shows something in a terminal; it is stopped then."""
+    began_s, (driver, terminal) = time.monotonic(), pty.openpty()
+    command = [sys.executable, "-m", "autotune", *arguments]
+    with subprocess.Popen(
+        command, cwd=folder, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        while not os.read(driver, 4096).strip():
+            pass
+        shown_s = time.monotonic() - began_s
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while os.read(driver, 4096):  # a command that cannot write would not end
+                pass
+    os.close(driver)
+    return shown_s
+
+
 # The case, its rounds by default (for `driver`: trials), and the name of its results.
 CASES: dict[str, tuple[Callable[[Path, int], Figures], int, str]] = {
     "startup": (startup, 5, "startup"),
-    "hooks": (hooks, 5, "hook_overhead"),
-    "claim": (claim, 3, "claim"),
     "scripts": (scripts, 5, "script_startup"),
     "executors": (executors, 5, "executor_overhead"),
+    "terminal": (terminal, 5, "terminal"),
     "driver": (driver, 200, "driver_overhead"),
 }
 

@@ -3,8 +3,6 @@
 The truth is a simulator whose formulas differ from those of `autotune.forecast`: a saturation curve with steps,
 overlap as a power mean, a slow-down near the memory limit, and a random offset of each level. What is shown is how fast
 a sampler finds the front of such a table, not that any machine is like it.
-
-`--stopping` runs studies under the stopping rule instead: when they end, and how far behind the best their answer is.
 """
 
 from __future__ import annotations
@@ -31,17 +29,13 @@ import optuna
 
 from autotune.forecast.features import PriorPrediction, flat
 from autotune.forecast.predictor import AnalyticPrior
-from autotune.search import stopping
 from autotune.search.acquisition import dominated
-from autotune.search.observation import Observation
-from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.trial.profile import Machine, Profile
-from autotune.trial.result import Outcome
 
 METRICS = ["step_time_s", "samples_per_s", "time_to_loss_s"]
 DIRECTIONS = ["minimize", "maximize", "minimize"]
@@ -51,9 +45,6 @@ PRIORS = ("physics", "physics, guessed workload", "physics, wrong prior", "physi
 ZERO = "zero_optimization."
 # Where a study would have ended by itself; it goes on here all the same.
 STOP_BELOW = 0.01
-# Studies under the stopping rule: their goals, the first seed, the finalists and how often each is measured again.
-GOALS = {"balanced": METRICS, "throughput": ["samples_per_s"]}
-FIRST_SEED, FINALISTS, ROUNDS = 80, 3, 2
 
 
 @dataclass(frozen=True)
@@ -327,74 +318,6 @@ def micro_steps(table: Table, row: int, candidate: Candidate, rng: np.random.Gen
     return {"inner": float(table.inner[row] * noise[0]), "boundary": float(table.boundary[row] * noise[1])}
 
 
-def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trials: int) -> dict[str, Any]:
-    """One study under the stopping rule: its trials, whether it ended by itself, and the regret of its answer."""
-    world, rng = table.world, np.random.default_rng((seed, 11))
-    guide = CandidateOptimizer(
-        table.candidates, AnalyticPrior(world.profile, world.nominal), metrics,
-        world_size=world.setting.world_size, memory_limit_bytes=world.limit, reference=world.default,
-    )  # fmt: skip
-    told: list[Observation] = []
-    ended = False
-    while len(told) < n_trials and not ended:
-        candidate = guide.suggest(told) if told else world.default
-        if candidate is None:
-            break
-        row = table.row[candidate]
-        if table.fits[row]:
-            timed = micro_steps(table, row, candidate, rng)
-            found = measure(table, row, rng)
-            told.append(
-                Observation(
-                    candidate=candidate, metrics=found, inner_s=timed.get("inner"), boundary_s=timed.get("boundary")
-                )
-            )
-        else:
-            told.append(Observation(candidate=candidate, outcome=Outcome.OOM))
-        ended = stopping.settled(guide, told, [], STOP_BELOW) is not None
-    # The best few as the model believes after all trials are measured again, and the best of these is the answer.
-    measured = list(dict.fromkeys(o.candidate for o in told if o.metrics))
-    beliefs, columns = guide.beliefs(told, measured), [METRICS.index(name) for name in metrics]
-    rows = np.array([table.row[c] for c in measured])
-    time_s, batch = beliefs.log_step_time[0], np.log(table.batch[rows])
-    costs = np.column_stack([time_s, time_s - batch, time_s + beliefs.log_samples[0] - batch])
-    finalists = rows[np.argsort(costs[:, columns].mean(axis=1))][:FINALISTS]
-    goal = table.costs[:, columns].mean(axis=1)
-    answer = finalists[np.argmin(goal[finalists] + rng.normal(0, NOISE / math.sqrt(ROUNDS), len(finalists)))]
-    return {"trials": len(told), "ended": ended, "regret": math.expm1(goal[answer] - goal[table.fits].min())}
-
-
-def stopping_figures(seeds: int, n_trials: int) -> dict[str, Any]:
-    """Studies of both goals on machines that are drawn anew for each seed."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for world in worlds():
-        for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-            table = Table(replace(world, seed=world.seed + 100 * seed))
-            for goal, metrics in GOALS.items():
-                runs.setdefault(goal, []).append(study_until_settled(table, seed, metrics, n_trials))
-    every = [run for some in runs.values() for run in some]
-    return {
-        "noise": NOISE, "trials": n_trials, "stop_below": STOP_BELOW, "seeds": seeds,
-        "overall": ends_of(every), **{goal: ends_of(some) for goal, some in runs.items()},
-    }  # fmt: skip
-
-
-def ends_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How studies ended: of those that ended by themselves, and of those that ran all trials, regret of the answer."""
-    found: dict[str, Any] = {"studies": len(runs)}
-    for name, ended in (("ended", True), ("ran_all", False)):
-        some = [run for run in runs if run["ended"] is ended]
-        found[name] = {"studies": len(some)}
-        if some:
-            regrets = [run["regret"] for run in some]
-            found[name] |= {
-                "trials_mean": round(float(np.mean([run["trials"] for run in some])), 1),
-                "regret_mean": round(float(np.mean(regrets)), 4), "regret_worst": round(max(regrets), 4),
-                "within_1_percent": round(float(np.mean([regret <= 0.01 for regret in regrets])), 4),
-            }  # fmt: skip
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
@@ -403,16 +326,10 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="*", help="only these")
     parser.add_argument("--only", nargs="*", default=["random", "grid", "nsga2", "tpe", *PRIORS, "gp"])
     parser.add_argument("--merge", action="store_true", help="keep what other samplers reached in an earlier run")
-    parser.add_argument(
-        "--stopping", action="store_true", help="when studies end by themselves: `results/stopping.json`"
-    )
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    if arguments.stopping:
-        common.write("stopping", stopping_figures(arguments.seeds, arguments.trials))
-        return
     tables = [Table(world) for world in worlds() if not arguments.worlds or world.name in arguments.worlds]
     for table in tables:
         print(f"{table.world.name}: {len(table.candidates)} candidates, {table.fits.mean():.0%} fit")

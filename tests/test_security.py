@@ -1,6 +1,7 @@
 """What docs/security.md promises: nothing is executed but the user's own target, and names, pages and databases lead nowhere else."""
 
 import ast
+import functools
 import os
 import re
 import stat
@@ -30,13 +31,18 @@ from autotune.study.storage.tables import SCHEDULE
 from autotune.system.machine import lock_path
 
 ROOT = Path(autotune.__file__).parent
-SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """The syntax tree of each file of the package."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 
 def calls():
     """File, function as it is written, and its keywords, of every call in the package."""
-    for file, tree in SOURCES.items():
+    for file, tree in sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 yield file, ast.unparse(node.func), {each.arg: ast.unparse(each.value) for each in node.keywords}
@@ -52,7 +58,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def test_nothing_is_unpickled():
-    nodes = ((file, node) for file, tree in SOURCES.items() for node in ast.walk(tree))
+    nodes = ((file, node) for file, tree in sources().items() for node in ast.walk(tree))
     imports = {(file, name.partition(".")[0]) for file, node in nodes for name in imported(node)}
     assert not {found for found in imports if found[1] in UNPICKLERS}
     loads = [(file, keywords.get("weights_only")) for file, name, keywords in calls() if name == "torch.load"]
@@ -66,7 +72,7 @@ def test_yaml_is_read_in_one_place_and_as_plain_data():
     assert users == set()
     names = (
         (file, ast.unparse(node))
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     )

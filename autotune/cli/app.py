@@ -17,18 +17,17 @@ from autotune.errors import UserError
 COMMANDS = {
     "run": ("run", "Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."),
     "submit": ("submit", "Run TARGET inside an engine, driver and trials: as a job of Slurm, in Ray, or in Kubernetes."),
-    "worker": ("worker", "Help `autotune run`, on another machine, with the trials of STUDY; takes a database server"
-               " and the study's folder."),
-    "check": ("check", "Load TARGET, run two real steps, and say what would be tuned."),
+    "worker": ("worker", "Run trials of STUDY on a further machine; needs a database server and the study's folder."),
+    "check": ("check", "Run two real steps of TARGET, and say what would be tuned and what cannot run here."),
     "predict": ("predict", "Say what a configuration of TARGET will need before it runs: memory, step time,"
                 " throughput, and what binds."),
     "advise": ("advise", "Say before anything runs which configuration fits MODEL on which cards, how fast, and what it"
                " costs."),
     "init": ("presets", "Write a commented study.yaml and a model.py that runs."),
-    "ls": ("presets", "List search spaces, goals, objectives, samplers, metrics or studies."),
+    "ls": ("presets", "List studies with their answers; or search spaces, goals, objectives, samplers, metrics."),
+    "schema": ("presets", "Print the JSON schema of study.yaml, for editors that complete and check it."),
     "cp": ("presets", "Copy a preset to a file of yours, to change it there."),
-    "status": ("status", "Say how far STUDY is and what it has found; follow it while another terminal runs it."
-               " --json says it once."),
+    "status": ("status", "Show what STUDY has found; follow it while another terminal runs it."),
     "explain": ("answer", "Say why STUDY recommends what it does: what was measured, what is predicted, what a change"
                 " would cost or gain."),
     "export": ("answer", "Print the configuration that STUDY found, ready for your training."),
@@ -42,7 +41,7 @@ COMMANDS = {
               " loading."),
     "dashboard": ("dashboard", "Serve the Optuna dashboard: the recommendation and why, the front, every trial with"
                   " its files."),
-    "doctor": ("doctor", "Say what this machine has and what would fail."),
+    "doctor": ("doctor", "Say what this machine has, and what would fail."),
     "changes": ("retune", "Say what has changed since STUDY found its answer: device, libraries, model, data, ranks,"
                 " search space."),
     "retune": ("retune", "Measure whether STUDY's answer is still right; search again, in few trials, if it is not."
@@ -60,8 +59,30 @@ COMMANDS = {
 }  # fmt: skip
 
 
+# The commands in the order and groups of `autotune --help`; one that is not here stands under "More".
+GROUPS = {
+    "Before a run": ("init", "check", "advise", "predict", "doctor", "probe"),
+    "Tune": ("run", "status", "dashboard", "submit", "worker"),
+    "The answer": ("export", "explain", "report", "diagnose", "ls", "history"),
+    "More machines": ("scale", "project"),
+    "Re-tuning": ("changes", "retune", "schedule"),
+}
+
+
 class Group(TyperGroup):
     """A group that imports a command's module when that command is run, so that `--help` is quick."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by group, each with its whole help."""
+        names = self.list_commands(ctx)
+        grouped = {title: [name for name in of if name in names] for title, of in GROUPS.items()}
+        told = {name for of in grouped.values() for name in of}
+        grouped = {title: of for title, of in grouped.items() if of}
+        grouped["More" if grouped else "Commands"] = [name for name in names if name not in told]
+        for title, of in grouped.items():
+            if of:
+                with formatter.section(title):
+                    formatter.write_dl([(name, " ".join((self.commands[name].help or "").split())) for name in of])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Put the command itself in the place of its entry in the list of commands."""
@@ -99,7 +120,11 @@ app = _group(
     [path for path in COMMANDS if " " not in path],
     completion=True,
 )
-app.add_typer(_group("schedule", "When studies are re-tuned.", [path for path in COMMANDS if " " in path]))
+app.add_typer(
+    _group(
+        "schedule", "Re-tune studies by themselves, at intervals or times.", [path for path in COMMANDS if " " in path]
+    )
+)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ Storage = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 HELP_COLUMNS = 100
-FEW_OPTIONS = 8  # so few are listed without groups
+FEW_OPTIONS = 8  # up to this number they are listed without groups
 # The settings that the parameter `settings` of a function stands for, with help texts that replace the table's.
 _settings_of: dict[Function, dict[str, str]] = {}
 
@@ -124,7 +124,15 @@ def command_of(function: Function, path: str, text: str) -> Any:
             given["settings"] = {key: _joined(key, given.pop(key)) for key in added}
             if "script_args" in given:
                 given["settings"]["script_args"] = tuple(given.pop("script_args") or ()) or None
-        if status := function(**given):
+        try:
+            status = function(**given)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            from autotune.study.storage.database import damaged
+
+            if (sentence := damaged(error)) is None:
+                raise
+            raise sentence from error
+        if status:
             raise typer.Exit(status)
 
     rest = [_parameter(name, each.annotation, each.default) for name, each in own.items() if name != "settings"]

@@ -128,3 +128,10 @@ def cp(
         raise UserError(f"cp: {files.words(error)}") from None
     flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
     print(f"wrote {file}; use it with {flag} {file}")
+
+
+def schema() -> None:
+    """Print the JSON schema of `study.yaml`."""
+    from autotune.study.spec.schema import study_schema
+
+    print(json.dumps(study_schema(), indent=1))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REMEDIES = {
     "oom": "Fewer ranks hold larger shards: raise zero_stage, offload, or leave that number of ranks out",
     "timeout": "Raise trial_deadline_s in study.yaml, or look in the log for what the ranks wait for",
-    "not_applied": "The target does not follow its configuration on so many ranks; `autotune check` says why",
+    "not_applied": "The target does not follow its configuration on this number of ranks; `autotune check` says why",
     "diverged": "Its loss is no number there; try a lower learning rate or fp32",
 }
 

@@ -100,8 +100,8 @@ def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) ->
             if name in records.study_names(storage):
                 study = records.load_study(storage, name)
                 kept = records.record(study)
-                if kept is not None and records.told_trials(study) and (settings := records.settings(study)):
-                    return kept, settings
+                if kept is not None and records.told_trials(study) and (stated := records.stated_settings(study)):
+                    return kept, {name: stated[name] for name in records.SETTINGS if name in stated}
             elif ledger.leader() is None:
                 records.load_study(storage, name)  # raises, and lists the studies
             if not said:

@@ -28,8 +28,8 @@ OPTIONS = {
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 END_TIMEOUT_S = 15.0
 LINK_FAILED = 255
-# What ssh says of a connection that was there and broke: the host can be reached.
-BROKE = re.compile(r"closed by remote host|connection reset|broken pipe|not responding", re.IGNORECASE)
+# What ssh says of a connection that was there and broke: the host can be reached. A host that cannot has a reason.
+BROKE = re.compile(r"closed by|connection reset|broken pipe|not responding|it said nothing", re.IGNORECASE)
 
 
 class Hosts:

@@ -89,7 +89,7 @@ class AnalyticPrior:
         """The prediction, one row for each candidate."""
         guessed = self.profile.guessed
         sizes, times = cost_terms(candidates, self.profile, self.machine, self.base)
-        spreads = np.array(list(step_time_formulas.SPREADS.values()))
+        spreads = np.array(list(step_time_formulas.spreads(self.profile).values()))
         return PriorPrediction(
             time_terms=np.column_stack([times[name] for name in step_time_formulas.SPREADS]),
             memory_terms=np.column_stack([sizes[name] for name in memory_formulas.SPREADS]),

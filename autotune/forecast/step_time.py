@@ -8,6 +8,7 @@ import numpy as np
 
 from autotune.forecast.communication import collective_s, within_node_s
 from autotune.forecast.knobs import Knobs
+from autotune.forecast.memory import QUANTIZED_BYTES
 from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -23,6 +24,8 @@ SPREADS = {
     "bookkeeping": 0.5,
     "input": 0.3,
 }
+# The same of what Python does for each operation and parameter, where these were not counted.
+UNCOUNTED_SPREAD = 1.5
 # An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the
 # 16-bit copy.
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
@@ -46,7 +49,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
 
     * compute: K micro-steps of FLOPs / rate; where the operations were not counted, x (b + b_half) / b: a small batch
       does not fill the device;
-    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step;
+    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step,
+      those of 4 bits besides as they are written out for each pass;
     * recompute: what a forward of the recomputed blocks adds to both;
     * communication, elements per rank and step: stage 0 all-reduces 2 P at the boundary; stages 1 and 2 all-reduce too,
       where the ZeRO paper scatters (stage_1_and_2.py, allreduce_and_scatter), and gather the weights: 3 P at the
@@ -63,27 +67,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
     compute, traffic, recompute, launches = _micro_step(knobs, profile, machine)
-
-    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
-    gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
-    reductions = np.where(stage >= 2, K, 1.0)
-    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
-    scatters = (stage == 3) & (machine.accelerator != "cpu")
-    links = _within_a_step(machine)
-    reduce_s, reduce_latency_s = collective_s(
-        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
-    )
-    gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
-    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
-    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(b)))
-    wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
-    if machine.ranks_per_node:
-        # The second copy of the weights (hpZ) is gathered from its own node.
-        wire_s = wire_s + np.where(
-            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
-        )
-    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
-    communication = wire_s - hidden
+    communication, messages = _between_ranks(knobs, profile, machine, compute)
 
     shard = Pt / np.where(stage >= 1, N, 1.0)
     moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
@@ -117,6 +101,38 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     }
 
 
+def spreads(profile: Profile) -> dict[str, float]:
+    """The standard deviation of the logarithm of each term, before anything was measured."""
+    if profile.passes:
+        return SPREADS
+    return SPREADS | dict.fromkeys(("launches", "bookkeeping"), UNCOUNTED_SPREAD)
+
+
+def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:
+    """Seconds on the links that backward does not hide, and the latencies of all messages."""
+    P, Pt, K, stage = float(profile.n_parameters), float(profile.n_trainable), knobs.accumulation, knobs.stage
+    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
+    gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
+    reductions = np.where(stage >= 2, K, 1.0)
+    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
+    scatters = (stage == 3) & (machine.accelerator != "cpu")
+    links = _within_a_step(machine)
+    reduce_s, reduce_latency_s = collective_s(
+        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
+    )
+    gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
+    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
+    gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(K)))
+    wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
+    if machine.ranks_per_node:
+        # The second copy of the weights (hpZ) is gathered from its own node.
+        wire_s = wire_s + np.where(
+            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
+        )
+    hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
+    return wire_s - hidden, messages
+
+
 def _within_a_step(machine: Machine) -> Machine:
     """The links as collectives find them while everything else goes on."""
     own, between = WITHIN_A_STEP[machine.accelerator], BETWEEN_NODES[machine.accelerator]
@@ -143,6 +159,8 @@ def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Float
         plain[:, rows], more[:, rows] = first, (second - first) * share[rows]
     plain[:2], more[:2] = plain[:2] * usual, more[:2] * usual
     weights = 3.0 * knobs.weight_bytes * profile.n_parameters
+    # Weights of 4 bits are read and written out in 16 for each pass through them; frozen ones have no pass for gradients.
+    weights = weights + (2.0 + share) * (QUANTIZED_BYTES + knobs.weight_bytes) * profile.quantized
     bandwidth = machine.memory_bytes_per_s
     compute, traffic, launches = plain[0] / rates, (plain[1] + weights) / bandwidth, plain[2] * machine.op_s
     return compute, traffic, more[0] / rates + more[1] / bandwidth + more[2] * machine.op_s, launches

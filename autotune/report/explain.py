@@ -56,10 +56,10 @@ class Explanation:
         """The explanation for people."""
         found = [self.question, "", self.answer]
         if self.predicted:
-            found += ["", "predicted (90 % interval):"]
+            found += ["", "predicted from all trials (90 % interval):"]
         for metric, said in self.predicted.items():
             scale = metric_scale(metric, [said["value"]])
-            ratio = f", {times(said['ratio'])} the recommended one's" if "ratio" in said else ""
+            ratio = f", {times(said['ratio'])} what the recommended trial measured" if "ratio" in said else ""
             span = scale.interval(said["low"], said["high"], " to ")
             found.append(f"  {METRICS[metric].label}: {scale.quantity(said['value'])} ({span}){ratio}")
         if self.measured:
@@ -67,7 +67,7 @@ class Explanation:
         for m in self.measured:
             figures = [quantity(name, m["metrics"][name]) for name in SHOWN if name in m["metrics"]]
             end = ", ".join([f"trial {m['trial']}: {m['outcome']}", *figures])
-            found.append(f"  {end}; {', '.join(m['differs']) or 'the same'}")
+            found.append(f"  {end}{'; it has ' + ', '.join(m['differs']) if m['differs'] else ''}")
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
 
 
@@ -226,7 +226,7 @@ class Evidence:
         change = f"{name} {_said(now)} instead of {_said(before)}"
         reason = self.expected.why_illegal(other)
         if other == best or reason is not None:
-            return f"{change}: goes with the others" + (f" ({reason})" if reason else "")
+            return f"{change}: belongs to the other changes" + (f" ({reason})" if reason else "")
         ratios = _ratios(self.expected.predicted(other, self.best))
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
@@ -235,8 +235,8 @@ class Evidence:
         ]
         figures = f" ({', '.join(moved)})" if moved else ""
         n_now, n_before = self._n_ran(name, now), self._n_ran(name, before)
-        tried = f"{n_now} trials had it, {n_before} {_said(before)}"
-        return f"{change}: undone it is predicted to be {good}{figures}; {tried}"
+        tried = f"tried {n_now} x with {_said(now)}, {n_before} x with {_said(before)}"
+        return f"{change}: with {_said(before)} it is predicted to be {good}{figures}; {tried}"
 
     def _n_ran(self, name: str, value: Scalar) -> int:
         return sum(trial["candidate"].get(name) == value and trial["outcome"] in RAN for trial in self.trials)
@@ -245,14 +245,14 @@ class Evidence:
         """The number of trials behind the answer, and how well they predict each other."""
         outlook, n_seen = self.expected.outlook, len(self.expected.candidates)
         ran = sum(trial["outcome"] in RAN for trial in self.trials)
-        said = [f"{ran} configurations ran, of {n_seen:,} that the search looked at"]
+        said = [f"{ran} configurations ran, of {n_seen:,} that were considered"]
         if outlook.covered > 0:
-            where = "lie in the 90 % interval in which the other trials foretell them"
-            said.append(f"{outlook.covered:.0%} of the step times {where}")
+            where = "within the 90 % interval that the other trials predict for them"
+            said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")
         if math.isfinite(outlook.loss):
             said.append(
-                f"of all that was not measured the best is expected to be {outlook.loss:.1%} better, and one more trial"
-                f" to gain {outlook.next_gain:.2%}"
+                f"the best configuration that was not measured is expected to be {outlook.loss:.1%} better; one more trial is"
+                f" expected to gain {outlook.next_gain:.2%}"
             )
         return said
 

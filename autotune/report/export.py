@@ -394,7 +394,7 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
         if found is None:
             numbers = [row["trial"] for row in report.trials]
             known = f"it has {min(numbers)} to {max(numbers)}" if numbers else "it has none"
-            raise StoreError(f"study {name!r} has no told trial {number}; {known}")
+            raise StoreError(f"study {name!r} has no finished trial {number}; {known}")
         return dict(found)
     named = dict(picks) | ({"baseline": baseline} if baseline else {})
     if (pick or "recommended") not in named:

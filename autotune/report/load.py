@@ -106,7 +106,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
             "measured_on": _days(study),
-            "trials_wanted": study.user_attrs.get(records.SETTINGS_ATTR, {}).get("trials"),
+            "trials_wanted": records.stated_settings(study).get("trials"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [
@@ -193,7 +193,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason
         row |= {
-            "gate": asdict(verdict) if verdict is not None and folder else None,
+            "gate": asdict(verdict) if verdict is not None else None,
             "losses": _curve(result, seen, folder),
             "step_times_s": result.step_times_s if result else [],
             "n_warmup": result.steps.n_warmup if result and result.steps else None,

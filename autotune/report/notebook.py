@@ -30,8 +30,8 @@ def answer_html(report: StudyReport) -> str:
     scales, rows = tables.overview(report)
     heads = ["configuration", "trial", "speed-up", *(f"{METRICS[n].label} ({s.unit})" for n, s in scales.items()), ""]
     found = {
-        "lead": f"{report.name}: {subject(report)} on {machine(report)}, {len(report.trials)} trials",
-        "headline": _headline(report),
+        "lead": f"{report.name}: {lead(report)}",
+        "headline": headline(report),
         "heads": heads,
         "rows": [_cells(row.line(scales, ""), row) for row in rows],
         "lists": [
@@ -49,7 +49,13 @@ def _cells(line: list[str], row: tables.Row) -> list[str]:
     return [row.configuration, trial, speedup, *metrics, ", ".join(row.marks)]
 
 
-def _headline(report: StudyReport) -> str:
+def lead(report: StudyReport) -> str:
+    """What was tuned where, in how many trials."""
+    return f"{subject(report)} on {machine(report)}, {len(report.trials)} trials"
+
+
+def headline(report: StudyReport) -> str:
+    """The recommendation with its price in one sentence, or why there is none."""
     pick = report.picks.get("recommended")
     if pick is None:
         return f"Nothing to recommend: {report.why_nothing}."

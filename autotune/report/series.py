@@ -220,7 +220,7 @@ def _trials_with(report: StudyReport, series: str) -> Iterable[Data]:
 
 
 def piece_size(n: int) -> int:
-    """Steps that one point of a loss curve of so many steps stands for."""
+    """Number of steps that one point of a loss curve stands for, by the length of the curve."""
     return max(1, -(-n // MOST_LOSS_POINTS))
 
 

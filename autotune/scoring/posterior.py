@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 # What the marginal likelihood weighs, as standard deviations of the logarithm: noise of one measurement, drift of the
 # machine from one trial to the next, and the factor on what is stated of the trials' effects. Each prior is log-normal,
 # given as median and standard deviation of the logarithm.
-NOISE, NOISE_PRIOR = (0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.02, 0.7)
+NOISE, NOISE_PRIOR = (0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.03, 0.7)
 DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
 EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
 # Of the trials without a forecast: how much their logarithms differ among each other.

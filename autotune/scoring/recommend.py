@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from autotune.scoring import pareto
@@ -248,7 +249,7 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     why = f"the best {named(objectives)} ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     tied = [
         m for m in confirmed
-        if m is not chosen and abs(log_gain(m, chosen, objectives)) <= estimates.reach(m, chosen, objectives)
+        if m is not chosen and abs(log_gain(m, chosen, objectives)) <= _reach(m, chosen, estimates, objectives)
     ]  # fmt: skip
     if tied:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in tied)} within the noise"
@@ -259,7 +260,19 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
     """Whether a trial is a better compromise than the baseline beyond noise."""
     assert estimates.baseline is not None
     gain = log_gain(measured, estimates.baseline, objectives)
-    return gain > estimates.reach(measured, estimates.baseline, objectives)
+    return gain > _reach(measured, estimates.baseline, estimates, objectives)
+
+
+def _reach(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> float:
+    """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
+
+    The 95 % interval holds for all trials and after each round of re-measurements together (Bonferroni): the best of 30
+    equal ones looks better than the baseline beyond its own interval in every fourth study.
+    """
+    n_looks = max((len(m.repeats) for m in estimates.measured), default=0)
+    n_compared = max(1, sum(m.usable for m in estimates.measured) - 1) * max(1, n_looks)
+    normal = NormalDist()
+    return estimates.reach(one, other, objectives) * normal.inv_cdf(1 - 0.025 / n_compared) / normal.inv_cdf(0.975)
 
 
 def drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:

@@ -81,7 +81,7 @@ LOSSES = {
 }  # fmt: skip
 # Shares of a step from which on a loss is named with its remedy.
 NAMED_FROM = 0.05
-# A rank that computes so much longer than the mean is named.
+# A rank is named whose computing exceeds the mean by this share.
 IMBALANCED_FROM = 0.05
 
 

@@ -41,9 +41,12 @@ LEADING = 5000
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
-# Each level of a knob whose best candidate is expected within this factor of the best by the goal is tried once, if it
-# is likely to fit and complete: a confident prior that is wrong about a level is never corrected otherwise.
+# Each level of a knob whose best candidate may be within this factor of the best by the goal is tried once, if it is
+# likely to fit and complete: a confident prior that is wrong about a level is never corrected otherwise.
 COVERED_WITHIN, LIKELY = 2.5, 0.5
+# By how many standard deviations such a candidate may be better than is expected; and every so many trials one of them
+# is run, while there are any.
+OPTIMISM, COVER_EVERY = 2.0, 3
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
@@ -326,7 +329,7 @@ class CandidateOptimizer:
         return rows[np.unique(np.concatenate(chosen))]
 
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
-        """The acquisition whose turn it is: the hypervolume (or a level that nothing had), the goal, one objective."""
+        """The acquisition whose turn it is: levels that nothing had, the hypervolume, the goal, one objective."""
         mean, sd = state.costs(rows)
         if not len(state.rows):
             return np.exp(-_regret(state, rows))
@@ -341,7 +344,8 @@ class CandidateOptimizer:
             expected = mean @ self.shares
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
         untried, turn = self._untried(state, rows, allowed), n_told % (2 * n_metrics + 2)
-        if turn == 2 * n_metrics and untried.any():
+        if n_told % COVER_EVERY == COVER_EVERY - 1 and untried.any():
+            # A candidate with several of them saves trials, and one that is hopeful besides may be the answer.
             expected = mean @ self.shares
             return np.asarray(untried * np.exp(expected.min() - expected), dtype=float)
         if n_metrics > 1 and turn % 2 == 0:
@@ -352,12 +356,12 @@ class CandidateOptimizer:
         share = np.eye(n_metrics)[turn // 2] if turn < 2 * n_metrics else self.shares
         return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
 
-    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> NDArray[np.bool_]:
-        """Which rows have a level that no trial had, are not far behind by the goal, and likely to run."""
+    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> Floats:
+        """Levels of each row that no trial had; only of rows that may be near the best by the goal, and are likely to run."""
         tried = self.catalogue.present[sorted(state.known)].any(axis=0)
-        behind, _ = state.goal(rows, self.shares)
-        near = (behind - behind.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
-        return np.asarray(near & self.catalogue.present[rows][:, ~tried].any(axis=1), dtype=bool)
+        mean, sd = state.goal(rows, self.shares)
+        near = (mean - OPTIMISM * sd - mean.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
+        return np.asarray(near * self.catalogue.present[rows][:, ~tried].sum(axis=1), dtype=float)
 
 
 def chance_needed(told: Sequence[Observation]) -> float:

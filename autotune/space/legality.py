@@ -101,11 +101,6 @@ def _retired(candidate: Candidate, setting: Setting) -> list[str]:
     return [path for path, _ in candidate.config if since and path.partition(".")[0] in RETIRED_KEYS]
 
 
-def _listed(paths: Iterable[str]) -> str:
-    """The last names of some paths."""
-    return ", ".join(sorted(path.rpartition(".")[2] for path in paths))
-
-
 OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
 
 
@@ -205,9 +200,9 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
          "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name in STAGE_3 for name, _ in c.config),
-         f"only ZeRO stage 3 reads {_listed(STAGE_3)}", ("zero_stage", *sorted(STAGE_3))),
+         "{of_stages}: only ZeRO stage 3 reads it", ("zero_stage", *sorted(STAGE_3))),
     Rule(lambda c, k, s: c.zero_stage == 3 and any(name in STAGES_1_AND_2 for name, _ in c.config),
-         f"ZeRO stage 3 does not read {_listed(STAGES_1_AND_2)}", ("zero_stage", *sorted(STAGES_1_AND_2))),
+         "{of_stages}: ZeRO stage 3 does not read it", ("zero_stage", *sorted(STAGES_1_AND_2))),
     Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
                              for at, of in OFFLOAD_PATHS.items()),
          "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
@@ -284,6 +279,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
     bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
     missing = {f"missing_{op}": why for op, why in setting.missing_ops}
+    missing |= {"of_stages": ", ".join(path for path, _ in candidate.config if path in STAGE_3 | STAGES_1_AND_2)}
     missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()

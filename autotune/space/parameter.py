@@ -212,7 +212,7 @@ def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scala
     values = parameter.all_values()
     for value in values if len(values) <= LONG_RANGE else (values[0], values[-1]):
         _check(name, value, f"{where}: range")
-    return parameter
+    return Parameter(name=name, choices=_distinct(name, values), when=when) if name in DEGREES else parameter
 
 
 def _parse_when(data: Any, where: str) -> dict[str, tuple[Scalar, ...]]:

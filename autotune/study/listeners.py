@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeAlias
@@ -19,6 +21,9 @@ from autotune.trial.result import Outcome
 
 # What `optuna.study.Study.optimize` takes as `callbacks`.
 Callback: TypeAlias = Callable[[Study, FrozenTrial], None]
+
+# Optuna's callback for MLflow, which refuses a run with a name that holds any of these characters.
+MLFLOW, NOT_IN_MLFLOW = "optuna_integration.mlflow", re.compile(r"[^\w\-. :/]")
 
 LOGGER = logging.getLogger("autotune")
 LOGGER.addHandler(logging.NullHandler())  # a library says nothing unless its user sets logging up
@@ -52,7 +57,7 @@ def _end(progress: Progress) -> str:
 
 
 class CallbackSink(EventSink):
-    """Calls Optuna's callbacks after each trial; a measurement that is repeated is no trial of its own.
+    """Calls Optuna's callbacks after each trial; a repeated measurement is not counted as a trial.
 
     Args:
         callbacks: What to call, in order. An exception of theirs ends the run; told trials stay told.
@@ -74,4 +79,14 @@ class CallbackSink(EventSink):
             return
         for callback in self._callbacks:
             trial = next(t for t in self._study.get_trials(deepcopy=False) if t.number == progress.number)
-            callback(self._study, trial)
+            to_mlflow = type(callback).__module__.startswith(MLFLOW)
+            callback(self._study, _plainly_named(trial) if to_mlflow else trial)
+
+
+def _plainly_named(trial: FrozenTrial) -> FrozenTrial:
+    """A copy of a trial whose knobs and attributes have names that MLflow takes: `peak memory MiB`."""
+    named = copy.copy(trial)
+    for part in ("params", "distributions", "user_attrs"):
+        found = {NOT_IN_MLFLOW.sub("", name): value for name, value in getattr(trial, part).items()}
+        setattr(named, f"_{part}" if hasattr(named, f"_{part}") else part, found)
+    return named

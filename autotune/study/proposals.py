@@ -227,7 +227,7 @@ class Proposer:
         if unsafe == self._state.plan.setting.unsafe_precisions:
             return
         self._events.say(
-            f"{' and '.join(unsafe)} is no longer proposed: the model mixes types of numbers,"
-            f" {autocast.MAX_MISMATCHES} trials ended at that"
+            f"{' and '.join(unsafe)} is no longer proposed: the model mixes number types that this cannot multiply, at which"
+            f" {autocast.MAX_MISMATCHES} trials ended"
         )
         self._state.forbid_precisions(unsafe)

@@ -27,7 +27,7 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
     """Tells the finished trials of the folder to a database that has no study of that name, or not all of them.
 
     A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed
-    while it restored has left a mark in the study, and the next one goes on with what is left.
+    while it restored leaves a mark in the study, and the next run restores the rest.
 
     Returns:
         How many the folder holds; 0 without a record, or where a different study has left it.

@@ -40,7 +40,7 @@ def table(lengths: Sequence[int]) -> Table:
     values, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     if len(values) <= MOST_CLASSES:
         return tuple(zip(map(float, values), map(int, counts), strict=True))
-    # The longest has a class of its own, since it decides what fits.
+    # The longest is a separate class, since it decides what fits.
     edges = np.geomspace(max(1, values[0]), values[-1], MOST_CLASSES)
     places = np.minimum(np.searchsorted(edges, values, side="right"), MOST_CLASSES - 1)
     places[-1] = MOST_CLASSES

@@ -106,3 +106,30 @@ def test_trials_run_at_once_and_each_is_told_once_and_a_shared_machine_is_said(t
 
 def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.smoke
+def test_a_study_and_its_driver_run_inside_the_job_that_submit_makes(tmp_path: Path) -> None:
+    if why := why_no_slurm():
+        pytest.skip(why)
+    file = tmp_path / "studies" / "s" / "study.yaml"
+    file.parent.mkdir(parents=True)
+    changes = {"executor_options": {}, "nodes": 1, "ranks": 1, "trials": 2, "trial_budget_s": 1}
+    file.write_text(yaml.safe_dump(yaml.safe_load(STUDY) | changes))
+    command = [sys.executable, "-m", "autotune.cli"]
+    with slurm(tmp_path / "cluster") as cluster:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        asked = [*command, "submit", str(file), "--executor", "slurm"]
+        done = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "runs study s" in done.stdout, done.stdout + done.stderr
+        until(lambda: not cluster.jobs(), 300)  # the job is over with its study
+    said = _read(file.parent / "driver.log")
+    status = subprocess.run(
+        [*command, "status", "s", "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert status.returncode == 0, said + status.stderr
+    assert json.loads(status.stdout)["outcomes"] == {"complete": 2}, said
+    jobs = {
+        json.loads(_read(path))["id"].partition("-")[0] for path in (file.parent / "trials").glob("[0-9]*/job.json")
+    }
+    assert len(jobs) == 1 and (file.parent / "ds_config.json").exists(), said  # trials were steps of that one job

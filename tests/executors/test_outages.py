@@ -166,8 +166,10 @@ def test_a_host_that_was_never_reached_refuses_and_one_that_is_lost_does_not(tmp
     hosts, spool, connection = Hosts({}, ["a"]), Spool(tmp_path), Connection()
     hosts._running["job"] = spool, [connection]  # type: ignore[list-item]
     connection.returncode = 255
-    assert hosts.standing("job").status is Status.REFUSED
-    for said in ("Connection to 10.0.0.1 closed by remote host.", "Timeout, server a not responding."):
+    for said in ("ssh: Could not resolve hostname a", "ann@a: Permission denied (publickey)."):
+        (tmp_path / "ssh-0.log").write_text(f"{said}\n")
+        assert hosts.standing("job").status is Status.REFUSED, said
+    for said in ("Connection to 10.0.0.1 closed by remote host.", "Timeout, server a not responding.", ""):
         (tmp_path / "ssh-0.log").write_text(f"{said}\n")
         assert hosts.standing("job").status is Status.TAKEN, said  # it was there before an agent could say so
     (tmp_path / "ssh-0.log").unlink()

@@ -5,17 +5,22 @@ import json
 import math
 import random
 import re
+from html import unescape
 
 import pytest
 from support.instant import Instant, report, runner_of
 
 from autotune.report import load, readme
-from autotune.report.dashboard.overlay import _trial_attrs
+from autotune.report.dashboard.overlay import _trial_attrs, _values
 from autotune.report.data import pick_words, times
 from autotune.report.files import write_answer, write_report
+from autotune.report.notebook import headline, lead
+from autotune.report.notes import store_notes
+from autotune.report.page.render import studies
 from autotune.report.results import StudyResult
-from autotune.report.tables import compared
+from autotune.report.tables import compared, overview
 from autotune.study.storage import records
+from autotune.study.storage.optuna_tables import note_of
 
 RATE = "samples_per_s"
 
@@ -82,6 +87,31 @@ def test_pages_and_notes_print_that_number(study):
         assert _trial_attrs(found, row, row)["speed-up"] == round(point["speedup"], 3)
         line = next(line for line in terminal.splitlines() if re.match(rf"\s*{point['trial']}\s", line))
         assert times(point["speedup"]) in line
+
+
+def test_plain_optuna_dashboard_and_the_first_page_say_the_same_sentence(study):
+    found, folder = study
+    url = records.default_url(folder.parent)
+    opened = records.load_study(records.open_storage(url), "s")
+    store_notes(opened, found)
+    plain = note_of(records.storage_of(opened).get_study_system_attrs(records.study_id(opened))).text
+    first = studies([{"name": "s", "optuna": "", "report": "", "headline": headline(found), "lead": lead(found)}])
+    names = next(names for names, _ in found.picks_by_trial() if "recommended" in names)
+    said = pick_words(found, names, found.picks["recommended"])
+    assert said in plain and said in unescape(first)
+    table = StudyResult(found).trials_dataframe()
+    for point in found.table():
+        assert table.loc[point["trial"], RATE] == point["metrics"][RATE]
+    answer = unescape(StudyResult(found)._repr_html_())
+    assert said in answer
+    for row in overview(found)[1]:
+        assert all(f">{cell}</td>" in answer for cell in row.line(overview(found)[0], "")[1:])
+
+
+def test_the_dashboard_lists_the_same_values(study):
+    found, _ = study
+    for number in found.compared:
+        assert _values(found, number) == [found.points[number]["metrics"][name] for name in found.objectives]
 
 
 def test_the_ratio_of_two_printed_values_is_the_printed_gain(study):

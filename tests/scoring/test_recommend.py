@@ -155,6 +155,17 @@ def test_the_values_of_the_rounds_go_before_those_of_the_first_trials():
     assert chosen(recommend([lucky, honest, measured(4, 0.1)], [LATENCY])) == 2
 
 
+def test_the_best_of_many_must_be_further_ahead_than_an_only_one():
+    """Of thirty equal candidates the luckiest looks better than the baseline beyond its own interval in many a study."""
+    base = measured(0, 0.1, rounds=[0.1, 0.103, 0.097, 0.101])
+    ahead = measured(1, 0.1 / 1.04, rounds=[each / 1.04 for each in (0.1, 0.101, 0.099, 0.102)], checkpoint_every=1)
+    noise = random.Random(1)
+    others = [measured(n, 0.1 * math.exp(noise.gauss(0, 0.02)), checkpoint_every=n) for n in range(2, 32)]
+    assert chosen(recommend([base, ahead], [THROUGHPUT])) == 1
+    found = recommend([base, ahead, *others], [THROUGHPUT])
+    assert chosen(found) == 0 and "not to be told from trial 1 within the noise" in reasons(found)
+
+
 def test_a_round_counts_only_where_both_were_measured_in_it():
     """A resumed study has other finalists: their rounds have other numbers, and the baseline is in all of them."""
     base = measured(0, 0.1, rounds={1: 0.1, 2: 0.1, 3: 0.2, 4: 0.2})

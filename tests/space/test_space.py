@@ -395,3 +395,11 @@ def test_a_baseline_that_is_split_keeps_its_batch_though_its_ranks_have_less_tha
     assert found == {(1, 1)} and all(c.tensor_degree == 4 for c in kept.candidates(split))
     with pytest.raises(SpaceError, match="micro-batch of 3 does not divide the 8 samples"):
         space(micro_batch_size=[2]).keeping(8, 4, 3, shared=4)
+
+
+@pytest.mark.parametrize("data", [[1, 2, 4], [None, 2, 4], {"range": [0, 2], "power_of_two": True}])
+def test_a_degree_of_one_is_none_however_it_is_written(data):
+    tensor = "tensor_parallel.autotp_size"
+    found = space(**{tensor: data})
+    assert found[tensor].choices == (None, 2, 4)
+    assert all(Candidate.from_key(c.key) == c and found.contains(c) for c in found.candidates(BASELINE))

@@ -1,6 +1,7 @@
 """What programs are told of a run: records of the logger, and Optuna's callbacks."""
 
 import logging
+import re
 
 import pytest
 from support.instant import Instant, failed, report, runner_of
@@ -54,3 +55,17 @@ def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, caplog):
 def test_nothing_is_printed_unless_logging_is_set_up(tmp_path, capfd):
     run(tmp_path)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_callback_of_mlflow_gets_names_that_mlflow_takes(tmp_path):
+    """MLflow and Optuna's integration were tried by hand: they are large. This is what MLflow checks of a name."""
+    seen = []
+
+    class MLflowCallback:
+        def __call__(self, study, trial):
+            seen.append((trial.number, [*trial.params, *trial.distributions, *trial.user_attrs]))
+
+    MLflowCallback.__module__ = "optuna_integration.mlflow.mlflow"
+    runner = run(tmp_path, MLflowCallback())
+    assert all(re.fullmatch(r"[\w\-. :/]+", name) for _, names in seen for name in names)
+    assert "peak memory MiB" in seen[0][1] and "peak memory (MiB)" in runner.study.trials[0].user_attrs

@@ -24,6 +24,10 @@ class Answer:
         self.status, self.headers, self.body = status, {name.lower(): value for name, value in headers}, body
 
     @property
+    def text(self):
+        return self.body.decode()
+
+    @property
     def json(self):
         return json.loads(self.body)
 

@@ -64,6 +64,8 @@ class StudyOverlay:
         system_attrs: Its figures and files, under the keys of optuna-dashboard.
         trial_attrs: By trial number: the attributes shown beside the trial.
         trial_notes: By trial number: Markdown.
+        trial_values: By number of a trial that was told as complete: its objectives by all measurements, or None where it
+            cannot be compared with others: a gate refused it, or it breaks a constraint.
         files: All files by id.
         trial_files: By trial number: the ids of its files.
     """
@@ -73,6 +75,7 @@ class StudyOverlay:
     system_attrs: Mapping[str, Any]
     trial_attrs: Mapping[int, Mapping[str, Any]]
     trial_notes: Mapping[int, str]
+    trial_values: Mapping[int, list[float] | None] = field(default_factory=dict)
     files: Mapping[str, File] = field(default_factory=dict)
     trial_files: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
@@ -111,9 +114,16 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
         trial_notes={
             row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials
         },
+        trial_values={number: _values(report, number) for number in points},
         files=files,
         trial_files=trial_files,
     )
+
+
+def _values(report: StudyReport, number: int) -> list[float] | None:
+    """The objectives of a trial as every page of ours shows them."""
+    found = measured(report.compared[number]) if number in report.compared else {}
+    return [found[name] for name in report.objectives] if all(name in found for name in report.objectives) else None
 
 
 def config_file(report: StudyReport, name: str, point: Data) -> File:
@@ -142,7 +152,7 @@ def artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:
 
 def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
     """The rest of the budget in words; empty if nobody runs the study."""
-    stated = study.user_attrs.get(records.SETTINGS_ATTR, {})
+    stated = records.stated_settings(study)
     n_trials = stated.get("trials")
     if n_trials is None or run_under_way(folder) is None:
         return ""
@@ -161,6 +171,11 @@ def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
 def pick_link(study_id: int, name: str) -> str:
     """The address of a pick's JSON on our server."""
     return f"/autotune/{study_id}/picks/{name}.json"
+
+
+def report_link(study_id: int) -> str:
+    """The address of a study's report on our server."""
+    return f"/autotune/{study_id}/report.html"
 
 
 def trial_link(study_id: int, number: int) -> str:
@@ -208,6 +223,7 @@ def _log(path: Path, folder: Path) -> File:
 
 def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
     answer = readme.study_note(report, lambda name: pick_link(study_id, name))
+    answer = f"[The report, with every figure]({report_link(study_id)})\n\n{answer}"
     return note_attrs(f"{left}\n\n{answer}" if left else answer, NO_NOTE)
 
 
@@ -258,6 +274,10 @@ def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
             BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
         )
         found[f"{metric.label} ({unit})"] = round(value / divisor, max(2, metric_scale(name, [value]).decimals))
+    if (n_measured := point.get("measurements") or 0) > 1:
+        found["measurements"] = n_measured
+    if gate := row.get("gate"):
+        found["quality gate"] = {True: "trains alike", False: "refused", None: "not decided"}[gate["passed"]]
     if measured(point) and (factor := point.get("speedup")):
         found["speed-up"] = round(factor, 3)
     return found

@@ -22,9 +22,13 @@ from typing import Any, Self, TypeAlias
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from autotune.errors import UserError
-from autotune.report.dashboard.overlay import File, StudyOverlay, config_file
+from autotune.report.dashboard.overlay import File, StudyOverlay, config_file, report_link
 from autotune.report.dashboard.storage import READ_ONLY, DashboardStorage
+from autotune.report.data import StudyReport
+from autotune.report.notebook import headline, lead
+from autotune.report.page import render
 from autotune.study.storage import records
+from autotune.study.storage.database import damaged
 
 Environ: TypeAlias = dict[str, Any]
 StartResponse: TypeAlias = Callable[..., Any]
@@ -32,10 +36,13 @@ StartResponse: TypeAlias = Callable[..., Any]
 COOKIE = "autotune_token"
 LEAST_TOKEN = 16
 N_THREADS = 8
+MOST_ANSWERS = 30  # studies whose answers the first page shows; each is read from the database
 LARGEST_NOTE_BYTES = 1 << 20
 DOWNLOAD = re.compile(r"/autotune/(?P<study>[0-9]{1,9})/(?P<what>picks|trials)/(?P<name>[a-z_]{1,40}|[0-9]{1,9})\.json")
 NOT_OURS = "this dashboard is not served under that name; use the address it printed"
+NO_REPORT = "there is no report here: autotune did not make that study, or it holds no trial yet"
 NO_TOKEN = "this dashboard asks for its token: open the whole address that `autotune dashboard` printed"
+REPORT = re.compile(r"/autotune/(?P<study>[0-9]{1,9})/report\.html")
 NO_NOTE = (
     f"a note is a JSON object with `version`, a number, and `body`, a text, of {LARGEST_NOTE_BYTES >> 20} MiB at most"
 )
@@ -50,10 +57,12 @@ HEADERS = [
 ]
 DROPPED = {"access-control-allow-origin"}
 # Optuna's pages grow with their widest element. With this they fit a phone: text breaks, wide tables scroll in their
-# cards, and columns become rows.
+# cards, and columns become rows. What is refused is not offered: to create, rename, delete and upload.
 STYLE = b"""<style>
 main { min-width: 0; }
 main p, main li { overflow-wrap: anywhere; }
+[aria-label="rename study"], [aria-label="delete study"], [aria-label="delete artifact"], button:has([data-testid="AddBoxIcon"]),
+[class*="MuiCard-root"]:has(> .MuiCardActionArea-root [data-testid="UploadFileIcon"]) { display: none !important; }
 @media (max-width: 700px) { main [class*="MuiGrid-grid-xs-"] { flex-basis: 100%; max-width: 100%; } }
 </style>
 """
@@ -113,6 +122,10 @@ class Application:
         environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
         try:
             return self._refusal(environ, start) or self._download(environ, start) or self._answer(environ, start)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if (sentence := damaged(error)) is None:
+                raise
+            return _say(start, HTTPStatus.SERVICE_UNAVAILABLE, str(sentence))
         finally:
             self.overlay.remove_session()
 
@@ -170,8 +183,15 @@ class Application:
     def _download(self, environ: Environ, start: StartResponse) -> Iterable[bytes] | None:
         """The JSON of a pick or a trial; None for other paths."""
         path = environ.get("PATH_INFO", "")
+        if path == "/":
+            return _page(start, render.studies(self._answers()))
         if not path.startswith("/autotune/"):
             return None
+        if asked := REPORT.fullmatch(path):
+            report = self._report(int(asked["study"]))
+            return (
+                _say(start, HTTPStatus.NOT_FOUND, NO_REPORT) if report is None else _page(start, render.render(report))
+            )
         found = DOWNLOAD.fullmatch(path)
         file = self._file(found.groupdict()) if found else None
         content = file.read() if file else None
@@ -217,6 +237,29 @@ class Application:
         except KeyError:
             return None
 
+    def _report(self, study_id: int) -> StudyReport | None:
+        try:
+            return self.overlay.report(study_id)
+        except KeyError:
+            return None
+
+    def _answers(self) -> list[dict[str, Any]]:
+        """The studies for the first page, the newest first, with the answers of the newest."""
+        found = sorted(self.overlay.get_all_studies(), key=lambda each: -each._study_id)
+        answers = []
+        for n, each in enumerate(found):
+            shown = self._shown(each._study_id) if n < MOST_ANSWERS else None
+            said = (
+                {"headline": headline(shown.report), "lead": lead(shown.report)}
+                if shown
+                else {"headline": "", "lead": ""}
+            )
+            link = report_link(each._study_id) if shown else ""
+            answers.append(
+                {"name": each.study_name, "optuna": f"/dashboard/studies/{each._study_id}", "report": link} | said
+            )
+        return answers
+
     def _file(self, asked: Mapping[str, str]) -> File | None:
         shown = self._shown(int(asked["study"]))
         if shown is None:
@@ -227,6 +270,19 @@ class Application:
         else:
             points, label = {str(row["trial"]): row for row in report.trials}, f"trial-{name}"
         return config_file(report, f"{report.name}-{label}", points[name]) if name in points else None
+
+
+def _page(start: StartResponse, text: str) -> Iterable[bytes]:
+    body = text.encode()
+    start(
+        "200 OK",
+        [
+            ("Content-Type", "text/html; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+        ],
+    )
+    return [body]
 
 
 def _with_notes(content: bytes, shown: StudyOverlay) -> bytes:

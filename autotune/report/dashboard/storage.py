@@ -31,6 +31,7 @@ from autotune.report.dashboard.overlay import (
     overlay,
     under_way,
 )
+from autotune.report.data import StudyReport
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.storage import notes, records
 from autotune.study.storage.database import Storage
@@ -38,7 +39,7 @@ from autotune.study.storage.leases import TOLD_BY_ATTR
 
 # Attributes of our studies and trials that are for programs.
 OWN_ATTRS = frozenset(
-    {records.OLD_RECORD_ATTR, records.OLD_MEASURED_ATTR, CANDIDATE_ATTR, TOLD_BY_ATTR, "reason", "outcome"}
+    {records.OLD_RECORD_ATTR, records.OLD_MEASURED_ATTR, CANDIDATE_ATTR, TOLD_BY_ATTR, "reason", "outcome", "settings"}
 )
 # A study is read again after this long, or after this multiple of the reading time if that is longer, so that a large
 # study does not keep the server busy.
@@ -162,6 +163,14 @@ class DashboardStorage(BaseStorage):
             kept = self._kept.setdefault((study_id, name), made)
         return kept.look()
 
+    def report(self, study_id: int) -> StudyReport | None:
+        """The report of a study with every series; None if autotune did not make it or it has no trial yet."""
+        name = self._base.get_study_name_from_id(study_id)
+        try:
+            return load.from_storage(self._base, name, self._folder_of(name))
+        except UserError:
+            return None
+
     def _read(self, study_id: int, name: str) -> StudyOverlay | None:
         try:
             study = records.load_study(self._base, name)
@@ -221,6 +230,7 @@ class DashboardStorage(BaseStorage):
         trials = self._base.get_all_trials(study_id, deepcopy=False, states=states)
         self._owners.update((trial._trial_id, study_id) for trial in trials)
         found = [self._trial(trial, shown) for trial in trials]
+        found = found if states is None else [trial for trial in found if trial.state in states]
         return copy.deepcopy(found) if deepcopy else found
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
@@ -237,6 +247,10 @@ class DashboardStorage(BaseStorage):
             **{name: value for name, value in found.user_attrs.items() if name not in OWN_ATTRS},
             **extra,  # newer than the attributes from the trial's end
         }
+        if shown and found.state is TrialState.COMPLETE and found.number in shown.trial_values:
+            # Optuna takes its best trials from these: the ones on our front, by all measurements and not by the first.
+            values = shown.trial_values[found.number]
+            trial.state, trial.values = (TrialState.COMPLETE, values) if values else (TrialState.PRUNED, None)
         if shown:
             files = {artifact: shown.files[artifact] for artifact in shown.trial_files.get(found.number, ())}
             trial._system_attrs = {**found._system_attrs, **artifact_attrs(files)}

@@ -28,7 +28,7 @@ from autotune.system import files
 PLOTLY = "assets/plotly-basic.min.js"
 # Code up to this length is kept on one line; words longer than that break at their joints.
 SHORT_CODE, LONG_WORD = 34, 12
-# Parts of the figures that take so many characters and occur several times are written into the page once.
+# Parts of the figures of this length or more that occur several times are written into the page once.
 SHARED_CHARS = 60
 
 
@@ -77,6 +77,11 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
             **values,
         )
     )
+
+
+def studies(answers: list[dict[str, Any]]) -> str:
+    """The dashboard's first page: the studies with their answers."""
+    return _environment().get_template("studies.html").render(answers=answers, style=Markup(_asset("page.css")))
 
 
 def fragment(template: str, macro: str, found: Mapping[str, Any]) -> str:

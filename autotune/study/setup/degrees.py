@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
@@ -18,12 +20,19 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import profile_cache
 from autotune.study.spec.spec import StudySpec
+from autotune.system.units import format_bytes
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import Splitting, Workload
 
 # Samples of the batch on which a split model is compared with the whole one.
 COMPARED_SAMPLES = 2
+# Of each parameter, in fp32 with its gradient, in every rank of a machine; and of its memory, at most.
+COMPARED_BYTES, LARGEST_SHARE = 8, 0.5
+UNCOMPARED = (
+    "the split model was not compared with the whole one, which takes {} of a machine's memory: hold the loss of the"
+    " first steps against a run without the degree"
+)
 SCRIPT = (
     "a training script builds its own groups and feeds its own ranks, so its degrees stay as they are: set the degree in"
     " the script (for transformers' Trainer and Accelerate by their parallelism configuration) and tune the rest, or"
@@ -103,6 +112,8 @@ def compared(
         entry = Splitting.key(name, degree, setting.world_size, _beside(base_config, name))
         if entry in results or why_illegal(candidate, setting, DEGREE_RULES):
             continue
+        if needed := _too_large(workload, setting):
+            return replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(format_bytes(needed))])
         doing(f"comparing the model split over {degree} ranks with the whole one")
         result = _compare(spec, executor, path / f"{name.partition('.')[0]}-{degree}", candidate, base_config, setting)
         if (said := _said(result)) is not None:
@@ -111,6 +122,12 @@ def compared(
     if results:
         profile_cache.save(replace(workload, profile=None, machine=None), key)
     return workload
+
+
+def _too_large(workload: Workload, setting: Setting) -> float:
+    """Returns the bytes that whole models with their gradients take in a machine's memory; 0 where there is room."""
+    needed = COMPARED_BYTES * workload.n_parameters * setting.ranks_per_node
+    return needed if needed > LARGEST_SHARE * psutil.virtual_memory().total else 0.0
 
 
 def _compare(
@@ -130,4 +147,6 @@ def _said(result: TrialResult) -> str | None:
     """Returns what speaks against a degree; None where the comparison itself did not fit or end."""
     if result.outcome is Outcome.COMPLETE:
         return ""
-    return result.reason if result.outcome in (Outcome.NOT_APPLIED, Outcome.CRASHED) else None
+    if result.outcome is Outcome.CRASHED:
+        return f"split so, the model fails: {result.reason}"
+    return result.reason if result.outcome is Outcome.NOT_APPLIED else None

@@ -215,8 +215,8 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
     }
     if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and emulates_bf16():
         notes.append(
-            f"this processor has no fast bf16, so {' and '.join(sorted(sixteen))} is emulated and slow: what is forecast over"
-            " 3x behind is tried at most once"
+            f"this processor has no fast bf16, so {' and '.join(sorted(sixteen))} is emulated and slow: what is predicted to be over"
+            " 3x slower is tried at most once"
         )
     if executor.cold_reason:
         notes.append(executor.cold_reason)

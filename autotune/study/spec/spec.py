@@ -36,7 +36,7 @@ from autotune.study.spec.readers import (
     objectives_of,
 )
 from autotune.study.spec.settings import SETTINGS, flag
-from autotune.study.spec.yaml_file import commented, read_yaml
+from autotune.study.spec.yaml_file import commented, naming_lines, read_yaml
 from autotune.study.storage import urls
 from autotune.system import redaction
 from autotune.system.files import absolute
@@ -121,6 +121,7 @@ class StudySpec(BaseModel):
     from_checkpoint: Path | None = None
 
     @classmethod
+    @naming_lines
     def load(
         cls, path: Path, overrides: Mapping[str, Any] | None = None, invocation: Invocation | None = None
     ) -> StudySpec:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
-from autotune.errors import SpecError
+from autotune.errors import SpecError, UserError
 from autotune.space.deepspeed import DEEPEST
 from autotune.system.files import read_text
+
+T = TypeVar("T")
 
 # Limits far above any study, below what takes noticeable time to read.
 LARGEST_CHARACTERS = 256 << 10
@@ -148,6 +151,42 @@ def _nodes(node: yaml.Node, depth: int = 0) -> Iterator[yaml.Node]:
     for part in node.value if isinstance(node, yaml.CollectionNode) else ():
         for inner in part if isinstance(part, tuple) else (part,):
             yield from _nodes(inner, depth + 1)
+
+
+def naming_lines(read: Callable[..., T]) -> Callable[..., T]:
+    """Decorates a method that reads a file: an error that begins with the file and a key names the key's line, too."""
+
+    @functools.wraps(read)
+    def located(cls: Any, path: Path, *given: Any, **named: Any) -> T:
+        try:
+            return read(cls, path, *given, **named)
+        except UserError as error:
+            said = str(error).removeprefix(f"{path}: ")
+            line = _line_of(said, path) if said != str(error) else None
+            if line is None:
+                raise
+            raise type(error)(f"{path}: line {line}: {said}") from None
+
+    return located
+
+
+def _line_of(said: str, path: Path) -> int | None:
+    """The line of the innermost key that a message begins with, or of the unknown key that it names."""
+    try:
+        node, found = yaml.compose(read_text(path, str(path)), Loader=_Loader), None
+    except (yaml.YAMLError, RecursionError, SpecError, *MISREAD):
+        return None
+    while isinstance(node, yaml.MappingNode):
+        strange = re.match(r"unknown (?:\w+ )?'([^']*)'", said)
+        for key, value in node.value:
+            if strange and key.value == strange[1]:
+                return int(key.start_mark.line) + 1
+            if isinstance(key, yaml.ScalarNode) and re.match(rf"{re.escape(key.value)}(: | )", said):
+                said, node, found = said[len(key.value) :].lstrip(": "), value, int(key.start_mark.line) + 1
+                break
+        else:
+            break
+    return found
 
 
 def read_value(text: str) -> Any:

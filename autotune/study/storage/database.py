@@ -16,7 +16,7 @@ import sqlalchemy
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from autotune.errors import Unavailable, UserError
+from autotune.errors import Unavailable, UserError, printable
 from autotune.study.storage import urls
 from autotune.system import files, redaction
 
@@ -42,6 +42,8 @@ MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "dupli
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
 FULL = ("disk is full", "disk full", "no space left", "table is full")
 RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
+# Code that reads rows.
+READERS = ("/optuna/storages/", "/sqlalchemy/", "/autotune/study/storage/")
 UNREADABLE = object()  # stands for a JSON value that cannot be read
 T = TypeVar("T")
 
@@ -284,6 +286,18 @@ def failing_in_words(url: str) -> Iterator[None]:
         if said is None:
             raise
         raise StoreError(f"{said}; what was told before is kept. Run the same command again to go on") from None
+
+
+def damaged(error: Exception) -> StoreError | None:
+    """The sentence for an error that a value in a database caused, which another program wrote; None for another error."""
+    place, frames = error.__traceback__, list[str]()
+    while place is not None:
+        frames.append(place.tb_frame.f_code.co_filename.replace("\\", "/"))
+        place = place.tb_next
+    if not any(part in frame for frame in frames for part in READERS):
+        return None
+    what = printable(str(error))[:200] or type(error).__name__
+    return StoreError(f"the database holds a value that cannot be read ({what}): restore a copy")
 
 
 def passes(error: BaseException) -> bool:

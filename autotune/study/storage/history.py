@@ -24,6 +24,7 @@ from autotune.study.storage.tables import (
     RECOMMENDATION,
     SCHEDULE,
     STUDIES,
+    TABLES,
     migrate,
 )  # fmt: skip
 from autotune.system import redaction
@@ -71,6 +72,15 @@ class Measurement:
     metrics: Mapping[str, float]
     wall_s: float
     at: float = field(default_factory=time.time)
+
+
+# Columns of all tables that hold numbers.
+NUMBERS = {
+    column.name
+    for table in TABLES.tables.values()
+    for column in table.columns
+    if isinstance(column.type, sql.Integer | sql.Double)
+}
 
 
 class History:
@@ -272,8 +282,21 @@ class History:
     def _rows(self, query: sql.Select[Any]) -> list[Row]:
         with self.engine.connect() as connection:
             found = [dict(row._mapping) for row in connection.execute(query)]
-        self.unreadable += [(row["study"], row["id"]) for row in found if UNREADABLE in row.values() and "id" in row]
-        return [row for row in found if UNREADABLE not in row.values()]
+        self.unreadable += [(row["study"], row["id"]) for row in found if not _is_readable(row) and "id" in row]
+        return list(filter(_is_readable, found))
+
+
+def _is_readable(row: Row) -> bool:
+    """Whether the values of a row are of the types that its table states; SQLite keeps whatever it is given."""
+    if any(value is UNREADABLE for value in row.values()):
+        return False
+    if any(isinstance(value, str) for name, value in row.items() if name in NUMBERS):
+        return False
+    if isinstance(text := row.get("candidate"), str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return isinstance(json.loads(text), dict)
+        return False
+    return True
 
 
 def forget(engine: sql.Engine, study: str) -> None:

@@ -17,7 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
@@ -47,7 +47,7 @@ RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 # Where releases before 0.2 kept them, as user attributes.
 OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
 RECORD_FILE = "record.json"
-ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR, WALL_ATTR = "role", "ended", "settings", "autotune:wall_s"
+ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR, WALL_ATTR = "role", "ended", "autotune:settings", "autotune:wall_s"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -84,7 +84,7 @@ def load_study(storage: Storage, name: str) -> Study:
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise StoreError(f"no study {name!r} in {storage.shown}. {known}") from None
+        raise StoreError(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
@@ -116,13 +116,14 @@ def delete_study(storage: Storage, name: str) -> None:
 def note_settings(study: Study, spec: StudySpec) -> None:
     """Store the run's budget and search settings for its workers."""
     stated = {name: getattr(spec, name) for name in (*SETTINGS, *WATCHED)}
-    if study.user_attrs.get(SETTINGS_ATTR) != stated:
-        study.set_user_attr(SETTINGS_ATTR, stated)
+    if stated_settings(study) != stated:  # a system attribute, which no dashboard lists
+        storage_of(study).set_study_system_attr(study_id(study), SETTINGS_ATTR, stated)
 
 
-def settings(study: Study) -> dict[str, Any]:
-    """Settings of the run that leads a study, by field of `StudySpec`."""
-    return {name: value for name, value in study.user_attrs.get(SETTINGS_ATTR, {}).items() if name in SETTINGS}
+def stated_settings(study: Study) -> dict[str, Any]:
+    """What the run's spec states, as `note_settings` stored it; empty if it did not."""
+    found: dict[str, Any] = storage_of(study).get_study_system_attrs(study_id(study)).get(SETTINGS_ATTR, {})
+    return found
 
 
 def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:

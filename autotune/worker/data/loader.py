@@ -72,7 +72,7 @@ class Loader:
         self._generator: Tensor | None = None
 
     def isolate(self) -> None:
-        """Draws with random numbers of its own, which the model does not advance.
+        """Draws with a separate random generator, which the model does not advance.
 
         Ranks that are fed alike must draw alike, though their shares of the model draw different random numbers.
         """

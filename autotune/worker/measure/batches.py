@@ -257,8 +257,9 @@ class BatchObserver:
     def _ragged(self, samples: int) -> int:
         """Returns how a step's samples compare with those of others, as in `StepCount.ragged`."""
         has_loader, was_pending = self._largest_used > 0, self._pending
-        smaller = self._forgiving and not self.parts and samples < max(self.samples_per_step, default=0)
         at_end = self._epoch_ended or 0 < self._last_used < self._largest_used
+        # Of a draw that is cut up something may be left over each time, which ends no epoch.
+        smaller = self._forgiving and (at_end or not self.parts) and samples < max(self.samples_per_step, default=0)
         self._pending = smaller and not at_end
         # A loader says at the latest with its next draw that it had ended; in a loop without one, an end stands alone.
         varies = was_pending and (not self._epoch_ended if has_loader else smaller)

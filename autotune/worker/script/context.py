@@ -12,7 +12,7 @@ import torch
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import OWNED_PATHS, DsConfig
-from autotune.trial.request import TrialRequest
+from autotune.trial.request import TailCheck, TrialRequest
 from autotune.worker import rank
 from autotune.worker.containers import tensors_in, to_device
 from autotune.worker.measure.memory import Memory
@@ -46,7 +46,8 @@ class ScriptContext:
         in_backward: An engine's backward pass is running.
         at_end: Functions to call before the process ends.
         limits: Arguments that may end the script after few steps, as code.
-        loaders: The hooks on its loaders, once they are installed.
+        feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
+        latest_loader: Returns the iterator of its DataLoader; None without one.
     """
 
     def __init__(self, recorder: Recorder, request: TrialRequest, memory: Memory) -> None:
@@ -65,7 +66,8 @@ class ScriptContext:
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
-        self.loaders: Any = None
+        self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
+        self.latest_loader: Callable[[], Any] = lambda: None
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""

@@ -28,8 +28,8 @@ class Loaders:
         self._latest: dict[int, Any] = {}
         self._largest: Any = None
         self._worst: Any = None
-        context.loaders = self
-        watch.iterator = lambda: self.trained
+        context.feed_worst = self.feed_worst
+        context.latest_loader = watch.iterator = lambda: self.trained
 
     @property
     def trained(self) -> Any:

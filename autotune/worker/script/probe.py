@@ -84,7 +84,7 @@ def _degree(own: DsConfig) -> int:
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
     batches = samples.describe(iter(meter.batches.shapes))
-    iterator = context.loaders.trained if context.loaders is not None else None
+    iterator = context.latest_loader()
     if batches is None:
         return None
     if iterator is None:

@@ -35,9 +35,9 @@ class ScriptTail:
         """Begins the check that a trial's request asks for; None without one."""
         meter, check = context.meter, context.request.tail
         tail = Tail.of(meter) if meter is not None else None
-        if tail is None or check is None or context.loaders is None:
+        if tail is None or check is None:
             return None
-        return cls(context, tail, context.loaders.feed_worst(check))
+        return cls(context, tail, context.feed_worst(check))
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes a forward call of the engine."""

@@ -22,10 +22,10 @@ EVIL = "<img src=struck onerror=\"document.title='struck'\"><script>document.tit
 # Each page, and what is to be read on it.
 PAGES = {
     "/dashboard": "s",
-    "/dashboard/studies/1": "Front: goodput against peak memory",
+    "/dashboard/studies/1": "Front: throughput against goodput",
     "/dashboard/studies/1/note": "Recommended: trial",
     "/dashboard/studies/1/trials?numbers=0": "Download its ds_config.json",
-    "/dashboard/studies/1/analytics": "EDF for memory",
+    "/dashboard/studies/1/analytics": "EDF for throughput",
 }
 
 
@@ -137,3 +137,33 @@ def test_a_name_with_html_in_it_does_nothing(inside, served, path):
     assert not inside.run(
         "document.querySelectorAll('img[src=struck]').length + document.querySelectorAll('body script').length"
     )
+
+
+def test_what_is_refused_is_not_offered(inside, served):
+    address, _ = served
+    labels = ("rename study", "delete study", "delete artifact")
+    sought = [f'[aria-label="{label}"]' for label in labels] + [
+        '[data-testid="AddBoxIcon"]',
+        '[data-testid="UploadFileIcon"]',
+    ]
+    for path, words in (("/dashboard", "Search study"), ("/dashboard/studies/1", "Study Artifacts")):
+        inside.open(address + path)
+        inside.tab.wait_for_selector(f"text={words}" if "/studies" in path else f"[placeholder='{words}']")
+        there = [inside.run(f"document.querySelectorAll({json.dumps(each)}).length") for each in sought]
+        seen = inside.run(
+            f"[...document.querySelectorAll({json.dumps(','.join(sought))})].filter((each) => each.getClientRects().length).length"
+        )
+        assert sum(there) >= 2 and seen == 0
+
+
+@pytest.mark.smoke
+def test_the_page_that_opens_holds_the_answer_and_fits_a_phone(inside, served):
+    address, answer = served
+    inside.view(390, 900)
+    inside.open(address)
+    text = inside.run("document.body.innerText")
+    assert f"trial {answer.picks['recommended']['trial']}, " in text and EVIL in text
+    assert inside.run("document.documentElement.scrollWidth") <= 390
+    inside.tab.click("text=Report")
+    inside.drawn()
+    assert inside.run("document.querySelector('.answer').innerText").startswith("Recommended")

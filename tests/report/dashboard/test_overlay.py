@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from html import unescape
 from http import HTTPStatus
 
 import plotly.graph_objects as go
@@ -16,6 +17,7 @@ from support.instant import Clock, Instant, finished, runner_of
 from autotune.report import load, readme
 from autotune.report.dashboard import storage
 from autotune.report.dashboard.server import Application
+from autotune.report.notebook import headline
 from autotune.study.lock import study_lock
 from autotune.study.storage import records
 
@@ -261,3 +263,32 @@ print(threading.active_count())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+def test_optunas_best_trials_are_our_front_with_our_values(study, answer):
+    assert {trial["number"] for trial in study["best_trials"]} == {point["trial"] for point in answer.front}
+    names = answer.objectives
+    for trial in study["trials"]:
+        if trial["state"] == "Complete":
+            assert trial["values"] == [answer.points[trial["number"]]["metrics"][name] for name in names]
+
+
+def test_importances_are_worked_out_from_the_trials_that_are_shown_as_complete(app, study):
+    got = ask(app, f"/api/studies/{study['id']}/param_importances", query="evaluator=ped_anova")
+    assert got.status == HTTPStatus.OK and len(got.json["param_importances"]) == 3
+
+
+def test_the_first_page_holds_the_answers_and_leads_to_the_reports(app, study, answer):
+    page = ask(app, "/")
+    assert page.status == HTTPStatus.OK and headline(answer) in unescape(page.text)
+    assert "not ours" in page.text and "<script" not in page.text
+    report = ask(app, f"/autotune/{study['id']}/report.html")
+    assert report.status == HTTPStatus.OK and 'id="answer"' in report.text and EVIL not in report.text
+    assert ask(app, "/autotune/2/report.html").status == HTTPStatus.NOT_FOUND
+    assert ask(app, "/autotune/99/report.html").status == HTTPStatus.NOT_FOUND
+
+
+def test_what_is_refused_is_not_offered(app):
+    style = ask(app, "/dashboard").text
+    for hidden in ("rename study", "delete study", "delete artifact", "AddBoxIcon", "UploadFileIcon"):
+        assert hidden in style

@@ -9,6 +9,7 @@ from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import degrees
+from autotune.study.spec.spec import StudySpec
 from autotune.trial.workload import Probed, Splitting
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
@@ -49,3 +50,13 @@ def test_the_degrees_of_a_script_stay_as_they_are():
 def test_degrees_are_those_of_the_space_and_of_the_baseline():
     space = SearchSpace.parse({TENSOR: [1, 2], "zero_stage": [0, 1]}, "test")
     assert degrees.asked(space, Candidate.of({"micro_batch_size": 1, SEQUENCE: 4})) == [(SEQUENCE, 4), (TENSOR, 2)]
+
+
+def test_a_model_that_no_machine_holds_several_times_is_not_compared(tmp_path):
+    huge = replace(WORKLOAD, splitting=LLAMA, n_parameters=10**13)
+    target = tmp_path / "model.py"
+    target.write_text("def model(): ...\ndef data(): ...")
+    setting = Setting(world_size=4, ranks_per_node=4, **degrees.facts(huge, {}, 4))
+    spec = StudySpec.of(target, {"ranks": 4})
+    found = degrees.compared(spec, None, tmp_path, huge, {}, setting, [(TENSOR, 2)], print)
+    assert found.splitting.compared == {} and "was not compared with the whole one" in found.caveats[-1]

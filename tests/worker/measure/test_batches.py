@@ -152,6 +152,19 @@ def test_parts_that_do_not_come_out_even_count_what_they_are():
     assert loop.seen.micro_batch_sizes == {11} and not any(step.ragged for step in loop.steps)
 
 
+def test_the_last_batch_of_an_epoch_that_is_cut_into_fewer_parts_is_set_aside():
+    loop = Loop()
+    for _ in range(2):
+        for n in (12, 12, 8):
+            parts = loop.draw(n, 4).split(5)
+            loop.engine.accumulation, loop.engine.micro = len(parts), 0
+            for part in parts:
+                loop.train(part)
+        loop.seen.ended()
+    assert [step.ragged for step in loop.steps] == [0, 0, 1] * 2 and loop.samples[:2] == [12, 12]
+    assert (loop.seen.backward_counts, loop.seen.micro_batch_sizes, loop.seen.samples_per_step) == ({3}, {5}, {12})
+
+
 def test_the_short_last_batch_of_an_epoch_is_set_aside_and_told_from_steps_that_vary():
     loop = Loop()
     for _ in range(3):

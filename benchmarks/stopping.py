@@ -1,0 +1,151 @@
+"""Studies on simulated machines under the stopping rule: when they end, and how far behind the best their answer is.
+
+The machines are those of `search_simulated.py` with constants drawn anew for each seed. Finalists are measured again and
+the answer is picked as in a study, from all measurements together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import common
+import numpy as np
+from search_simulated import METRICS, NOISE, Table, measure, micro_steps, worlds
+
+from autotune.forecast.predictor import AnalyticPrior
+from autotune.scoring import racing, recommend
+from autotune.scoring.estimates import estimate
+from autotune.scoring.measured import Measured
+from autotune.scoring.objective import Objective
+from autotune.search import stopping
+from autotune.search.observation import Observation
+from autotune.search.optimizer import CandidateOptimizer
+from autotune.space.candidate import Candidate
+from autotune.trial.result import Outcome
+
+GOALS = {"balanced": METRICS, "throughput": ["samples_per_s"]}
+STOP_BELOW = 0.01
+# The finalists, and how often each is measured again at least and at most.
+FINALISTS, ROUNDS, MOST_ROUNDS = 3, 2, 8
+
+
+def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trials: int) -> dict[str, Any]:
+    """One study under the stopping rule: its trials, whether it ended by itself, the regret of its answer and of its best trial."""
+    world, rng = table.world, np.random.default_rng((seed, 11))
+    guide = CandidateOptimizer(
+        table.candidates, AnalyticPrior(world.profile, world.nominal), metrics,
+        world_size=world.setting.world_size, memory_limit_bytes=world.limit, reference=world.default,
+    )  # fmt: skip
+    told: list[Observation] = []
+    trials: list[Measured] = []
+    ended = False
+    while len(told) < n_trials and not ended:
+        candidate = guide.suggest(told) if told else world.default
+        if candidate is None:
+            break
+        row = table.row[candidate]
+        if table.fits[row]:
+            mean, sd = (float(values[0]) for values in guide.beliefs(told, [candidate]).log_step_time)
+            forecast = [math.exp(mean + sign * 1.645 * sd) for sign in (0, -1, 1)]
+            timed = micro_steps(table, row, candidate, rng)
+            found = measure(table, row, rng)
+            trials.append(trial_of(len(told), candidate, found, forecast))
+            told.append(
+                Observation(
+                    candidate=candidate, metrics=found, inner_s=timed.get("inner"), boundary_s=timed.get("boundary")
+                )
+            )
+        else:
+            told.append(Observation(candidate=candidate, outcome=Outcome.OOM))
+        ended = stopping.settled(guide, told, [], STOP_BELOW) is not None
+    goal = table.costs[:, [METRICS.index(name) for name in metrics]].mean(axis=1)
+    answer, best = confirmed(table, trials, metrics, rng), goal[table.fits].min()
+    tried = min(goal[table.row[m.candidate]] for m in trials)
+    return {
+        "trials": len(told), "ended": ended, "regret": math.expm1(goal[table.row[answer]] - best),
+        "regret_of_tried": math.expm1(tried - best),
+    }  # fmt: skip
+
+
+def trial_of(number: int, candidate: Candidate, found: dict[str, float], forecast: Sequence[float]) -> Measured:
+    """A trial as the analysis sees it."""
+    return Measured(
+        trial=number, candidate=candidate, ds_config={}, outcome=Outcome.COMPLETE, metrics=found, ci95={}, forecast=forecast
+    )  # fmt: skip
+
+
+def confirmed(table: Table, trials: Sequence[Measured], metrics: Sequence[str], rng: np.random.Generator) -> Candidate:
+    """What a study recommends after its finalists were measured again, as `study.finalists` does."""
+    objectives = [Objective(name=metric, metric=metric) for metric in metrics]
+    n_ranks, now = table.world.setting.world_size, list(trials)
+    found = [m.trial for m in recommend.finalists(estimate(now), objectives, FINALISTS, n_ranks)]
+    for number in range(1, MOST_ROUNDS + 2):
+        turn = racing.next_round(
+            estimate(now), objectives, found, n_ranks, FINALISTS, tried={m.trial: len(m.repeats) for m in now}, least=ROUNDS,
+            more=number <= MOST_ROUNDS,
+        )  # fmt: skip
+        if not turn:
+            break
+        again = {m.trial for m in turn} | {0}
+        for n, m in enumerate(now):
+            if m.trial in again:
+                values = measure(table, table.row[m.candidate], rng)
+                now[n] = replace(m, repeats={**m.repeats, number: values})
+    return recommend.recommend(estimate(now), objectives, n_ranks).picks["recommended"].measured.candidate
+
+
+def figures(seeds: Sequence[int], n_trials: int) -> dict[str, Any]:
+    """Studies of both goals on machines that are drawn anew for each seed; where the baseline does not fit, there is none."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for world in worlds():
+        for seed in seeds:
+            table = Table(replace(world, seed=world.seed + 100 * seed))
+            if not table.fits[table.row[world.default]]:
+                continue
+            for goal, metrics in GOALS.items():
+                runs.setdefault(goal, []).append(study_until_settled(table, seed, metrics, n_trials))
+                print(world.name, seed, goal, runs[goal][-1], flush=True)
+    every = [run for some in runs.values() for run in some]
+    return {
+        "noise": NOISE, "trials": n_trials, "stop_below": STOP_BELOW, "seeds": [min(seeds), max(seeds)],
+        "overall": ends_of(every), **{goal: ends_of(some) for goal, some in runs.items()},
+    }  # fmt: skip
+
+
+def ends_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How studies ended: of those that ended by themselves, and of those that ran all trials, regret of the answer."""
+    found: dict[str, Any] = {"studies": len(runs)}
+    for name, ended in (("ended", True), ("ran_all", False)):
+        some = [run for run in runs if run["ended"] is ended]
+        found[name] = {"studies": len(some)}
+        if some:
+            regrets = [run["regret"] for run in some]
+            found[name] |= {
+                "trials_mean": round(float(np.mean([run["trials"] for run in some])), 1),
+                "regret_mean": round(float(np.mean(regrets)), 4), "regret_worst": round(max(regrets), 4),
+                "within_1_percent": round(float(np.mean([regret <= 0.01 for regret in regrets])), 4),
+                "tried_within_1_percent": round(float(np.mean([run["regret_of_tried"] <= 0.01 for run in some])), 4),
+            }  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=80)
+    parser.add_argument("--trials", type=int, default=30)
+    arguments = parser.parse_args()
+    common.write(
+        "stopping", figures(range(arguments.first_seed, arguments.first_seed + arguments.seeds), arguments.trials)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from autotune.scoring.convergence.noise_scale import efficiency
 from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
 from autotune.scoring.rates import Estimate, rate_of
 from autotune.scoring.step_times import half_width
-from autotune.trial.result import TrialResult
+from autotune.trial.result import Outcome, TrialResult
 
 Direction = Literal["minimize", "maximize"]
 GOODPUT = "goodput_samples_per_s"
@@ -99,6 +99,12 @@ def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResu
     return of
 
 
+def _peak(result: TrialResult) -> float | None:
+    """Peak memory; None of a trial that was stopped before its longest batch, where samples differ in length."""
+    cut_short = result.outcome is Outcome.STOPPED_EARLY and len(result.lengths) > 1 and not result.tail
+    return None if cut_short else result.peak_memory_bytes
+
+
 METRICS: dict[str, Metric] = {
     "step_time_s": Metric(unit="s", direction="minimize", label="step time", of=_step_time),
     "samples_per_s": Metric(
@@ -114,7 +120,7 @@ METRICS: dict[str, Metric] = {
         why_missing="the batches hold no token sequences; use samples_per_s",
     ),
     "peak_memory_bytes": Metric(
-        unit="B", direction="minimize", label="peak memory", of=_exact(lambda r: r.peak_memory_bytes),
+        unit="B", direction="minimize", label="peak memory", of=_exact(_peak),
         why_missing="the trial reported no memory",
     ),
     "time_to_loss_s": Metric(

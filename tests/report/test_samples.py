@@ -15,7 +15,7 @@ def report(data):
 def test_lengths_padding_and_tail_are_told_where_samples_differ():
     read, trial = samples.notes(report(DATA))
     assert read == "all 3 samples were read: the longest has a length of 64"
-    assert "40% of the tokens are padding; its worst batch, 8 x 64, fits, 1.0 MiB at its peak" in trial
+    assert "40% of the tokens are padding; its worst batch, 8 x 64, fits, 1.00 MiB at its peak" in trial
     assert figures.lengths(report(DATA))["data"][0]["y"] == [67, 33]
 
 

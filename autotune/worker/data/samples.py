@@ -14,6 +14,8 @@ from torch import Tensor
 from autotune.trial import lengths as lengths_of
 from autotune.trial.workload import DataShape
 
+# Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
+PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
 # Names of tensors that tell padding from tokens: of the tokens' shape, or one number for each sample.
 MASKS, LENGTHS = ("attention_mask", "padding_mask", "mask"), ("lengths", "input_lengths", "seq_lens", "length")
 # Label of a position that no loss is taken of, in torch and transformers.
@@ -94,7 +96,13 @@ def length_of(sample: Any) -> int:
         stated = next((sample[name] for name in LENGTHS if isinstance(sample.get(name), int)), None)
         if stated is not None:
             return int(stated)
-    return max((size for _, shape, _ in _fields(sample, "") for size in shape), default=1)
+    return size_of(sample) or 1
+
+
+def size_of(sample: Any) -> int:
+    """Returns the largest dimension of what a model takes of a sample: of its tokens, if it names them; 0 without any."""
+    named = next((sample[name] for name in PREFERRED if name in sample), None) if isinstance(sample, Mapping) else None
+    return max((size for _, shape, _ in _fields(sample if named is None else named, "") for size in shape), default=0)
 
 
 def _is_row(value: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autotune.worker.containers import map_tensors, tensors_in
+from autotune.worker.data import samples
 from autotune.worker.data.samples import MASKS
 
 
@@ -22,13 +23,12 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
         n: Samples of the batch.
         length: Extend shorter samples to this length; 0 leaves them.
     """
-    samples = [stretched_sample(dataset[positions[i % len(positions)]], length) for i in range(n)]
-    return collate(samples)
+    return collate([stretched_sample(dataset[positions[i % len(positions)]], length) for i in range(n)])
 
 
 def stretched_sample(sample: Any, length: int) -> Any:
     """Returns a sample repeated along its longest dimension up to a length."""
-    now = max((size for size in _sizes(sample)), default=0)
+    now = samples.size_of(sample)
     if not 0 < now < length:
         return sample
     return _resized(sample, now, torch.arange(length) % now)
@@ -36,18 +36,8 @@ def stretched_sample(sample: Any, length: int) -> Any:
 
 def cut_sample(sample: Any, length: int) -> Any:
     """Returns a sample without what lies beyond a length, along its longest dimension."""
-    now = max((size for size in _sizes(sample)), default=0)
+    now = samples.size_of(sample)
     return _resized(sample, now, torch.arange(length)) if now > length else sample
-
-
-def _sizes(value: Any) -> list[int]:
-    if isinstance(value, Mapping):
-        return [size for inner in value.values() for size in _sizes(inner)]
-    if isinstance(value, list) and value and isinstance(value[0], int | float):
-        return [len(value)]
-    if isinstance(value, list | tuple):
-        return [size for inner in value for size in _sizes(inner)]
-    return [len(value)] if isinstance(value, str) else [int(size) for size in getattr(value, "shape", ())]
 
 
 def _resized(value: Any, now: int, index: Tensor) -> Any:
@@ -58,6 +48,8 @@ def _resized(value: Any, now: int, index: Tensor) -> Any:
         return "".join(value[i] for i in index.tolist()) if len(value) == now else value
     if isinstance(value, list) and value and isinstance(value[0], int | float):
         return [value[i] for i in index.tolist()] if len(value) == now else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_resized(inner, now, index) for inner in value))
     if isinstance(value, list | tuple):
         return type(value)(_resized(inner, now, index) for inner in value)
     shape = tuple(getattr(value, "shape", ()))

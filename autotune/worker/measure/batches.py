@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from autotune.worker.containers import tensors_in
 from autotune.worker.data.padding import padding_id, real_lengths
-from autotune.worker.data.samples import of_batch
+from autotune.worker.data.samples import PREFERRED, of_batch
 
-# Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
-PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
 # Batches of each rank whose checksums are compared between ranks.
 N_CHECKSUMS = 2
 # Batches whose shapes are noted, and micro-batches whose lengths are.

@@ -18,6 +18,11 @@ def test_samples_are_stretched_to_the_stated_length_and_cut_to_a_limit():
     assert worst.cut_sample(sample, 2)["ids"] == [1, 2] and worst.cut_sample(sample, 4) is sample
 
 
+def test_what_a_model_does_not_take_is_left_as_it_is():
+    sample = {"text": "a longer text than its tokens", "input_ids": [1, 2, 3]}
+    assert worst.cut_sample(sample, 2) == {"text": sample["text"], "input_ids": [1, 2]}
+
+
 def test_every_row_of_a_streams_worst_batch_is_its_longest_one():
     ids = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]])
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "weight": torch.tensor([0.5, 2.0])}

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LEAST_BYTES, MOST_BYTES = 128 << 10, 32 << 20  # glibc's own: where it starts, and where it ends learning
 IS_MMAPPED = 2  # a flag in the word before a block
-# A block of n bytes takes a header besides, and is a multiple of this.
-HEADER_BYTES, ALIGNED_TO = 8, 16
+RESOLUTION = 1 / 64
 # Libraries that are loaded in place of glibc's allocator.
 OTHERS = ("libjemalloc", "libtcmalloc", "libmimalloc")
 # Blocks that may be found in the heap's holes before it has to grow.
@@ -59,13 +58,12 @@ def thresholds() -> Thresholds:
     try:
         libc = _libc()
         low, high = LEAST_BYTES // 2, MOST_BYTES
-        while high - low > ALIGNED_TO:  # blocks of one size are common, and a little off is on the other side of it
+        while high - low > max(4096, low * RESOLUTION):
             middle = (low + high) // 2
             low, high = (low, middle) if _taken_from_system(libc, middle, held) else (middle, high)
     except (AttributeError, OSError):
         return MOST_KEPT
-    limit = min(MOST_BYTES, -(-(high + HEADER_BYTES) // ALIGNED_TO) * ALIGNED_TO)
-    found = Thresholds(limit, _stated_trim() or (2 * limit if limit > LEAST_BYTES else LEAST_BYTES))
+    found = Thresholds(high, _stated_trim() or (2 * high if high > LEAST_BYTES else LEAST_BYTES))
     set_thresholds(found)  # before the blocks are freed, from which it would learn
     for block in held:
         libc.free(block)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autotune.worker.agent import memory_watch
-from autotune.worker.measure import machine_load, malloc, memory
+from autotune.worker.measure import machine_load, memory
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ def test_peak_memory_is_that_in_use_in_each_phase_but_the_timed_one():
 
 def test_memory_that_was_freed_before_counts_when_it_is_used_again():
     """The C library keeps freed chunks below a living one; counted as resident at the start, they hide the growth."""
-    malloc.set_thresholds(malloc.MOST_KEPT)
+    memory.keep_freed_memory(True)
     tensors = mebibytes(64)
     keep, tensors = tensors[-1], []
     watch = memory.Memory("cpu")
@@ -43,7 +43,7 @@ def test_freed_tensors_are_not_in_use(holes):
     """Freed chunks that the C library would keep are no memory of the next phase, even in holes of earlier tensors."""
     earlier = []
     if holes:
-        malloc.set_thresholds(malloc.MOST_KEPT)
+        memory.keep_freed_memory(True)
         earlier = [tensor for i, tensor in enumerate(mebibytes(256)) if i % 4 == 0]
     watch = memory.Memory("cpu")
     watch.enter("many")
@@ -54,42 +54,6 @@ def test_freed_tensors_are_not_in_use(holes):
     peaks = watch.finish()
     assert len(keep) == 8 and (not holes or earlier)
     assert peaks["many"] - peaks["few"] > 40 * MIB
-
-
-LEARNED = """
-import sys
-import torch
-from autotune.worker.measure import malloc
-for n_bytes in map(int, sys.argv[1:]):
-    torch.empty(n_bytes, dtype=torch.uint8)
-print(*malloc.thresholds())
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("freed", "learned"), [((9 << 20, 3 << 20), 9 << 20), ((9 << 20, 40 << 20), 9 << 20)])
-def test_the_thresholds_that_the_c_library_has_learned_are_found(freed, learned):
-    """From the largest freed block, but for blocks of over 32 MiB."""
-    done = subprocess.run([sys.executable, "-c", LEARNED, *map(str, freed)], capture_output=True, text=True, check=True)
-    mmap_bytes, trim_bytes = map(int, done.stdout.split())
-    assert mmap_bytes == pytest.approx(learned, rel=0.02) and trim_bytes == 2 * mmap_bytes
-
-
-def test_a_stated_threshold_is_kept(monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=1:glibc.malloc.trim_threshold=4096000")
-    assert malloc.thresholds().trim_bytes == 4096000
-
-
-def test_the_first_step_is_left_to_the_c_library(monkeypatch):
-    set_to = []
-    monkeypatch.setattr(malloc, "set_thresholds", set_to.append)
-    monkeypatch.setattr(malloc, "thresholds", lambda: malloc.Thresholds(5, 10))
-    watch = memory.Memory("cpu")
-    watch.enter("first_step")
-    assert set_to == []
-    for phase in ("forward", "backward", "steady"):
-        watch.enter(phase)
-    assert set_to == [malloc.NOTHING_KEPT] * 2 + [malloc.Thresholds(5, 10)]
 
 
 def test_a_rank_far_from_its_limit_is_seldom_looked_at():

@@ -355,7 +355,12 @@ def test_arguments_may_be_what_python_makes_of_numbers_and_lists(engine):
     space = {"micro_batch_size": range(2, 9, 2), "precision": ("fp32", "bf16"), "checkpoint_every": np.array([0, 1])}
     settings = {"trials": np.int64(4), "trial_budget_s": np.float64(3.5), "global_batch": (2, 64)}
     found = autotune.run(TARGET, **{**SETTINGS, "space": space, **settings})
-    assert len(found.trials_dataframe()) == 4 and set(found.trials_dataframe()["candidate.micro_batch_size"]) <= {2, 4, 6, 8}
+    assert len(found.trials_dataframe()) == 4 and set(found.trials_dataframe()["candidate.micro_batch_size"]) <= {
+        2,
+        4,
+        6,
+        8,
+    }
     kept = StudySpec.load(found.folder / "study.yaml")
     assert (kept.trials, kept.trial_budget_s, kept.global_batch) == (4, 3.5, (2, 64))
 

@@ -120,7 +120,9 @@ class StepLedger:
             self.noise.leave_out([bool(a or b) for a, b in zip(skips, smaller, strict=True)])
         before = len(self.report.step_times_s)
         for i in range(n):
-            self._add(times[i], cpu_s / n, means[i], taken_in[i], skipped=bool(skips[i]), ragged=Ragged(int(smaller[i])))
+            self._add(
+                times[i], cpu_s / n, means[i], taken_in[i], skipped=bool(skips[i]), ragged=Ragged(int(smaller[i]))
+            )
         if self.report.rank == 0 and len(self.report.step_times_s) > before:
             last = {"step_time_s": self.report.step_times_s[-1], "loss": self.report.losses[-1]}
             self.recorder.event(step=len(self.report.step_times_s), **last)

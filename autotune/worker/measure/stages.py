@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -136,7 +137,7 @@ def _parts(module: Any, partition: str, counts: list[int], stages: int) -> list[
 
 
 def _why_unfit(parts: list[int], counts: list[int]) -> str:
-    for stage, (first, end) in enumerate(zip(parts, parts[1:], strict=False)):
+    for stage, (first, end) in enumerate(itertools.pairwise(parts)):
         if not sum(counts[first:end]):
             return f"stage {stage} would have nothing to train"
     return ""

@@ -40,6 +40,10 @@ def why_unfit(candidate: Candidate, config: Mapping[str, Scalar], setting: Setti
     return next((why for stages, partition, why in setting.unfit if (stages, partition) == asked), "")
 
 
+def _needs_pipeline(path: str, _: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return config.get(path) is not None and setting.pipeline_stages == 0
+
+
 def _does_not_divide(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
     return setting.world_size % candidate.degree(path) != 0
 
@@ -64,8 +68,7 @@ OF_EACH = tuple(
 )
 NO_PIPELINE = "the model is no PipelineModule (deepspeed.pipe), the only kind that DeepSpeed trains in stages"
 DEGREE_RULES: tuple[Rule, ...] = (
-    *(Rule(lambda c, k, s, path=path: k.get(path) is not None and s.pipeline_stages == 0, f"{path}: {NO_PIPELINE}", (path,))
-      for path in (PIPELINE_DEGREE, PARTITION)),
+    *(Rule(partial(_needs_pipeline, path), f"{path}: {NO_PIPELINE}", (path,)) for path in (PIPELINE_DEGREE, PARTITION)),
     *OF_EACH,
     Rule(lambda c, k, s: c.pipeline_degree > 1 and c.pipeline_degree > s.n_blocks,
          "the pipeline has {n_blocks} layers, too few for {pipeline} stages", (PIPELINE_DEGREE,)),

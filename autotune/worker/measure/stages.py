@@ -69,7 +69,7 @@ class Stages:
         self.fixed = OWN_TOPOLOGY if given.get("topology") is not None else ""
         if self._candidate is not None and not self.fixed:
             given["num_stages"] = self._candidate.pipeline_degree
-            given["partition_method"] = self.partition = dict(self._candidate.config).get(PARTITION) or own[1]
+            given["partition_method"] = self.partition = str(dict(self._candidate.config).get(PARTITION) or own[1])
             self._say(own, (given["num_stages"], self.partition))
         seeded = bool(given.get("seed_layers"))
         if self.seed is not None and not seeded:

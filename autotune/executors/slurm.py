@@ -144,8 +144,8 @@ class Slurm:
         """Returns the state of a job from `scontrol`, or from `sacct` once the controller has forgotten it."""
         done = _call("scontrol", "show", "job", "--oneliner", job)
         if done.returncode and "Invalid job id" not in done.stderr:
-            # The controller does not answer; the job may still run.
-            return JobState(Status.QUEUED, f"Slurm does not answer: {_said(done)}")
+            # The job may still run; `queued` would say that it certainly does not.
+            return JobState(Status.RUNNING, f"Slurm does not answer: {_said(done)}")
         if done.returncode:
             return self._past(job)
         said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))

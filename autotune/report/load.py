@@ -107,6 +107,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "baseline": Candidate.from_key(kept.baseline).values(),
             "measured_on": _days(study),
             "trials_wanted": records.stated_settings(study).get("trials"),
+            "time_budget_s": records.stated_settings(study).get("time_budget_s"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [

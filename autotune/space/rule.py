@@ -16,9 +16,13 @@ class Setting:
     Attributes:
         accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
         deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial, without those of a pipeline's later stages; candidates divide their degrees out.
+        world_size: Ranks of a trial; candidates divide their degrees out.
         ranks_per_node: The same on one machine.
-        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
+        pipeline_stages: Stages of a `PipelineModule` as the target builds it; 0 for another model.
+        partition: How it shares its layers out among them.
+        partitions: The ways that it can.
+        unfit: Stages and ways to share layers out that leave a stage with nothing to train, each with the reason.
+        no_stages: Why its stages cannot be changed; empty if they can.
         bf16: Whether the device computes in bfloat16.
         fp16: Whether DeepSpeed accepts fp16 on the device.
         n_blocks: Repeated blocks of the model that can be checkpointed.
@@ -47,6 +51,10 @@ class Setting:
     world_size: int = 1
     ranks_per_node: int = 1
     pipeline_stages: int = 0
+    partition: str = ""
+    partitions: tuple[str, ...] = ()
+    unfit: tuple[tuple[int, str, str], ...] = ()
+    no_stages: str = ""
     bf16: bool = True
     fp16: bool = False
     n_blocks: int = 0

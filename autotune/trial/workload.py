@@ -224,6 +224,30 @@ class Probed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A `PipelineModule` as the target builds it.
+
+    Attributes:
+        stages: Its stages.
+        partition: How it shares its layers out among them: `uniform`, `parameters` or `type:CLASS`.
+        partitions: The ways that it can.
+        unfit: Why a stage would have nothing to train, by stages and way, as `key` writes them.
+        fixed: Why its stages cannot be changed; empty if they can.
+    """
+
+    stages: int
+    partition: str
+    partitions: tuple[str, ...] = ()
+    unfit: dict[str, str] = field(default_factory=dict)
+    fixed: str = ""
+
+    @staticmethod
+    def key(stages: int, partition: str) -> str:
+        """Returns the key of a number of stages and of a way to share layers out."""
+        return f"{stages} {partition}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Splitting:
     """Facts of a model that decide over how many ranks its layers or its sequences can be split.
 
@@ -273,6 +297,7 @@ class Workload:
         structure: Digest of the model's modules and parameters; empty if it was not taken.
         data: Shape of the samples; None if none could be drawn.
         splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
+        pipeline: The `PipelineModule` that the model is; None for another model.
     """
 
     n_parameters: int
@@ -293,7 +318,8 @@ class Workload:
     structure: str = ""
     data: DataShape | None = None
     splitting: Splitting | None = None
+    pipeline: Pipeline | None = None
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the ranks without those of a pipeline's later stages; candidates divide out their own degrees."""
+        """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)

@@ -23,7 +23,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system.units import format_bytes
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
-from autotune.trial.workload import Splitting, Workload
+from autotune.trial.workload import Pipeline, Splitting, Workload
 
 # Samples of the batch on which a split model is compared with the whole one.
 COMPARED_SAMPLES = 2
@@ -44,9 +44,9 @@ TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
 
 def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[str, Any]:
     """Returns the fields of `Setting` that decide over degrees."""
-    splitting = workload.splitting
+    splitting, pipeline = workload.splitting, _of_pipeline(workload.pipeline)
     if workload.script is not None or splitting is None:
-        return {"no_degrees": SCRIPT if workload.script is not None else ""}
+        return {"no_degrees": SCRIPT if workload.script is not None else "", **pipeline}
     told = any(at_path(base_config, path) for path in TOLD)
     why = f"the model's layers cannot be split by DeepSpeed: {splitting.tensor}"
     results = {
@@ -56,11 +56,29 @@ def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[st
         if key == Splitting.key(path, int(degree), world_size, _beside(base_config, path)) and why
     }
     return {
+        **pipeline,
         "heads": splitting.heads,
         "kv_heads": splitting.kv_heads,
         "no_tensor": why if splitting.tensor and not told else "",
         "no_sequence": f"the model's sequences cannot be split: {splitting.sequence}" if splitting.sequence else "",
         "unlike": tuple((path, degree, why) for (path, degree), why in results.items()),
+    }
+
+
+def _of_pipeline(pipeline: Pipeline | None) -> dict[str, Any]:
+    """Returns the fields of `Setting` that decide over the stages of a pipeline."""
+    if pipeline is None:
+        return {}
+    return {
+        "pipeline_stages": pipeline.stages,
+        "partition": pipeline.partition,
+        "partitions": pipeline.partitions,
+        "unfit": tuple(
+            (int(stages), partition, why)
+            for key, why in pipeline.unfit.items()
+            for stages, _, partition in [key.partition(" ")]
+        ),
+        "no_stages": pipeline.fixed,
     }
 
 

@@ -17,7 +17,7 @@ from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
-from autotune.space.degree import degrees_of
+from autotune.space.degree import PIPELINE_DEGREE, degrees_of
 from autotune.space.legality import inherited_settings, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
@@ -91,7 +91,7 @@ class Plan:
     def replicated(self) -> bool:
         """Whether every rank trains the whole model on separate data: neither layers nor experts are split."""
         script = self.workload.script
-        parted = script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
+        parted = self.workload.pipeline is not None or (script is not None and script.expert_parallel)
         return self.data_parallel == self.world_size and not parted and self.baseline.ranks_per_replica == 1
 
     @property
@@ -242,7 +242,6 @@ def grounds(
         deepspeed_version=environment.versions["deepspeed"],
         world_size=data_parallel,
         ranks_per_node=max(1, data_parallel // spec.nodes_for(world_size)),
-        pipeline_stages=workload.script.pipeline_stages if workload.script else 0,
         bf16=environment.bf16,
         fp16=environment.fp16,
         n_blocks=workload.n_blocks,
@@ -309,6 +308,8 @@ def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
             if workload.environment.accelerator == "cuda":  # one kernel for all tensors; on the host, too, if offloaded
                 params["fused"] = True
             config["optimizer"] = {"type": "AdamW", "params": params}
+    if workload.pipeline is not None and at_path(config, PIPELINE_DEGREE) is None:
+        set_path(config, PIPELINE_DEGREE, workload.pipeline.stages)
     if follows and workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
         set_path(config, "data_types.buffer_dtype", "auto")
     return config

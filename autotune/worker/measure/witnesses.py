@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
+from autotune.space.degree import PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
 from autotune.worker.measure import sizes
 from autotune.worker.measure.groups import exchanges
+from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
@@ -256,6 +258,12 @@ def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
     return None
 
 
+def _partition(engine: Any, value: Scalar) -> str | None:
+    if stages.partition != value:
+        return f"{value} was asked for, {stages.partition} ran"
+    return Idle(f"the stages are those by {stages.own[1]}") if stages.same_parts(engine.module) else None
+
+
 def _compiled(name: str) -> Witness:
     def ask(engine: Any, value: Scalar) -> str | None:
         if name == "deepcompile" and value:
@@ -370,6 +378,8 @@ WITNESSES: dict[str, Witness] = {
     "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
     "tensor_parallel.autotp_size": _tensor_parallel,
     "sequence_parallel_size": _sequence_parallel,
+    PIPELINE_DEGREE: _equal(lambda engine: engine.num_stages, lambda value: value or 1),
+    PARTITION: _partition,
 }
 # Sections whose settings share one witness; it is made from the name within the section.
 SECTIONS: dict[str, Callable[[str], Witness]] = {

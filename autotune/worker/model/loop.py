@@ -18,7 +18,7 @@ from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
-from autotune.worker.measure.ledger import Window
+from autotune.worker.measure.ledger import NotApplied, Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
@@ -67,7 +67,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
-    sequence_groups = sequence_groups_of(model, candidate)
+    sequence_groups = sequence_groups_of(target, model, candidate)
     engine = initialize(request, target, model, sequence_groups)
     # Dropout differs between copies of the model, not within one, and is the same in every trial.
     set_seed(request.seed + 1 + replica + REPLICATE_SEEDS * request.replicate)
@@ -79,10 +79,16 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     _Trainer(meter, loader, loss).train()
 
 
-def sequence_groups_of(model: torch.nn.Module, candidate: Candidate) -> Any:
-    """Returns the groups over which sequences are split, after the model was made to do so; None without any."""
+def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, candidate: Candidate) -> Any:
+    """Returns the groups over which sequences are split, after the model was made to do so; None without any.
+
+    Raises:
+        NotApplied: The sequences of this model cannot be split.
+    """
     if candidate.sequence_degree == 1:
         return None
+    if why := sequence.why_none(target, model):
+        raise NotApplied(f"sequence_parallel_size: {why}")
     return sequence.join(model, candidate.sequence_degree, candidate.micro_batch_size)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
+from autotune.trial.target import defined_names
 
 
 class WorkloadError(UserError):
@@ -42,15 +43,17 @@ def load(path: Path) -> ModelFile:
     Raises:
         WorkloadError: A required function is missing.
     """
-    module = _execute(path)
+    module, own = _execute(path), defined_names(path)
+    # A library's `loss` that came with `import *` is none of the target's.
     functions = {
-        name: getattr(module, name, None) for name in ("model", "data", "batch", "loss", "optimizer", "collate")
+        name: getattr(module, name, None) if name in own else None
+        for name in ("model", "data", "batch", "loss", "optimizer", "collate")
     }
     if not callable(functions["model"]):
         raise WorkloadError(f"{path.name}: define model() -> nn.Module")
     if not callable(functions["data"]) and not callable(functions["batch"]):
         raise WorkloadError(f"{path.name}: define data() -> Dataset, or batch(n) -> a batch of n samples")
-    return ModelFile(path=path, blocks=getattr(module, "blocks", None), **functions)  # type: ignore[arg-type]
+    return ModelFile(path=path, blocks=getattr(module, "blocks", None) if "blocks" in own else None, **functions)  # type: ignore[arg-type]
 
 
 def _execute(path: Path) -> ModuleType:

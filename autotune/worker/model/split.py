@@ -93,7 +93,7 @@ def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener
     recorder.enter("initialize")
     from autotune.worker.model.loop import initialize, sequence_groups_of
 
-    sequence_groups = sequence_groups_of(model, candidate)
+    sequence_groups = sequence_groups_of(target, model, candidate)
     engine = initialize(request, target, model, sequence_groups)
     if sequence_groups is not None:
         loss_of = sequence.split_loss(sequence_groups)

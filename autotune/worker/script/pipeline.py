@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from autotune.space.deepspeed import DsConfig
+from autotune.space.degree import PARTITION, PIPELINE_DEGREE
 from autotune.trial.workload import Workload
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.recompute import Recomputations
+from autotune.worker.measure.stages import stages
 from autotune.worker.script.context import ScriptContext
 
 # Phase of a step that each instruction of a schedule belongs to; waiting counts where a stage waits.
@@ -32,6 +34,14 @@ PHASES = {
 STAGES_CAVEAT = "{} pipeline stages: throughput and global batch count the data-parallel ranks only"
 
 
+def without_stages(config: DsConfig) -> DsConfig:
+    """Returns a configuration without the stages and the partition in it, which DeepSpeed does not read."""
+    unread = {path.partition(".")[2] for path in (PIPELINE_DEGREE, PARTITION)}
+    section = {key: value for key, value in config.get("pipeline", {}).items() if key not in unread}
+    rest = {key: value for key, value in config.items() if key != "pipeline"}
+    return rest | ({"pipeline": section} if section else {})
+
+
 def whole(workload: Workload, module: Any) -> Workload:
     """Returns the workload of all stages together, from that of one stage; all ranks take part."""
     own = [parameter for parameter in module.parameters() if not getattr(parameter, "ds_pipe_replicated", False)]
@@ -49,6 +59,7 @@ def whole(workload: Workload, module: Any) -> Workload:
         n_blocks=n_layers,
         block_class="pipeline layer",
         block_share=1.0,
+        pipeline=stages.facts(module),
         caveats=[STAGES_CAVEAT.format(module.num_pipeline_stages())] if module.num_pipeline_stages() > 1 else [],
     )
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
-from autotune.space.degree import degrees_of
+from autotune.space.degree import PIPELINE_DEGREE, degrees_of
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.workload import DataShape, Probed, Workload
@@ -53,8 +53,8 @@ def workload_of(
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        # Degrees of the configuration belong to the candidate, which divides them out itself.
-        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared.own_config)),
+        # Degrees belong to the candidate, which divides them out itself.
+        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared)),
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
@@ -77,8 +77,10 @@ def workload_of(
     return replace(workload, profile=found)
 
 
-def _degree(own: DsConfig) -> int:
-    return math.prod(degrees_of(lambda path: at_path(own, path)).values())
+def _degree(prepared: PreparedModel) -> int:
+    own = degrees_of(lambda path: at_path(prepared.own_config, path))
+    stages = prepared.workload.pipeline.stages if prepared.workload.pipeline is not None else 1
+    return math.prod((own | {PIPELINE_DEGREE: stages}).values())
 
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:

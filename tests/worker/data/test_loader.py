@@ -53,7 +53,9 @@ def test_samples_are_cut_before_the_targets_collate_or_by_it_if_it_takes_the_arg
 
 
 def test_a_collator_that_gives_positions_is_packed_with_those_of_the_row():
-    one = packed(collate([sample]) | {"position_ids": torch.arange(len(sample["input_ids"]))[None]} for sample in DATA[:2])
+    one = packed(
+        collate([sample]) | {"position_ids": torch.arange(len(sample["input_ids"]))[None]} for sample in DATA[:2]
+    )
     assert one["position_ids"].tolist() == [[*range(3), *range(9)]]
 
 

@@ -25,6 +25,11 @@ TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
 # A pick's price is stated from this change on: 1 %.
 PRICE = 0.01
+# What makes room for the longest samples.
+FOR_LONG_SAMPLES = (
+    "cut them (`data.max_length` in the search space; or state a smaller --max-length if it says too much), recompute"
+    " (`checkpoint_every: 1`), split sequences over ranks (`sequence_parallel_size`), or take devices with more memory"
+)
 PICK_NOTES = {
     "recommended": "the best by the objectives",
     "drop_in": "keeps the baseline's global batch and numerics",
@@ -95,10 +100,24 @@ class StudyReport:
         ends = Counter(trial["outcome"] for trial in self.trials)
         if ends["oom"] and ends["oom"] + ends["predicted_oom"] == len(self.trials):
             predicted = f", {ends['predicted_oom']} more are predicted to" if ends["predicted_oom"] else ""
-            return f"no configuration fits the device memory: {ends['oom']} ran out of it{predicted}"
+            ran_out = f"{ends['oom']} ran out of it{predicted}"
+            n_tail = sum(trial["outcome"] == "oom" and trial.get("phase") == "tail" for trial in self.trials)
+            return (
+                f"the longest samples{self._longest} fit the device memory in no configuration that was tried: {ran_out},"
+                f" {n_tail} only at the longest samples; {FOR_LONG_SAMPLES}"
+                if n_tail
+                else f"no configuration fits the device memory: {ran_out}"
+            )
         if not ends["complete"]:
             return "no configuration completed"
         return f"{ends['complete']} configurations completed, but none keeps every constraint and passed its checks"
+
+    @property
+    def _longest(self) -> str:
+        """The length that samples reach, or are stated to reach, in brackets; empty if it is not known."""
+        table = (self.workload.get("data") or {}).get("table") or ()
+        length = max(int(table[-1][0]) if table else 0, self.study.get("max_length") or 0)
+        return f" ({length:,})" if length else ""
 
     @property
     def trials_left(self) -> int:

@@ -89,7 +89,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         "picks": {name: pick.to_data() for name, pick in found.picks.items()},
         "baseline": found.baseline.to_data() if found.baseline else None,
     }
-    return StudyReport(
+    report = StudyReport(
         study={
             "name": name,
             "stored_as": name,
@@ -108,6 +108,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "measured_on": _days(study),
             "trials_wanted": records.stated_settings(study).get("trials"),
             "time_budget_s": records.stated_settings(study).get("time_budget_s"),
+            "max_length": records.stated_settings(study).get("max_length"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [
@@ -121,6 +122,9 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
     )
+    if not found.picks:
+        recommended["why_nothing"] = report.why_nothing
+    return report
 
 
 def _days(study: Study) -> list[str]:

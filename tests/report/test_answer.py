@@ -49,6 +49,15 @@ def test_a_study_in_which_nothing_completed_says_why():
     assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
 
 
+def test_where_the_longest_samples_fit_nowhere_that_is_said_with_what_to_do():
+    failed = failed_study()
+    trials = [trial | {"outcome": "oom", "phase": "tail"} for trial in failed.trials]
+    workload = {**failed.workload, "data": {"table": [[12.0, 499], [4096.0, 1]], "n_seen": 500, "n_samples": 500}}
+    said = replace(failed, trials=trials, workload=workload).why_nothing
+    assert said.startswith("the longest samples (4,096) fit the device memory in no configuration")
+    assert all(way in said for way in ("data.max_length", "checkpoint_every", "sequence_parallel_size", "more memory"))
+
+
 def test_without_a_baseline_no_speedup_is_stated():
     report = study_report()
     bare = {

@@ -286,6 +286,10 @@ def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[]
     if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it again
         key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
         profile_cache.save(replace(workload, machine=None), key)
+    if workload.profile is not None and spec.max_length:
+        reaching = workload.profile.reaching(spec.max_length)
+        notes += reaching.caveats[len(workload.profile.caveats) :]
+        workload = replace(workload, profile=reaching)
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 

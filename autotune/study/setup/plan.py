@@ -271,7 +271,10 @@ def _of_data(workload: Workload) -> dict[str, Any]:
     shortest = int(data.table[0][0]) if data.table else 0
     # Lengths of which only some samples' are known bound nothing.
     ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
-    return {"lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": tuple(data.cannot.items())}
+    cannot = tuple(data.cannot.items())
+    return {
+        "lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": cannot, "steps_grouped": data.steps_grouped,
+    }  # fmt: skip
 
 
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from autotune.errors import UserError
+from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
@@ -59,6 +60,7 @@ class StudyReport:
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.
+        runs: What ran when, where the study's folder tells.
     """
 
     study: Data
@@ -68,6 +70,7 @@ class StudyReport:
     environment: Data = field(default_factory=dict)
     workload: Data = field(default_factory=dict)
     invocation: Invocation | None = None
+    runs: Sequence[Run] = ()
 
     @property
     def name(self) -> str:
@@ -220,7 +223,11 @@ class StudyReport:
         found += [f"trial {number} is left out: its row in the database cannot be read" for number in unreadable]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in self._picked}
-        found += [f"trial {number}: {text}" for number, texts in said.items() if number in shown for text in texts]
+        by_text: dict[str, list[int]] = {}
+        for number in sorted(shown & said.keys()):
+            for text in dict.fromkeys(said[number]):
+                by_text.setdefault(text, []).append(number)
+        found += [f"trial{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in by_text.items()]
         if n := sum(any(BESIDE in text for text in texts) for texts in said.values()):
             alone = "(--overlap): their times are not those of a trial alone"
             found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")

@@ -12,6 +12,7 @@ from optuna.study import Study
 from autotune.report.data import StudyReport
 from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
+from autotune.report.timeline import runs
 from autotune.scoring import recommend
 from autotune.scoring.convergence.learning_rate import RATE_KEYS
 from autotune.scoring.estimates import Estimates, estimate
@@ -121,6 +122,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         recommended=recommended,
         front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
+        runs=runs(folder) if series else (),
     )
     if not found.picks:
         recommended["why_nothing"] = report.why_nothing

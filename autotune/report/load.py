@@ -86,7 +86,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     estimates = estimate(measured)
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)
-    recommended = {
+    recommended: dict[str, Any] = {
         "picks": {name: pick.to_data() for name, pick in found.picks.items()},
         "baseline": found.baseline.to_data() if found.baseline else None,
     }

@@ -148,7 +148,7 @@ DATA_RULES = (
          f"{DATA}packing: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}packing")),
     Rule(lambda c, k, s: _asked(k, "packing") is not None and _asked(k, "pad_to_multiple_of") is not None,
          f"{DATA}pad_to_multiple_of: packed batches are not padded", (f"{DATA}packing", f"{DATA}pad_to_multiple_of")),
-    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps == 1,
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps * s.steps_grouped == 1,
          f"{DATA}group_by_length: with one micro-batch a step there is nothing to group",
          ("gradient_accumulation_steps", f"{DATA}group_by_length")),
     Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,

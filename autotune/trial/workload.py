@@ -83,6 +83,7 @@ class DataShape:
         longest_at: Positions of the longest samples, longest first; empty for a stream.
         loader: Arguments of the target's own DataLoader, where it has one.
         cannot: Settings of the data that the target cannot follow, each with the reason.
+        steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
     """
 
     fields: tuple[str, ...]
@@ -93,6 +94,7 @@ class DataShape:
     longest_at: tuple[int, ...] = ()
     loader: dict[str, Scalar] = field(default_factory=dict)
     cannot: dict[str, str] = field(default_factory=dict)
+    steps_grouped: int = 1
 
     @property
     def longest(self) -> int:

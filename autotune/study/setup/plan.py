@@ -274,7 +274,10 @@ def _of_data(workload: Workload) -> dict[str, Any]:
     shortest = int(data.table[0][0]) if data.table else 0
     # Lengths of which only some samples' are known bound nothing.
     ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
-    return {"lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": tuple(data.cannot.items())}
+    cannot = tuple(data.cannot.items())
+    return {
+        "lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": cannot, "steps_grouped": data.steps_grouped,
+    }  # fmt: skip
 
 
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
@@ -286,6 +289,10 @@ def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[]
     if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it again
         key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
         profile_cache.save(replace(workload, machine=None), key)
+    if workload.profile is not None and spec.max_length:
+        reaching = workload.profile.reaching(spec.max_length)
+        notes += reaching.caveats[len(workload.profile.caveats) :]
+        workload = replace(workload, profile=reaching)
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 

@@ -67,7 +67,7 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
         mask = next((batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)), torch.ones_like(ids))
         real = (mask[0] != 0).nonzero().flatten()
         for name, value in batch.items():
-            if name not in MASKS and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
+            if name not in (*MASKS, "position_ids") and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
                 rows.setdefault(name, []).append(value[:, real])
         rows.setdefault("position_ids", []).append(torch.arange(len(real))[None])
         if "labels" in rows and len(real):
@@ -119,7 +119,10 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
         if not mapped:
             found["group_by_length"] = "data() is a stream"
     else:
-        found["group_by_length"] = "the samplers of a script are left alone; sort by length there"
+        found["group_by_length"] = (
+            "the order of a script's samples is its own; give its DataLoader a sampler that groups them, such as"
+            " transformers' LengthGroupedSampler, and it is measured as it is"
+        )
     if not takes(own, "pad_to_multiple_of"):
         found["pad_to_multiple_of"] = "the collate function takes no argument `pad_to_multiple_of`"
     if not takes(own, "packing") and (why := _why_not_packed(dataset, own, model, mapped=mapped)):

@@ -66,6 +66,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     if candidate.ranks_per_replica > 1:
         loader.isolate()
     loader_watch.loader = loader
+    loader_watch.grouped = loader.grouped
     recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")

@@ -93,12 +93,14 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
         return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
     dataset, collate = iterator._dataset, iterator._collate_fn
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
-    cannot = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
+    cannot = context.data_limits(change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True))
     read = samples.describe(dataset, cannot) if mapped else None
     if read is None:
         seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
         read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
-    return replace(read, fields=batches.fields, loader=change.arguments_of(iterator))
+    return replace(
+        read, fields=batches.fields, loader=change.arguments_of(iterator), steps_grouped=context.steps_grouped
+    )
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:

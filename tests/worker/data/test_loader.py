@@ -52,6 +52,13 @@ def test_samples_are_cut_before_the_targets_collate_or_by_it_if_it_takes_the_arg
     assert own([1, 2]) == 4 and not own.length
 
 
+def test_a_collator_that_gives_positions_is_packed_with_those_of_the_row():
+    one = packed(
+        collate([sample]) | {"position_ids": torch.arange(len(sample["input_ids"]))[None]} for sample in DATA[:2]
+    )
+    assert one["position_ids"].tolist() == [[*range(3), *range(9)]]
+
+
 @pytest.mark.process
 def test_workers_load_the_same_batches_in_the_same_order():
     plain, background = loader(), loader({"num_workers": 1, "prefetch_factor": 3})

@@ -40,7 +40,7 @@ def inspect_model(request: TrialRequest) -> Workload:
     loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
     own, rates = _own_optimizer(target, model)
-    data = samples.describe(loader.samples(), loader.cannot(model))
+    data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 

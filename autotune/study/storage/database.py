@@ -40,6 +40,9 @@ REFUSALS = (
 )  # fmt: skip
 PASSWORD = ("password", "access denied")
 MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "duplicate entry")
+# A server that is up but not ready yet, and how long a command waits for it.
+STARTING = ("starting up", "shutting down", "in recovery mode", "not yet accepting connections", "too many clients")
+STARTS_WITHIN_S = 30.0
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
 FULL = ("disk is full", "disk full", "no space left", "table is full")
 RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
@@ -155,15 +158,25 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
 
 
 def _made(url: str, connect: dict[str, Any]) -> Storage:
-    """Open the storage; try again where another process creates its tables at the same moment."""
-    for _ in range(4):
+    """Open the storage; try again where its server is starting, or another process creates its tables at the same moment.
+
+    Raises:
+        StoreAway: The server is still starting after `STARTS_WITHIN_S`.
+    """
+    until, left = time.monotonic() + STARTS_WITHIN_S, 4
+    while True:
         try:
             return Storage(url, connect)
         except DBAPIError as error:
-            if not any(words in str(error.orig).lower() for words in MADE_MEANWHILE):
+            said = str(error.orig).lower()
+            starts, left = any(words in said for words in STARTING), left - 1
+            if starts and time.monotonic() > until:
+                raise StoreAway(
+                    f"storage {urls.redact_url(url)}: {_reason(error)}; the same command goes on later"
+                ) from None
+            if not starts and not (left and any(words in said for words in MADE_MEANWHILE)):
                 raise
             time.sleep(0.2)
-    return Storage(url, connect)
 
 
 def _missing_driver(url: str) -> str:

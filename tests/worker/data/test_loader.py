@@ -134,3 +134,10 @@ def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
 def test_packing_needs_rows_of_tokens():
     with pytest.raises(KeyError):
         packed([{"pixels": torch.zeros(1, 3)}])
+
+
+def test_a_packed_row_is_not_taken_for_a_sample_that_was_not_cut(monkeypatch):
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([12]), 12)])
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 4)})
+    assert witness.witness("max_length")(None, 3) is None
+    assert witness.witness("max_length")(None, 2) == "a sample of 3 tokens was trained on"

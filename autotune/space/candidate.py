@@ -30,7 +30,7 @@ from autotune.space.deepspeed import (
     set_path,
     without_auto,
 )
-from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import DEGREES, PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -118,6 +118,11 @@ class Candidate:
         """Ranks over which a sequence is split."""
         return self.degree(SEQUENCE_DEGREE)
 
+    @property
+    def pipeline_degree(self) -> int:
+        """Stages of a pipeline, each on a rank of its own."""
+        return self.degree(PIPELINE_DEGREE)
+
     def degree(self, path: str) -> int:
         """Ranks of a group: the value at a path of `DEGREES`, 1 without."""
         found = next((value for name, value in self.config if name == path), None)
@@ -126,7 +131,7 @@ class Candidate:
     @property
     def ranks_per_replica(self) -> int:
         """Ranks that train on the same samples, as they share a copy of the model or a sequence."""
-        return self.tensor_degree * self.sequence_degree
+        return self.tensor_degree * self.sequence_degree * self.pipeline_degree
 
     @property
     def samples_per_rank(self) -> float:
@@ -137,7 +142,7 @@ class Candidate:
         """Samples per optimizer step.
 
         Args:
-            world_size: Ranks, without those of a pipeline's later stages; the candidate's own degrees are divided out.
+            world_size: Ranks; the candidate's own degrees are divided out.
         """
         return max(1, self.micro_batch_size * self.gradient_accumulation_steps * world_size // self.ranks_per_replica)
 

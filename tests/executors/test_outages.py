@@ -26,7 +26,7 @@ REQUEST = TrialRequest(target="model.py", candidate=Candidate(micro_batch_size=1
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "RETRY_S", (0.01, 0.02))
     monkeypatch.setattr(base, "TICK_S", 0.0)
-    for name in ("LOOK_S", "ASK_S"):
+    for name in ("LOOK_S", "ASK_S", "SETTLE_S"):
         monkeypatch.setattr(f"autotune.executors.cluster.{name}", 0.0)
 
 
@@ -62,7 +62,7 @@ class Machines:
         return JobState(status, f"the job is {status}")
 
     def end(self, job: str) -> None:
-        """Does nothing."""
+        self.states = [Status.TAKEN]
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
         """Does nothing."""
@@ -73,9 +73,13 @@ def executor_on(engine: Machines, folder: Path, patience_s: float = 60.0) -> Clu
 
 
 RUNS, TAKEN, LOST, STILLBORN, NEVER = (
-    [Status.RUNNING] * 3, [Status.RUNNING, Status.RUNNING, Status.TAKEN],
-    [Status.RUNNING, Status.RUNNING, Status.LOST], [Status.LOST], [Status.REFUSED],
-)  # fmt: skip
+    [Status.RUNNING] * 3,
+    [Status.RUNNING, Status.RUNNING, Status.TAKEN],
+    [Status.RUNNING, Status.RUNNING, Status.LOST],
+    [Status.LOST],
+    [Status.REFUSED],
+)
+REQUEUED = [Status.RUNNING, Status.RUNNING, Status.QUEUED]  # fmt: skip
 
 
 # State of each attempt in turn (a text is a refusal to start it, `?` at its end: at present), and what happens.
@@ -87,6 +91,7 @@ POLICY = {
     "agents do not even start": ([STILLBORN, STILLBORN], "no rank was started, so the machines are at fault"),
     "machines go away": ([TAKEN, RUNS], "complete"),
     "machines go away again and again": ([TAKEN] * 9 + [RUNS], "complete"),
+    "its job goes back into the queue": ([REQUEUED, REQUEUED, RUNS], "complete"),
     "an agent dies once, machines go away": ([LOST, TAKEN, TAKEN, RUNS], "complete"),
     "fewer machines than before": ([TAKEN, "the cluster has 1", "the cluster has 1", RUNS], "complete"),
     "what ran before cannot be started": ([TAKEN, NEVER, RUNS], "complete"),

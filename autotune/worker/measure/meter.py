@@ -105,7 +105,7 @@ class Meter:
         self.report.lengths = {} if "packing" in candidate.data_changes else padding.histogram(seen)
         own = padding.expected(
             self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
-            candidate.data_changes,
+            candidate.data_changes, watch.grouped,
         )  # fmt: skip
         self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
 

@@ -235,6 +235,11 @@ def data_loader(found: Results) -> Rows:
     ]
 
 
+def data_tail(found: Results) -> Rows:
+    what = f"the check of the worst batch in all {found['trials']} trials of a study, in trials for each of {found['finalists']} finalists"
+    return [(what, f"{found['trials_a_finalist']:.2f}")]
+
+
 def inert(found: Results) -> Rows:
     what = f"{found['settings']} settings that do nothing, planted {found['planted']} times in studies of five families: scored"
     return [(what, f"{len(found['scored'])}")]
@@ -377,6 +382,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "data_replayed": ("python benchmarks/data.py replayed", data_replayed),
     "data_packing": ("python benchmarks/data.py packing", data_packing),
     "data_loader": ("python benchmarks/data.py loader", data_loader),
+    "data_tail": ("python benchmarks/data.py tail", data_tail),
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),

@@ -183,7 +183,8 @@ def _states_rate(config: DsConfig) -> bool:
 
 def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
     """The candidate without what the JSON alone does: a pipeline recomputes as its own section says."""
-    pipeline = kept.workload.script is not None and kept.workload.script.pipeline_stages > 0
+    script = kept.workload.script
+    pipeline = kept.workload.pipeline is not None or (script is not None and script.pipeline_stages > 0)
     own = Candidate.from_key(kept.baseline).checkpoint_every
     return replace(candidate, checkpoint_every=own) if pipeline else candidate
 

@@ -89,6 +89,7 @@ SECTION_KEYS: dict[str, frozenset[str]] = {
         cpuadam_cores_perc pipeline
         """.split()
     ),
+    "zero_optimization.leaf_module": frozenset("classes names name_suffixes".split()),
     "zero_optimization.offload_param": frozenset(
         "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()
     ),

@@ -14,6 +14,8 @@ ZERO = "zero_optimization."
 HPZ = f"{ZERO}zero_hpz_partition_size"
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 EXPERTS = "expert_parallel."
+# Modules whose parameters ZeRO-3 gathers at once, as it must where each step runs other experts of a mixture.
+LEAVES = f"{ZERO}leaf_module.classes"
 
 
 def hpz(config: Mapping[str, Scalar]) -> int:
@@ -42,6 +44,10 @@ def why_unfit(candidate: Candidate, config: Mapping[str, Scalar], setting: Setti
 
 def _needs_pipeline(path: str, _: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
     return config.get(path) is not None and setting.pipeline_stages == 0
+
+
+def _lacks_class(name: Scalar, setting: Setting) -> bool:
+    return str(name).rpartition(".")[2] not in setting.module_classes
 
 
 def _does_not_divide(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
@@ -112,6 +118,11 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
          "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
          (SEQUENCE_DEGREE, "data.packing")),
+    Rule(lambda c, k, s: bool(s.module_classes) and bool(k.get(LEAVES)) and _lacks_class(k[LEAVES], s),
+         "leaf_module.classes: the model has no module of that class; it has {module_classes_named}", (LEAVES,)),
+    Rule(lambda c, k, s: k.get(LEAVES) is not None and older(s, 0, 18, 1),
+         "leaf_module is not in DeepSpeed {deepspeed_version}: it came with 0.18.1; call"
+         " deepspeed.utils.set_z3_leaf_modules", (LEAVES,)),
     Rule(lambda c, k, s: any(name.startswith(EXPERTS) for name in k),
          "expert_parallel: expert groups are not tuned: DeepSpeed's AutoEP (0.19) fails on transformers 5, and the layers of"
          " deepspeed.moe state their own ep_size; tune the rest", (f"{EXPERTS}*",)),

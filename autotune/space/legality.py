@@ -291,6 +291,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
     facts |= {"pipeline": candidate.pipeline_degree, "why_unfit": why_unfit(candidate, dict(candidate.config), setting)}
     others = [name for name in setting.partitions if name != setting.partition and not setting.no_stages]
+    facts |= {"module_classes_named": ", ".join(setting.module_classes)}
     facts |= {"other_partitions": ", ".join(others) or "none"}
     facts |= {f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES}
     return rule.why.format(

@@ -44,6 +44,7 @@ class Setting:
         no_degrees: Why the target cannot be run with degrees; empty if it can.
         no_tensor: Why its layers cannot be split over ranks; empty if they can.
         no_sequence: Why its sequences cannot be split over ranks; empty if they can.
+        module_classes: Classes of the model's modules that have both parameters and modules of their own; empty if unknown.
         unlike: Degrees at which the split model computed something else than the whole one, each with what it was.
     """
 
@@ -76,6 +77,7 @@ class Setting:
     no_degrees: str = ""
     no_tensor: str = ""
     no_sequence: str = ""
+    module_classes: tuple[str, ...] = ()
     unlike: tuple[tuple[str, int, str], ...] = ()
 
 

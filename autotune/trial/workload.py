@@ -213,14 +213,24 @@ class Probed:
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
             config["gradient_accumulation_steps"] = self.configured_accumulation
         if self.pipeline_stages:
-            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
-            if candidate.checkpoint_every and not self.checkpoint_every:
-                # Reentrant checkpointing, DeepSpeed's default, gives no gradient to a first layer that takes tokens.
-                section["use_reentrant"] = False
-            config["pipeline"] = section
-            if section == {"activation_checkpoint_interval": 0}:
-                del config["pipeline"]
+            config = recomputing_in_runs(config, candidate, self.checkpoint_every)
         return config
+
+
+def recomputing_in_runs(config: DsConfig, candidate: Candidate, own: int = 0) -> DsConfig:
+    """Returns the configuration with which a `PipelineModule` recomputes runs of as many layers as a candidate says.
+
+    Args:
+        config: The candidate's DeepSpeed configuration.
+        candidate: The candidate.
+        own: The interval of the target's own module.
+    """
+    section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+    if candidate.checkpoint_every and not own:
+        # Reentrant checkpointing, DeepSpeed's default, gives no gradient to a first layer that takes tokens.
+        section["use_reentrant"] = False
+    rest = {key: value for key, value in config.items() if key != "pipeline"}
+    return rest | ({} if section == {"activation_checkpoint_interval": 0} else {"pipeline": section})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +305,7 @@ class Workload:
         profile: Quantities that determine memory and time; None if it was not profiled.
         machine: Rates of the machine with all ranks at work; None if they were not measured.
         structure: Digest of the model's modules and parameters; empty if it was not taken.
+        module_classes: Classes of its modules that have both parameters and modules of their own.
         data: Shape of the samples; None if none could be drawn.
         splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
         pipeline: The `PipelineModule` that the model is; None for another model.
@@ -316,6 +327,7 @@ class Workload:
     profile: Profile | None = None
     machine: Machine | None = None
     structure: str = ""
+    module_classes: tuple[str, ...] = ()
     data: DataShape | None = None
     splitting: Splitting | None = None
     pipeline: Pipeline | None = None

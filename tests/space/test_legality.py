@@ -52,6 +52,7 @@ BF16 = {"precision": "bf16", "zero_stage": 1}
 MASTER, STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES, PARTITION = "pipeline.stages", "pipeline.partition"
+LEAVES = f"{ZERO}leaf_module.classes"
 LLAMA = replace(CPU, world_size=4, ranks_per_node=4, heads=4, kv_heads=2)
 LAYERS = replace(
     CPU, world_size=4, ranks_per_node=4, n_blocks=5, pipeline_stages=2, partition="parameters",
@@ -79,6 +80,9 @@ ILLEGAL = [
     ({SEQUENCE: 2, "zero_stage": 3}, LLAMA, "1/2 of what it is"),
     ({SEQUENCE: 2}, replace(LLAMA, no_sequence="no attention"), "no attention"),
     ({STAGES: 2}, LLAMA, "no PipelineModule"),
+    ({LEAVES: "Other", "zero_stage": 3}, replace(LLAMA, module_classes=("Layer",)), "it has Layer"),
+    ({LEAVES: "Layer", "zero_stage": 3}, replace(LLAMA, deepspeed_version="0.17.0"), "0.18.1"),
+    ({LEAVES: "Layer", "zero_stage": 2}, LLAMA, "stage 3"),
     ({PARTITION: "uniform"}, LLAMA, "no PipelineModule"),
     ({STAGES: 3}, LAYERS, "a group of 3 ranks does not divide"),
     ({STAGES: 4}, replace(LAYERS, n_blocks=3), "3 layers, too few for 4 stages"),

@@ -35,7 +35,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, emulates_bf16
 from autotune.trial.target import Target, is_yaml
-from autotune.trial.workload import Script, Workload
+from autotune.trial.workload import Script, Workload, recomputing_in_runs
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -79,7 +79,9 @@ class Plan:
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
         config = candidate.to_deepspeed(self.base_config)
-        return self.workload.script.completed(config, candidate) if self.workload.script else config
+        if self.workload.script is not None:
+            return self.workload.script.completed(config, candidate)
+        return recomputing_in_runs(config, candidate) if self.workload.pipeline is not None else config
 
     def learning_rate(self) -> LearningRate:
         """How the learning rate follows the batch in this study's trials."""
@@ -247,6 +249,7 @@ def grounds(
         fp16=environment.fp16,
         tf32=has_tf32(environment.accelerator, environment.capability),
         n_blocks=workload.n_blocks,
+        module_classes=workload.module_classes,
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
         plain_backward=workload.script is not None and workload.script.plain_backward,

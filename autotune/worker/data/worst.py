@@ -23,7 +23,10 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
         n: Samples of the batch.
         length: Extend shorter samples to this length; 0 leaves them.
     """
-    return collate([stretched_sample(dataset[positions[i % len(positions)]], length) for i in range(n)])
+    longest = [dataset[positions[i % len(positions)]] for i in range(n)]
+    if samples.is_text(longest[0]):
+        return stretched(collate(longest), n, length)
+    return collate([stretched_sample(sample, length) for sample in longest])
 
 
 def stretched_sample(sample: Any, length: int) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autotune.space.candidate import Candidate
 from autotune.space.degree import PARTITION
@@ -50,6 +52,7 @@ class Stages:
         """
         from deepspeed.runtime.pipe.module import PipelineModule
 
+        self.own, self.fixed, self.partition = (0, ""), "", ""
         self._candidate, self._changed = candidate, changed
         if self._installed:
             return
@@ -62,6 +65,7 @@ class Stages:
         PipelineModule.__init__ = build
 
     def _build(self, original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
+        _join()
         bound = inspect.signature(original).bind(module, *args, **kwargs)
         given = bound.arguments
         own = given.get("num_stages"), given.get("partition_method", DEFAULT_PARTITION)
@@ -73,7 +77,7 @@ class Stages:
             self._say(own, (given["num_stages"], self.partition))
         seeded = bool(given.get("seed_layers"))
         if self.seed is not None and not seeded:
-            given["seed_layers"], given["base_seed"] = True, self.seed
+            given |= {"seed_layers": True, "base_seed": self.seed, "seed_fn": _seed}
         original(*bound.args, **bound.kwargs)
         # Forward passes would seed each layer's dropout again.
         module.seed_layers = seeded
@@ -104,6 +108,22 @@ class Stages:
             stages=own_stages, partition=own_partition, partitions=tuple(dict.fromkeys(ways)), unfit=unfit,
             fixed=self.fixed,
         )  # fmt: skip
+
+
+def _join() -> None:
+    """Lets DeepSpeed know of the group of ranks; makes one of this process alone where a model is built without others."""
+    import deepspeed
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_init_required=False)
+
+
+def _seed(seed: Any) -> None:
+    """Seeds the generators of Python and torch; DeepSpeed's own function gives them a type that Python 3.11 refuses."""
+    random.seed(int(seed))
+    torch.manual_seed(int(seed))
 
 
 def _trainable(module: Any) -> list[int]:

@@ -259,6 +259,20 @@ def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
     return None
 
 
+def _leaves(engine: Any, value: Scalar) -> str | None:
+    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+
+    names = {id(m): (type(m).__name__, f"{type(m).__module__}.{type(m).__qualname__}") for m in engine.module.modules()}
+    asked, usual = (
+        {key for key, own in names.items() if not set(own).isdisjoint(classes)}
+        for classes in ([value], DEFAULT_LEAF_MODULE_CLASSES)
+    )
+    flagged = {id(module) for module in engine.module.modules() if getattr(module, "_z3_leaf", False)}
+    if not asked or flagged != asked:
+        return f"{len(flagged)} modules are gathered at once, and the model has {len(asked)} of class {value}"
+    return Idle("DeepSpeed does the same without the key") if asked == usual else None
+
+
 def _partition(engine: Any, value: Scalar) -> str | None:
     if stages.partition != value:
         return f"{value} was asked for, {stages.partition} ran"
@@ -358,6 +372,7 @@ WITNESSES: dict[str, Witness] = {
     f"{ZERO}stage3_max_reuse_distance": _equal(_offload("_max_reuse_distance_in_numel")),
     f"{ZERO}stage3_param_persistence_threshold": _persistence,
     f"{ZERO}stage3_model_persistence_threshold": _equal(_offload("model_persistence_threshold")),
+    f"{ZERO}leaf_module.classes": _leaves,
     f"{ZERO}zero_hpz_partition_size": _equal(_zero("zero_hpz_partition_size")),
     f"{ZERO}zero_quantized_weights": _quantized("weights", ("forward", "backward"), _offload("zero_quantized_weights")),
     f"{ZERO}zero_quantized_gradients": _quantized(

@@ -23,7 +23,7 @@ from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.tail import Tail
-from autotune.worker.model import model_file, sequence, weights
+from autotune.worker.model import model_file, sequence, staged, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # Between the dropout seeds of two replicates: more than there are ranks.
@@ -39,13 +39,16 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
     set_seed(request.seed)
-    model = model_file.build_model(target)
+    model = model_file.build_model(target, candidate, request.seed)
     if request.weights is not None:
         weights.load(model, Path(request.weights))
     if request.replicate:
         perturb(model, request.replicate)
-    checkpointer = None
-    if candidate.checkpoint_every:
+    checkpointer: Any = None
+    in_stages = staged.is_staged(model)
+    if in_stages:
+        checkpointer = staged.recompute(model, candidate)
+    elif candidate.checkpoint_every:
         checkpointer = recompute.Checkpointer(model_file.find_blocks(model, target.blocks), candidate.checkpoint_every)
         model_file.turn_off_cache(model)
     # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
@@ -53,6 +56,8 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     seed = request.seed + (request.replicate if target.data is None else 0)
     # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
     replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
+    if in_stages:  # those of a pipeline are not: a stage of all copies comes before the next
+        replica = rank % n_replicas
     loader = Loader(
         target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
         first_sample=request.first_sample,
@@ -77,7 +82,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     observer = batches.BatchObserver(engine, shards=candidate.sequence_degree)
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
     loss = model_file.make_loss(target, model) if sequence_groups is None else sequence.split_loss(sequence_groups)
-    _Trainer(meter, loader, loss).train()
+    _Trainer(meter, loader, loss, in_stages=in_stages).train()
 
 
 def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, candidate: Candidate) -> Any:
@@ -124,11 +129,12 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
 class _Trainer:
     """Trains and times the steps of a `model.py`."""
 
-    def __init__(self, meter: Meter, loader: Loader, loss: Any) -> None:
+    def __init__(self, meter: Meter, loader: Loader, loss: Any, *, in_stages: bool = False) -> None:
         self.meter, self.engine, self.loader, self.loss = meter, meter.engine, loader, loss
         self.micro_clock = Laps(meter.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(meter.candidate.precision)
+        self.stages = staged.StagedSteps(meter, self._draw) if in_stages else None
 
     def train(self) -> None:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
@@ -168,6 +174,8 @@ class _Trainer:
 
     def _step(self) -> torch.Tensor:
         """Trains one optimizer step; returns its mean loss."""
+        if self.stages is not None:
+            return self.stages.step()
         meter, total = self.meter, torch.zeros((), device=self.meter.device)
         self.micro_clock.start()
         while True:
@@ -195,7 +203,7 @@ class _Trainer:
         """Trains on the worst micro-batch, while the gradients of an earlier one are held if the candidate accumulates."""
         meter, check = self.meter, self.meter.request.tail
         tail = Tail.of(meter)
-        if tail is None or check is None:
+        if tail is None or check is None or self.stages is not None:
             return
         for _ in range(tail.n_micro - 1):
             self.engine.backward(self.loss(self.engine, self._draw()))

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
+from autotune.space.candidate import Candidate
 from autotune.trial.target import defined_names
+from autotune.worker.measure.stages import stages
 
 
 class WorkloadError(UserError):
@@ -68,12 +70,19 @@ def _execute(path: Path) -> ModuleType:
     return module
 
 
-def build_model(target: ModelFile) -> nn.Module:
+def build_model(target: ModelFile, candidate: Candidate | None = None, seed: int = 0) -> nn.Module:
     """Calls `model()`.
+
+    Args:
+        target: The file.
+        candidate: Says how many stages a `PipelineModule` is built with; None for one, which has all layers.
+        seed: Of the weights of its layers, which start alike however they are shared out.
 
     Raises:
         WorkloadError: It returns no module.
     """
+    stages.install(candidate or Candidate(micro_batch_size=1))
+    stages.seed = seed
     model = target.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{target.path.name}: model() returned {type(model).__name__}, not an nn.Module")
@@ -197,7 +206,7 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
         children = [
             child
             for parent in model.modules()
-            if isinstance(parent, (nn.ModuleList, nn.Sequential))
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)) or hasattr(parent, "forward_funcs")  # a pipeline's
             for child in parent.children()
             if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList)
         ]

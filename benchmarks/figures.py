@@ -368,6 +368,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
+    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
     "degrees": ("python benchmarks/degrees.py", degrees),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),

@@ -10,7 +10,6 @@ import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
 from autotune.space.degree import PARTITION, PIPELINE_DEGREE
-from autotune.space.torch_settings import TF32
 from autotune.worker.data import witness as loading
 from autotune.worker.measure import sizes
 from autotune.worker.measure.groups import exchanges
@@ -383,7 +382,7 @@ WITNESSES: dict[str, Witness] = {
     "bf16.immediate_grad_update": _immediate_update,
     "bf16.check_grad_overflow": _overflow_check,
     "data_types.buffer_dtype": _buffer_dtype,
-    TF32: _equal(lambda engine: torch.get_float32_matmul_precision() != "highest"),
+    "torch.allow_tf32": _equal(lambda engine: torch.get_float32_matmul_precision() != "highest"),
     "disable_python_gc": _equal(lambda engine: not gc.isenabled()),
     "prescale_gradients": _equal(_scaled("postscale_gradients"), lambda value: not value),
     "gradient_predivide_factor": _predivide,

@@ -34,7 +34,7 @@ def test_every_update_has_the_trials_share_of_the_scripts_rate_and_its_schedule_
     run("rates.py", *made, steps=6, learning_rate_factor=3.0)
     scaled = first_steps(bench)
     assert scaled[0][0] == pytest.approx(3 * plain[0][0], rel=1e-3)  # from there on the weights are others
-    assert [shown for _, shown in plain] == [0.25, 0.125, 0.0625, 0.03125, 0.015625]
+    assert [shown for _, shown in plain[:5]] == [0.25, 0.125, 0.0625, 0.03125, 0.015625]
     assert [shown for _, shown in plain] == [shown for _, shown in scaled]
 
 

@@ -17,6 +17,7 @@ from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.system.units import Scale, scale_for
+from autotune.trial import lengths
 from autotune.trial.command import Invocation
 from autotune.trial.result import BESIDE
 
@@ -26,6 +27,8 @@ TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
 # A pick's price is stated from this change on: 1 %.
 PRICE = 0.01
+# Lengths of the longest samples, in average ones, from which on they may be what does not fit.
+LONG_TIMES = 1.5
 # What makes room for the longest samples.
 FOR_LONG_SAMPLES = (
     "cut them (`data.max_length` in the search space; or state a smaller --max-length if it says too much), recompute"
@@ -105,22 +108,26 @@ class StudyReport:
             predicted = f", {ends['predicted_oom']} more are predicted to" if ends["predicted_oom"] else ""
             ran_out = f"{ends['oom']} ran out of it{predicted}"
             n_tail = sum(trial["outcome"] == "oom" and trial.get("phase") == "tail" for trial in self.trials)
-            return (
-                f"the longest samples{self._longest} fit the device memory in no configuration that was tried: {ran_out},"
-                f" {n_tail} only at the longest samples; {FOR_LONG_SAMPLES}"
-                if n_tail
-                else f"no configuration fits the device memory: {ran_out}"
-            )
+            longest, times = self._longest
+            of = f" ({longest:,})" if longest else ""
+            if n_tail:
+                return (
+                    f"the longest samples{of} fit the device memory in no configuration that was tried: {ran_out},"
+                    f" {n_tail} only at the longest samples; {FOR_LONG_SAMPLES}"
+                )
+            said = f"no configuration fits the device memory: {ran_out}"
+            long = f"; samples reach a length of {longest:,}, {times:.1f} times the average: {FOR_LONG_SAMPLES}"
+            return said + (long if times >= LONG_TIMES else "")
         if not ends["complete"]:
             return "no configuration completed"
         return f"{ends['complete']} configurations completed, but none keeps every constraint and passed its checks"
 
     @property
-    def _longest(self) -> str:
-        """The length that samples reach, or are stated to reach, in brackets; empty if it is not known."""
+    def _longest(self) -> tuple[int, float]:
+        """The length that samples reach, or are stated to reach, and how many times the average; 0 if it is not known."""
         table = (self.workload.get("data") or {}).get("table") or ()
-        length = max(int(table[-1][0]) if table else 0, self.study.get("max_length") or 0)
-        return f" ({length:,})" if length else ""
+        length = max(lengths.longest(table), self.study.get("max_length") or 0)
+        return length, length / (lengths.expected(table) or math.inf)
 
     @property
     def trials_left(self) -> int:

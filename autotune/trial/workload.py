@@ -243,6 +243,7 @@ class Pipeline:
         partitions: The ways that it can.
         unfit: Why a stage would have nothing to train, by stages and way, as `key` writes them.
         fixed: Why its stages cannot be changed; empty if they can.
+        dynamic: Stages tell each other the shape of every micro-batch, not of the first alone.
     """
 
     stages: int
@@ -250,6 +251,7 @@ class Pipeline:
     partitions: tuple[str, ...] = ()
     unfit: dict[str, str] = field(default_factory=dict)
     fixed: str = ""
+    dynamic: bool = False
 
     @staticmethod
     def key(stages: int, partition: str) -> str:

@@ -55,6 +55,8 @@ def test_where_the_longest_samples_fit_nowhere_that_is_said_with_what_to_do():
     workload = {**failed.workload, "data": {"table": [[12.0, 499], [4096.0, 1]], "n_seen": 500, "n_samples": 500}}
     said = replace(failed, trials=trials, workload=workload).why_nothing
     assert said.startswith("the longest samples (4,096) fit the device memory in no configuration")
+    drawn = replace(failed, trials=[trial | {"phase": "measure"} for trial in trials], workload=workload).why_nothing
+    assert drawn.startswith("no configuration fits") and "4,096, 203.1 times the average: cut them" in drawn
     assert all(way in said for way in ("data.max_length", "checkpoint_every", "sequence_parallel_size", "more memory"))
 
 

@@ -23,7 +23,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system.units import format_bytes
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
-from autotune.trial.workload import Pipeline, Splitting, Workload
+from autotune.trial.workload import Splitting, Workload
 
 # Samples of the batch on which a split model is compared with the whole one.
 COMPARED_SAMPLES = 2
@@ -38,13 +38,17 @@ SCRIPT = (
     " the script (for transformers' Trainer and Accelerate by their parallelism configuration) and tune the rest, or"
     " give autotune the model as a model.py"
 )
+ONE_SHAPE = (
+    "pipeline.stages: samples differ in length, and stages take every micro-batch to have the first one's shape: pad to one"
+    " length, or build the PipelineModule with dynamic_shape=True"
+)
 # Settings of the base configuration that tell AutoTP what to split.
 TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
 
 
 def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[str, Any]:
     """Returns the fields of `Setting` that decide over degrees."""
-    splitting, pipeline = workload.splitting, _of_pipeline(workload.pipeline)
+    splitting, pipeline = workload.splitting, _of_pipeline(workload)
     if workload.script is not None or splitting is None:
         return {"no_degrees": SCRIPT if workload.script is not None else "", **pipeline}
     told = any(at_path(base_config, path) for path in TOLD)
@@ -65,10 +69,12 @@ def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[st
     }
 
 
-def _of_pipeline(pipeline: Pipeline | None) -> dict[str, Any]:
+def _of_pipeline(workload: Workload) -> dict[str, Any]:
     """Returns the fields of `Setting` that decide over the stages of a pipeline."""
+    pipeline = workload.pipeline
     if pipeline is None:
         return {}
+    varies = workload.data is not None and workload.data.varies and not pipeline.dynamic and pipeline.stages == 1
     return {
         "pipeline_stages": pipeline.stages,
         "partition": pipeline.partition,
@@ -78,7 +84,7 @@ def _of_pipeline(pipeline: Pipeline | None) -> dict[str, Any]:
             for key, why in pipeline.unfit.items()
             for stages, _, partition in [key.partition(" ")]
         ),
-        "no_stages": pipeline.fixed,
+        "no_stages": pipeline.fixed or (ONE_SHAPE if varies else ""),
     }
 
 

@@ -93,7 +93,9 @@ class Plan:
     def replicated(self) -> bool:
         """Whether every rank trains the whole model on separate data: neither layers nor experts are split."""
         script = self.workload.script
-        parted = self.workload.pipeline is not None or (script is not None and script.expert_parallel)
+        parted = self.workload.pipeline is not None or (
+            script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
+        )
         return self.data_parallel == self.world_size and not parted and self.baseline.ranks_per_replica == 1
 
     @property

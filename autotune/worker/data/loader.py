@@ -209,7 +209,8 @@ def _dataset(target: ModelFile) -> Any:
     if isinstance(dataset, torch.utils.data.DataLoader):
         name = f"{target.path.name}: data() returned a DataLoader"
         raise WorkloadError(f"{name}; return its dataset, since the tuner chooses the batch size")
-    if not is_map_style(dataset) and not hasattr(dataset, "__iter__"):
+    # Without a length it is read in order, as Python iterates over what has positions.
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise WorkloadError(
             f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
         )

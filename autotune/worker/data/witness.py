@@ -49,8 +49,10 @@ def _of_loader(name: str) -> Callable[[Scalar], str | None]:
 
 
 def _max_length(value: Scalar) -> str | None:
-    longest = max((int(rows.max()) for rows, _ in _seen()), default=0)
-    return f"a sample of {longest} tokens was trained on" if longest > int(str(value)) else None
+    # A packed row holds all samples of its micro-batch.
+    packed = max((samples or 1 for rows, samples in watch.rows() if rows == 1), default=1)
+    longest = max((int(rows.max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0)
+    return f"a sample of {longest:.0f} tokens was trained on" if longest > int(str(value)) else None
 
 
 def _multiple(value: Scalar) -> str | None:

@@ -161,8 +161,9 @@ class StepLedger:
             raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
         if self._n_ragged > n + SPARE_RAGGED_STEPS:
             raise NotApplied(
-                f"an epoch ends in most optimizer steps ({self._n_ragged} of {self._n_ragged + n}), with fewer samples:"
-                " give the script more data, or a loader with drop_last=True"
+                f"most optimizer steps ({self._n_ragged} of {self._n_ragged + n}) have fewer samples than another one: where"
+                " epochs end that often, give the script more data, or a loader with drop_last=True; where its sampler makes"
+                " batches of varying sizes (as many as a token budget holds), give it one with a fixed number of samples"
             )
 
     def done(self) -> bool:

@@ -106,7 +106,7 @@ class Stages:
                     unfit[Pipeline.key(stages, partition)] = f"{stages} stages by {partition}: {why}"
         return Pipeline(
             stages=own_stages, partition=own_partition, partitions=tuple(dict.fromkeys(ways)), unfit=unfit,
-            fixed=self.fixed,
+            fixed=self.fixed, dynamic=bool(getattr(module, "dynamic_shape", False)),
         )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def inspect_model(request: TrialRequest) -> Workload:
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
     found = staged.described(found, model) if staged.is_staged(model) else found
     own, rates = _own_optimizer(target, model)
-    data = samples.describe(loader.samples(), loader.cannot(model))
+    data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 

@@ -151,7 +151,7 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
     drawn = []
     for loader.micro_batch_size in sizes:
         drawn.append(loader.next()[0])
-    data = samples.describe(loader.samples())
+    data = samples.describe(loader.samples(), collate=loader.collate)
     if data is None or not data.varies:
         return drawn, ()
     high = []

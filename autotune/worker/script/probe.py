@@ -94,7 +94,7 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     dataset, collate = iterator._dataset, iterator._collate_fn
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
     cannot = context.data_limits(change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True))
-    read = samples.describe(dataset, cannot) if mapped else None
+    read = samples.describe(dataset, cannot, collate) if mapped else None
     if read is None:
         seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
         read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())

@@ -129,7 +129,8 @@ def _arguments_of(arguments: Any, name: str, value: Scalar) -> dict[str, Scalar]
         return (
             {"train_sampling_strategy": GROUPED} if hasattr(arguments, "train_sampling_strategy") else {GROUPED: True}
         )
-    if name == "max_length" and hasattr(arguments, PACKING):
+    prepared = not (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if name == "max_length" and hasattr(arguments, PACKING) and prepared:
         return {argument: value for argument in LENGTH_ARGUMENTS if hasattr(arguments, argument)}
     argument = TRAINER_ARGUMENTS.get(name, "")
     return {argument: value} if hasattr(arguments, argument) else {}

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -38,6 +39,7 @@ from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import METRICS
 from autotune.search.acquisition import dominated, front_of
 from autotune.space.candidate import Candidate
+from autotune.study import proposals
 from autotune.study.events import SILENT
 from autotune.study.runner import Runner
 from autotune.study.storage import records
@@ -136,12 +138,8 @@ def skewed(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def unadvised() -> Iterator[None]:
     """Meanwhile a search starts without any forecast."""
-    true = AnalyticPrior.__call__
-    AnalyticPrior.__call__ = lambda _, candidates: flat(candidates)  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(proposals, "generic_prior", lambda *_: flat):
         yield
-    finally:
-        AnalyticPrior.__call__ = true  # type: ignore[method-assign]
 
 
 def prolonged(row: Row, factor: float) -> Row:
@@ -208,7 +206,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "stopped_early": round(statistics.mean(r["stopped"] for r in runs), 2),
     }  # fmt: skip
     # A study that never gets there counts as one that does after its last trial.
-    needed = [next((n for n, p in enumerate(r["curve"], 1) if p["hypervolume"] >= 0.95), len(r["curve"]) + 1) for r in runs]
+    needed = [
+        next((n for n, p in enumerate(r["curve"], 1) if p["hypervolume"] >= 0.95), len(r["curve"]) + 1) for r in runs
+    ]
     found["trials_to_95_percent"] = {"median": statistics.median(needed), "mean": round(statistics.mean(needed), 2)}
     for n in CHECKED:
         if n > max(len(r["curve"]) for r in runs):

@@ -184,7 +184,11 @@ class Advice:
         )
         yield ""
         yield from _waterfall(
-            "host memory", self.host_bytes, devices.host_bytes, chosen.terms("host"), f"of a node, {_verdict(chosen.fits_host)}"
+            "host memory",
+            self.host_bytes,
+            devices.host_bytes,
+            chosen.terms("host"),
+            f"of a node, {_verdict(chosen.fits_host)}",
         )
         yield ""
         step, rate, mfu = self.step_s, self.tokens_per_s, self.mfu

@@ -27,7 +27,9 @@ STATED_SIZE = re.compile(r"(?<![0-9.a-z])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])",
 PLAIN = frozenset(
     "gpt2 gpt_neo gpt_neox gptj gpt_bigcode opt bloom falcon mpt phi starcoder2 bert roberta distilbert codegen".split()
 )
-LEARNED_POSITIONS = frozenset("gpt2 gpt_neo opt gpt_bigcode bert roberta xlm-roberta camembert electra distilbert".split())
+LEARNED_POSITIONS = frozenset(
+    "gpt2 gpt_neo opt gpt_bigcode bert roberta xlm-roberta camembert electra distilbert".split()
+)
 GATED_GELU = ("gemma", "modernbert")
 # Families that share the embedding with the output layer unless their file says otherwise.
 TIED = (

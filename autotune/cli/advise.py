@@ -173,9 +173,13 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
     shape = architecture.find(name)
     sequence = seq or min(4096, shape.context or 4096)
     if 0 < shape.positions < sequence:
-        raise UserError(f"--seq {sequence}: {shape.name} has {shape.positions:,} learned positions, and takes no longer samples")
+        raise UserError(
+            f"--seq {sequence}: {shape.name} has {shape.positions:,} learned positions, and takes no longer samples"
+        )
     if how["method"] != "full" and how["lora_rank"] > shape.hidden:
-        raise UserError(f"--lora-rank {how['lora_rank']}: adapters are narrower than the model, which is {shape.hidden:,} wide")
+        raise UserError(
+            f"--lora-rank {how['lora_rank']}: adapters are narrower than the model, which is {shape.hidden:,} wide"
+        )
     training = Training(sequence=sequence, **how)
     notes = [shape.note] if shape.note else []
     if shape.context and sequence > shape.context:
@@ -248,7 +252,9 @@ def _advice(
             "recomputation is no setting of the JSON: switch on gradient checkpointing in the trainer or model"
         )
     if chosen.fits < SURE and asked.may_adapt:
-        notes.append("adapters need no optimizer states for the model's own weights: --method lora, or qlora, takes less")
+        notes.append(
+            "adapters need no optimizer states for the model's own weights: --method lora, or qlora, takes less"
+        )
     if global_batch is None:
         notes.append("the global batch is free, up to 1 M tokens a step; --global-batch N keeps yours")
     notes.append("intervals hold 95 %; `autotune run` on the machine itself measures")

@@ -56,13 +56,18 @@ def test_what_does_not_fit_is_said_and_ends_with_status_1(tmp_path):
 
 def test_a_name_may_be_written_in_words_and_the_memory_that_lacks_is_named(tmp_path):
     done = called("advise", "qwen3", "8b", "--gpus", "A6000", "--price", "2", cwd=tmp_path)
-    device, host = (next(row for row in done.stdout.splitlines() if row.startswith(f"{which} memory")) for which in ("device", "host"))
+    device, host = (
+        next(row for row in done.stdout.splitlines() if row.startswith(f"{which} memory"))
+        for which in ("device", "host")
+    )
     assert done.returncode == 1 and device.endswith(": fits") and host.endswith("does not fit")
     assert "the host's memory" in done.stdout and "--method lora" in done.stdout and "1B tokens" in done.stdout
 
 
 def test_cards_to_compare_may_state_their_number_and_long_times_are_years(tmp_path):
-    said = called("advise", "qwen3-8b", "--gpus", "8xH100", "--tokens", "1e15", "--compare", "4x4090", cwd=tmp_path).stdout
+    said = called(
+        "advise", "qwen3-8b", "--gpus", "8xH100", "--tokens", "1e15", "--compare", "4x4090", cwd=tmp_path
+    ).stdout
     assert "4 x RTX-4090" in said and " y " in said
 
 

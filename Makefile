@@ -20,7 +20,7 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install engines demo bench bench-peers pages pages-current floors newest test test-unit test-smoke test-system \
+.PHONY: help install engines demo face bench bench-peers pages pages-current floors newest test test-unit test-smoke test-system \
   lint format types imports reference check audit plotly clean
 
 help: ## this list
@@ -48,6 +48,9 @@ engines: $(STAMP) ## Slurm, Ray, ssh, PostgreSQL and a browser, for the tests th
 
 demo: $(STAMP) ## tune the example study and print its front
 	@.venv/bin/autotune run $(STUDY)
+
+face: $(STAMP) ## after `make demo`: the README's output and docs/report.png from the example study's answer (needs Chromium)
+	@PYTHONPATH=. $(RUN) benchmarks/face.py
 
 bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune on one script, each answer measured again (half an hour)
 	@$(RUN) -m pip install --quiet --no-input --progress-bar off tabulate </dev/null # DeepSpeed's autotuner does not ask for it

@@ -164,6 +164,7 @@ def predict(
     set: Mapping[str, Scalar] | None = None,  # noqa: A002
     ranks: int | None = None,
     device_memory_bytes: int | str | None = None,
+    max_length: int | None = None,
     base_config: Mapping[str, Any] | FilePath | None = None,
     name: str | None = None,
     script_args: Sequence[str] | str | None = None,
@@ -178,6 +179,7 @@ def predict(
         set: Knobs that differ from the baseline's, as `{"zero_stage": 3}`; also any DeepSpeed setting by its path.
         ranks: Ranks, also more than this machine has.
         device_memory_bytes: Memory of a device, or a text such as `"80GiB"`.
+        max_length: Tokens that a sample may reach, if more than what was seen: then that has to fit.
         base_config: The baseline, as for `run`.
         name: The study whose trials correct the forecast; by default that of the target.
         script_args: As for `run`.
@@ -192,6 +194,7 @@ def predict(
         if not isinstance(value, Scalar):
             raise UserError(f"set: {key}: a plain value is needed, not {value!r}")
     given = {"name": name, "ranks": ranks, "device_memory_bytes": device_memory_bytes, "base_config": base_config}
+    given["max_length"] = max_length
     overrides = {key: _plain(value, key) for key, value in given.items()} | {"script_args": _words(script_args)}
     from autotune.report.notebook import viewer
     from autotune.study.setup import forecasts, plan

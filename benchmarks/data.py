@@ -3,6 +3,7 @@
 python benchmarks/data.py replayed    50 corpora: late out-of-memory, tail peak and claimed rate against 10,000 steps
 python benchmarks/data.py packing     a real study of an instruction-like corpus
 python benchmarks/data.py loader      a real study of a loader that takes 20 ms a sample, and what diagnose says
+python benchmarks/data.py tail        what the check of the worst batch costs a real study of an instruction-like corpus
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from autotune.scoring import step_times
 from autotune.scoring.rates import rate_of
 from autotune.session import open_study
 from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, events
 from autotune.trial.result import Outcome, TrialResult
 from autotune.worker.data import padding, samples
 
@@ -190,15 +193,42 @@ def write_loader(folder: Path) -> None:
     })  # fmt: skip
 
 
+def write_tail(folder: Path) -> None:
+    finalists = 2
+    space = {"micro_batch_size": [4, 8, 16], "zero_stage": [0, 1]}
+    report, where = study(
+        "instructions",
+        folder,
+        space=space,
+        goal="throughput",
+        trials=6,
+        trial_budget_s=4,
+        finalists=finalists,
+        repeats=1,
+    )
+    tails = [tail_s(TrialDir(records.trial_path(where, row["trial"]))) for row in report.trials]
+    walls = [row["wall_s"] for row in report.trials]
+    write("data_tail", {
+        "trials": len(walls), "finalists": finalists, "tail_s": tails, "wall_s": walls,
+        "trials_a_finalist": sum(tails) / statistics.median(walls) / finalists,
+    })  # fmt: skip
+
+
+def tail_s(trial: TrialDir) -> float:
+    """Seconds that a trial's first rank spent on the worst batch."""
+    phases = [(event["phase"], event["time"]) for event in events(trial) if event.get("rank") == 0 and "phase" in event]
+    return sum(end - began for (phase, began), (_, end) in pairwise(phases) if phase == "tail")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("replayed", "packing", "loader"))
+    parser.add_argument("what", choices=("replayed", "packing", "loader", "tail"))
     what = parser.parse_args().what
     if what == "replayed":
         write_replayed()
         return
     with tempfile.TemporaryDirectory() as name:
-        {"packing": write_packing, "loader": write_loader}[what](Path(name))
+        {"packing": write_packing, "loader": write_loader, "tail": write_tail}[what](Path(name))
 
 
 if __name__ == "__main__":

@@ -235,6 +235,11 @@ def data_loader(found: Results) -> Rows:
     ]
 
 
+def data_tail(found: Results) -> Rows:
+    what = f"the check of the worst batch in all {found['trials']} trials of a study, in trials for each of {found['finalists']} finalists"
+    return [(what, f"{found['trials_a_finalist']:.2f}")]
+
+
 def inert(found: Results) -> Rows:
     what = f"{found['settings']} settings that do nothing, planted {found['planted']} times in studies of five families: scored"
     return [(what, f"{len(found['scored'])}")]
@@ -363,6 +368,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (f"{SCORE}code-gpt.csv.gz --target studies/code-gpt/model.py", forecast),
     "forecast-conv": (f"{SCORE}conv.csv.gz --target benchmarks/truth/conv.py", forecast),
+    "forecast-degrees": (f"{SCORE}degrees.csv.gz --target benchmarks/truth/degrees.py --ranks 4", forecast),
     "degrees": ("python benchmarks/degrees.py", degrees),
     "ask": ("python benchmarks/ask.py", ask),
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
@@ -377,6 +383,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "data_replayed": ("python benchmarks/data.py replayed", data_replayed),
     "data_packing": ("python benchmarks/data.py packing", data_packing),
     "data_loader": ("python benchmarks/data.py loader", data_loader),
+    "data_tail": ("python benchmarks/data.py tail", data_tail),
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),

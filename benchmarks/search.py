@@ -138,7 +138,7 @@ def skewed(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def unadvised() -> Iterator[None]:
     """Meanwhile a search starts without any forecast."""
-    with mock.patch.object(proposals, "generic_prior", lambda *_: flat):
+    with mock.patch.object(proposals, "generic_prior", return_value=flat):
         yield
 
 

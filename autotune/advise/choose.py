@@ -16,7 +16,7 @@ from autotune.advise.forecast import SURE, Forecasts, forecast
 from autotune.errors import UserError
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.degree import DEGREES, degrees_of
+from autotune.space.degree import SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.system.units import format_bytes
@@ -204,7 +204,7 @@ def _extras(stage: int, devices: Devices, *, splits: bool) -> Iterator[dict[str,
     yield from _unsplit(stage, devices)
     degree = 2
     while splits and stage <= 1 and degree <= devices.local:
-        for path in DEGREES:
+        for path in (TENSOR_DEGREE, SEQUENCE_DEGREE):
             yield from ({**each, path: degree} for each in itertools.islice(_unsplit(stage, devices), 1))
         degree *= 2
 

@@ -57,7 +57,10 @@ GoalName = Annotated[str, _option("goal", "GOAL", "throughput, latency, memory o
 GlobalBatch = Annotated[
     int | None, _option("global-batch", "N", "Samples of an optimizer step to keep (default: free, up to 1 M tokens).")
 ]
-Length = Annotated[int | None, _option("seq", "N", "Tokens of a sample (default: 4096, or the model's context).")]
+Length = Annotated[
+    int | None,
+    _option("seq", "N", "Tokens of a sample (default: 4096, or the model's context; of a model.py its longest)."),
+]
 Method = Annotated[str, _option("method", "NAME", "full, lora, or qlora (over weights of 4 bits).")]
 LoraRank = Annotated[int, _option("lora-rank", "N", "Rank of adapters, on every linear layer.")]
 Attention = Annotated[str, _option("attention", "NAME", "eager, sdpa or flash.")]
@@ -114,7 +117,7 @@ def advise(
         "tokens": read_amount(tokens or "1B", "--tokens", "10B") if tokens or price else None,
         "price": _price(price) if price else None,
     }  # fmt: skip
-    asked = _measured(name) if name.endswith(FORMS) else _named(name, {**how, "lora_rank": lora_rank}, seq)
+    asked = _measured(name, seq) if name.endswith(FORMS) else _named(name, {**how, "lora_rank": lora_rank}, seq)
     found = [_advice(asked, each, **wanted) for each in devices]
     return _said(found, output, as_json=as_json)
 
@@ -204,15 +207,15 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
     )
 
 
-def _measured(target: str) -> _Question:
-    """A model.py or a script, profiled here as `autotune predict` does."""
+def _measured(target: str, seq: int | None) -> _Question:
+    """A model.py or a script, profiled here as `autotune predict` does, for samples of up to `seq` tokens."""
     from autotune.advise.answer import amount
     from autotune.report.progress import ProgressView
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.forecasts import foresee_workload
 
     with ProgressView() as view:
-        wanted, _ = wanted_study(target, {}, view)
+        wanted, _ = wanted_study(target, {"max_length": seq} if seq else {}, view)
         found = foresee_workload(wanted, view)
     profile = found.profile
     said = f"{Path(target).name} ({amount(profile.n_parameters)} parameters, profiled here)"
@@ -221,8 +224,18 @@ def _measured(target: str) -> _Question:
         model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / sequence,
         base=found.base_config,
         degrees={name: getattr(found.setting, name) for name in ("heads", "kv_heads", *REFUSALS)},
-        notes=(*found.notes, "method, attention, optimizer and length are those of the target"),
+        notes=(*found.notes, "method, attention, optimizer and length are those of the target", *_shorter(profile, seq)),
     )  # fmt: skip
+
+
+def _shorter(profile: Any, seq: int | None) -> list[str]:
+    """A note where a target has longer samples than is stated."""
+    if seq is None or seq >= profile.longest:
+        return []
+    cut = f"--set data.max_length={seq} cuts them"
+    return [
+        f"what fits is what fits with the target's longest sample of {profile.longest:,} tokens, not {seq:,}: {cut}"
+    ]
 
 
 def _advice(

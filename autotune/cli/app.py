@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -128,7 +128,7 @@ app.add_typer(
 
 
 def main() -> None:
-    """Run a command; errors for the user end as one sentence and their status, an interrupt as status 130 or 143."""
+    """Run a command; an error ends as one sentence and its status, an interrupt as status 130 or 143."""
     try:
         app(standalone_mode=True)
     except SystemExit as error:
@@ -148,9 +148,19 @@ def main() -> None:
         from autotune.system import files
 
         if (said := files.words(error)) is None:  # neither a full disk nor a folder that cannot be written
-            raise
+            _end_by(error)
         print(f"autotune: {said}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        _end_by(error)
+
+
+def _end_by(error: Exception) -> NoReturn:
+    """End with the status and the sentence of an error of autotune itself."""
+    from autotune.system import error_log
+
+    print(f"autotune: {error_log.sentence(error)}", file=sys.stderr)
+    sys.exit(error_log.STATUS)
 
 
 def _stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:

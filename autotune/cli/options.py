@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -126,12 +127,11 @@ def command_of(function: Function, path: str, text: str) -> Any:
                 given["settings"]["script_args"] = tuple(given.pop("script_args") or ()) or None
         try:
             status = function(**given)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            from autotune.study.storage.database import damaged
-
-            if (sentence := damaged(error)) is None:
+        except Exception as error:
+            database = sys.modules.get("autotune.study.storage.database")  # no command needs it that has not opened one
+            if database is None or (said := database.in_words(error)) is None:
                 raise
-            raise sentence from error
+            raise said from error
         if status:
             raise typer.Exit(status)
 

@@ -13,7 +13,7 @@ from autotune.cli.options import AsJson, Target, read_settings, takes_settings
 
 
 @takes_settings(
-    "ranks", "device_memory_bytes", "base_config", "name",
+    "ranks", "device_memory_bytes", "max_length", "base_config", "name",
     ranks="Ranks, also more than this machine has.", device_memory_bytes="Memory of a device.",
     name="Study whose trials correct the forecast.",
 )  # fmt: skip

@@ -101,6 +101,8 @@ def answer_words(row: Mapping[str, Any]) -> str:
     ends = (row["speedup_low"], row["speedup_high"])
     gain = speedup_words({"speedup": row["speedup"], "speedup_ci95": ends if all(ends) else None})
     configuration = words(json.loads(row["candidate"]))
+    if row["speedup"] == 1.0 and set(ends) == {1.0}:
+        return f"{configuration}: the baseline itself"
     return f"{configuration}: {gain} the baseline's throughput" if gain else configuration
 
 

@@ -6,20 +6,39 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError
-from autotune.system import files
 from autotune.system.units import parse_bytes
+from autotune.trial.folder import read_record
 
 if TYPE_CHECKING:
     from autotune.forecast.cluster import Cluster, Projected
     from autotune.forecast.predictor import ForecastInputs, Predictor
     from autotune.scoring.scaling import Mode
     from autotune.space.deepspeed import Scalar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is needed of a row of `front.json`, or of a pick or the baseline in `recommended.json`."""
+
+    trial: int
+    candidate: dict[str, str | bool | int | float | None]
+    metrics: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommended:
+    """What is needed of `recommended.json`."""
+
+    picks: dict[str, Row]
+    baseline: Row | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,22 +167,20 @@ def _projection(
         inputs = foresee_workload(spec, view)
     predictor, n_measured = _calibrated(inputs, folder, spec.target, front)
     projector = Projector(predictor, cluster, inputs, memory)
-    rows = projector.over_devices(Candidate.of({**chosen["candidate"], **settings}), mode)
+    rows = projector.over_devices(Candidate.of({**chosen.candidate, **settings}), mode)
     others = []
     if mode == "weak" and not settings:
-        left = [row for row in front if row["trial"] != chosen["trial"]]
-        there = [(row["trial"], projector.one(Candidate.of(row["candidate"]), cluster.devices)) for row in left]
+        left = [row for row in front if row.trial != chosen.trial]
+        there = [(row.trial, projector.one(Candidate.of(row.candidate), cluster.devices)) for row in left]
         others = sorted(((n, row) for n, row in there if not row.impossible), key=lambda pair: -pair[1].samples_per_s)
     return Projection(
-        study=folder.name, trial=None if settings else chosen["trial"], mode=mode, cluster=cluster, rows=rows,
+        study=folder.name, trial=None if settings else chosen.trial, mode=mode, cluster=cluster, rows=rows,
         others=others, n_measured=n_measured, notes=list(_notes(cluster, inputs, rows[-1], n_measured)),
         device=inputs.device,
     )  # fmt: skip
 
 
-def _calibrated(
-    inputs: ForecastInputs, folder: Path, target: Path, front: Sequence[Mapping[str, Any]]
-) -> tuple[Predictor, int]:
+def _calibrated(inputs: ForecastInputs, folder: Path, target: Path, front: Sequence[Row]) -> tuple[Predictor, int]:
     """The study's predictor, corrected by its trials and by `autotune scale`, else by its front; and by how many."""
     from autotune.forecast.predictor import Predictor, settings_of
     from autotune.space.candidate import Candidate
@@ -181,9 +198,8 @@ def _calibrated(
                 n += 1
     if not n:
         for row in front:
-            metrics = row["metrics"]
-            peak, step = metrics.get("peak_memory_bytes"), metrics.get("step_time_s")
-            predictor.learn(Candidate.of(row["candidate"]), peak_memory_bytes=peak, step_time_s=step)
+            peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_time_s")
+            predictor.learn(Candidate.of(row.candidate), peak_memory_bytes=peak, step_time_s=step)
             n += 1
     return predictor, n
 
@@ -208,25 +224,29 @@ def _study_folder(study: str | None, studies: Path) -> Path:
     return studies / name
 
 
-def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[Row], Row]:
     """The front with the baseline, and the row of the configuration to forecast."""
-    try:
-        kept = json.loads(files.read_regular(folder / "recommended.json"))
-        front = json.loads(files.read_regular(folder / "front.json"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"project: {folder.name}: {error}; run the study again") from None
-    baseline = kept.get("baseline")
-    rows = front + ([baseline] if baseline and baseline["trial"] not in {row["trial"] for row in front} else [])
+    kept, front = _read(folder / "recommended.json", Recommended), _read(folder / "front.json", list[Row])
+    rows = front + (
+        [kept.baseline] if kept.baseline and kept.baseline.trial not in {row.trial for row in front} else []
+    )
     if trial is not None:
-        found = next((row for row in rows if row["trial"] == trial), None)
+        found = next((row for row in rows if row.trial == trial), None)
         if found is None:
             raise UserError(
-                f"project: trial {trial} is not on the front; there are {', '.join(str(row['trial']) for row in rows)}"
+                f"project: trial {trial} is not on the front; there are {', '.join(str(row.trial) for row in rows)}"
             )
         return rows, found
-    if pick not in kept["picks"]:
-        raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(kept['picks'])}")
-    return rows, kept["picks"][pick]
+    if pick not in kept.picks:
+        raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(kept.picks)}")
+    return rows, kept.picks[pick]
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return read_record(path, kind)
+    except (OSError, ValueError):
+        raise UserError(f"project: {path} is not what autotune writes there; run the study again") from None
 
 
 def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured: int) -> Iterator[str]:

@@ -338,6 +338,7 @@ class ClusterJob:
         self._looked, self._status, self._began = 0.0, Status.QUEUED, time.monotonic()
         self._cancelled = False
         self._suspected_at: float | None = None
+        self._queued_at: float | None = None
 
     def poll(self) -> Status:
         """Returns `exited` once every machine has written its exit, `lost` if the engine took one away before."""
@@ -365,11 +366,24 @@ class ClusterJob:
             return Status.TAKEN
         if self._folder.node(0).name in self._folder.names():
             self._executor.granted(self._nodes)
-            return Status.RUNNING
+            return self._begun(standing)
         self.reason = standing.reason or f"{self._allocation.engine.name}: the machines are there, and get ready"
         if time.monotonic() - self._began > PATIENCE_S:
             self._executor.waits(self.reason)
         return Status.QUEUED
+
+    def _begun(self, standing: JobState) -> Status:
+        """Returns `running`; `taken` where the engine has put the job of a trial that began back into its queue."""
+        if standing.status is not Status.QUEUED:
+            self._queued_at = None
+            return Status.RUNNING
+        self._queued_at = self._queued_at or time.monotonic()
+        if time.monotonic() - self._queued_at < SETTLE_S:  # agents may be a moment ahead of the engine's word
+            return Status.RUNNING
+        self.reason = f"{standing.reason}, after its machines were taken away"
+        self._allocation.engine.end(self._allocation.job)  # its agents would find old orders
+        self._executor.waits(self.reason)
+        return Status.TAKEN
 
     def _has_ended(self) -> bool:
         names = self._folder.names()

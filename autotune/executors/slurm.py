@@ -45,6 +45,8 @@ NEVER = re.compile(
     r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(QOS|Assoc)(Max|Min).*PerJob.*"
 )
+# Of a job that Slurm put back into its queue and holds there, since a node failed while it started.
+HELD = re.compile(r"launch[_ ]failed[_ ]requeued[_ ]held", re.IGNORECASE)
 # What sbatch says where it may accept the same job later.
 AT_PRESENT = re.compile(
     r"temporarily|try again|contact slurm|Socket timed out|did not answer|Connection refused|not responding"
@@ -144,8 +146,8 @@ class Slurm:
         """Returns the state of a job from `scontrol`, or from `sacct` once the controller has forgotten it."""
         done = _call("scontrol", "show", "job", "--oneliner", job)
         if done.returncode and "Invalid job id" not in done.stderr:
-            # The controller does not answer; the job may still run.
-            return JobState(Status.QUEUED, f"Slurm does not answer: {_said(done)}")
+            # The job may still run; `queued` would say that it certainly does not.
+            return JobState(Status.RUNNING, f"Slurm does not answer: {_said(done)}")
         if done.returncode:
             return self._past(job)
         said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
@@ -255,6 +257,8 @@ def standing_of(job: str, state: str, reason: str, code: str) -> JobState:
     if state in WAITING:
         if NEVER.fullmatch(reason):
             return JobState(Status.REFUSED, f"slurm: job {job} can never start{why}{_words(reason)}")
+        if HELD.fullmatch(reason):
+            return JobState(Status.TAKEN, f"slurm: job {job} could not be started on its nodes, and is held{why}")
         return JobState(Status.QUEUED, f"slurm: job {job} is {state.lower()}{why}")
     if state in ALIVE:
         return JobState(Status.RUNNING)

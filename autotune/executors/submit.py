@@ -32,6 +32,7 @@ OPTIONS = {
     "apply": "yes (default): hand it to kubectl; no: print the manifest",
 }
 TEMPORARY = Unavailable.status
+KILLED_AT_MOST = 3  # a driver that is killed more often fills its machine's memory, say, and would be again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,8 @@ class DriverJob:
 def to_slurm(job: DriverJob) -> str:
     """Submits a batch job that runs the driver, whose trials use the job's own nodes; returns what to say of it.
 
-    Machines that stay away (status 75) and preemption put it back into the queue; the same run goes on.
+    Machines that stay away (status 75), preemption and a driver that is killed put it back into the queue; the same run
+    goes on.
 
     Raises:
         UserError: sbatch refuses it.
@@ -81,6 +83,7 @@ trap 'kill -TERM "$driver" 2>/dev/null' TERM
 driver=$!
 wait "$driver"; s=$?
 while kill -0 "$driver" 2>/dev/null; do wait "$driver"; s=$?; done
+[ "$s" -eq 137 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {KILLED_AT_MOST} ] && s={TEMPORARY}
 [ "$s" -eq {TEMPORARY} ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$s"
 """

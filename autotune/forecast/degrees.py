@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,28 @@ ALL_REDUCES_A_LAYER = 4
 # All-to-alls of a layer's attention: queries, keys, values and the result, forward and backward.
 EXCHANGES_A_LAYER = 8
 
+# What a pipeline sends for each micro-batch: activations forward, and their gradient back.
+SENDS_A_MICRO_BATCH = 2
+# Parts of a step that a stage does for each micro-batch, and waits for while the pipeline fills and drains.
+OF_MICRO_BATCHES = ("compute", "traffic", "recompute", "launches", "input")
+
 Terms = dict[str, Floats]
+
+
+class Split(NamedTuple):
+    """Degrees of a candidate, and the micro-batches whose activations the first stage of its pipeline holds at once."""
+
+    tensor: int = 1
+    sequence: int = 1
+    stages: int = 1
+    in_flight: int = 1
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Split:
+        """The degrees of a candidate; a stage of p holds up to p micro-batches (1F1B)."""
+        stages = candidate.pipeline_degree
+        in_flight = min(stages, candidate.gradient_accumulation_steps)
+        return cls(candidate.tensor_degree, candidate.sequence_degree, stages, in_flight)
 
 
 def cost_terms(
@@ -33,17 +54,20 @@ def cost_terms(
 
     A tensor group of t ranks holds one copy of the model: each rank has 1 / t of the layers' weights, gradients and
     states, of their work, and of all activations but the residual stream, among N / t data-parallel ranks. A sequence
-    group of s ranks has whole weights, 1 / s of the tokens, and shards over all N ranks.
+    group of s ranks has whole weights, 1 / s of the tokens, and shards over all N ranks. A stage of p has 1 / p of all
+    of it, holds the activations of up to p of the m micro-batches of a step, and is idle for p - 1 of m + p - 1 turns.
     """
-    by_degree: dict[tuple[int, int], list[int]] = {}
+    by_degree: dict[Split, list[int]] = {}
     for row, candidate in enumerate(candidates):
-        by_degree.setdefault((candidate.tensor_degree, candidate.sequence_degree), []).append(row)
+        by_degree.setdefault(Split.of(candidate), []).append(row)
     found: list[tuple[list[int], Terms, Terms]] = []
-    for (tensor, sequence), own_rows in by_degree.items():
+    for split, own_rows in by_degree.items():
         knobs = Knobs.of([candidates[row] for row in own_rows], base)
-        own, there = _of_a_rank(profile, machine, tensor, sequence)
+        own, there = _of_a_rank(profile, machine, split)
         times = step_time_terms(knobs, own, there)
-        wire_s, latency_s = _within_groups(knobs, profile, machine, tensor, sequence)
+        turns = 1.0 + (split.stages - 1) / knobs.accumulation
+        times |= {name: times[name] * turns for name in OF_MICRO_BATCHES}
+        wire_s, latency_s = _within_groups(knobs, profile, machine, split)
         times["communication"], times["messages"] = times["communication"] + wire_s, times["messages"] + latency_s
         found.append((own_rows, memory_terms(knobs, own, there), times))
     if len(found) == 1:
@@ -63,13 +87,15 @@ def held_share(profile: Profile, tensor: int) -> float:
     return 1.0 - parted + parted / tensor
 
 
-def _of_a_rank(profile: Profile, machine: Machine, tensor: int, sequence: int) -> tuple[Profile, Machine]:
+def _of_a_rank(profile: Profile, machine: Machine, split: Split) -> tuple[Profile, Machine]:
     """The workload and the machine as a rank of these groups finds them."""
-    if tensor == sequence == 1:
+    if split == Split():
         return profile, machine
-    held, work = held_share(profile, tensor), held_share(profile, tensor) / sequence
-    kept = (WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / tensor) / sequence
-    again = (WHOLE_RECOMPUTED + (1 - WHOLE_RECOMPUTED) / tensor) / sequence
+    tensor, sequence, stages, in_flight = split
+    held = held_share(profile, tensor) / stages
+    work = held / sequence
+    kept = (WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / tensor) / sequence * in_flight / stages
+    again = (WHOLE_RECOMPUTED + (1 - WHOLE_RECOMPUTED) / tensor) / sequence * in_flight / stages
     own = replace(
         profile,
         n_parameters=_share(profile.n_parameters, held),
@@ -78,17 +104,22 @@ def _of_a_rank(profile: Profile, machine: Machine, tensor: int, sequence: int) -
         flops_per_sample=profile.flops_per_sample * work,
         activation_bytes_per_sample=profile.activation_bytes_per_sample * kept,
         checkpointed_bytes_per_sample=profile.checkpointed_bytes_per_sample * again,
-        sizes=tuple((max(1, _share(size, held)), count) for size, count in profile.sizes),
-        largest_module=_share(profile.largest_module, held),
+        # A stage has fewer tensors, not smaller ones.
+        sizes=tuple(
+            (max(1, _share(size, held * stages)), max(1, _share(count, 1 / stages))) for size, count in profile.sizes
+        ),
+        largest_module=_share(profile.largest_module, held * stages),
         passes={
             name: _pass(each, kept if name.endswith("/0") else again, work, held)
             for name, each in profile.passes.items()
         },
     )
-    per_node = machine.ranks_per_node // tensor if machine.ranks_per_node else 0
+    copies = max(1, machine.world_size // (tensor * stages))
+    # The ranks of a stage are neighbours, those of a tensor group too.
+    per_node = min(machine.ranks_per_node // tensor, copies) if machine.ranks_per_node else 0
     there = replace(
         machine,
-        world_size=max(1, machine.world_size // tensor),
+        world_size=copies,
         ranks_per_node=max(1, per_node) if machine.ranks_per_node else 0,
         # As many groups as a tensor group has ranks send between nodes at once.
         node_bytes_per_s=machine.node_bytes_per_s / tensor,
@@ -114,15 +145,14 @@ def _pass(whole: Pass, kept: float, work: float, held: float) -> Pass:
     )
 
 
-def _within_groups(
-    knobs: Knobs, profile: Profile, machine: Machine, tensor: int, sequence: int
-) -> tuple[Floats, Floats]:
-    """Seconds on the wire and of latency within tensor and sequence groups, in an optimizer step.
+def _within_groups(knobs: Knobs, profile: Profile, machine: Machine, split: Split) -> tuple[Floats, Floats]:
+    """Seconds on the wire and of latency within the groups of a copy of the model, in an optimizer step.
 
     A message is the hidden states of a micro-batch, b s h values. Recomputation runs the forward's half once more.
     """
     none = np.zeros(len(knobs.micro))
-    if tensor == sequence == 1:
+    tensor, sequence, stages, _ = split
+    if tensor == sequence == stages == 1:
         return none, none
     layers = float(max(profile.n_blocks, 1))
     again = 1.0 + 0.5 * knobs.recomputed_share(profile.n_blocks)
@@ -140,13 +170,18 @@ def _within_groups(
         between = _between(machine, sequence)
         wire = wire + slow * within_node_s(between, calls * message / sequence, np.full(len(none), float(sequence)))
         latency = latency + (sequence - 1) * between.link_alpha_s * calls
+    if stages > 1:
+        sends = SENDS_A_MICRO_BATCH * (knobs.accumulation + stages - 1)
+        between = _between(machine, machine.world_size)  # stages stand one machine after the other
+        wire = wire + slow * sends * message / between.link_bytes_per_s
+        latency = latency + between.link_alpha_s * sends
     return wire, latency
 
 
-def _between(machine: Machine, sequence: int) -> Machine:
-    """The links of a sequence group, which may span nodes: then each rank has its share of a node's link."""
+def _between(machine: Machine, span: int) -> Machine:
+    """The links of a group over so many ranks, which may span nodes: then each rank has its share of a node's link."""
     per_node = machine.ranks_per_node or machine.world_size
-    if sequence <= per_node:
+    if span <= per_node:
         return machine
     return replace(
         machine,

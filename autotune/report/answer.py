@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autotune.report import tables
 from autotune.report.data import Data, StudyReport, pick_words, titles
+from autotune.report.next_steps import next_steps
 from autotune.report.readme import machine, subject
 from autotune.scoring.metrics import METRICS
 
@@ -54,6 +55,10 @@ def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[
         if i == 0:
             yield Text()
         yield from _wrapped(f"note: {note}", width, "      ", "dim", first="")
+    for i, step in enumerate(next_steps(report)):
+        if i == 0:
+            yield Text()
+        yield from _wrapped(f"next: {step}", width, "      ", first="")
     if written:
         yield Text()
         yield Text("Written:")

@@ -10,12 +10,14 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from autotune.errors import UserError
+from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.system.units import Scale, scale_for
+from autotune.trial import lengths
 from autotune.trial.command import Invocation
 from autotune.trial.result import BESIDE
 
@@ -25,6 +27,13 @@ TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
 # A pick's price is stated from this change on: 1 %.
 PRICE = 0.01
+# Lengths of the longest samples, in average ones, from which on they may be what does not fit.
+LONG_TIMES = 1.5
+# What makes room for the longest samples.
+FOR_LONG_SAMPLES = (
+    "cut them (`data.max_length` in the search space; or state a smaller --max-length if it says too much), recompute"
+    " (`checkpoint_every: 1`), split sequences over ranks (`sequence_parallel_size`), or take devices with more memory"
+)
 PICK_NOTES = {
     "recommended": "the best by the objectives",
     "drop_in": "keeps the baseline's global batch and numerics",
@@ -54,6 +63,7 @@ class StudyReport:
         environment: The fields of `trial.Environment`.
         workload: The fields of `trial.Workload`.
         invocation: How the script is started, where a script was tuned.
+        runs: What ran when, where the study's folder tells.
     """
 
     study: Data
@@ -63,6 +73,7 @@ class StudyReport:
     environment: Data = field(default_factory=dict)
     workload: Data = field(default_factory=dict)
     invocation: Invocation | None = None
+    runs: Sequence[Run] = ()
 
     @property
     def name(self) -> str:
@@ -95,10 +106,28 @@ class StudyReport:
         ends = Counter(trial["outcome"] for trial in self.trials)
         if ends["oom"] and ends["oom"] + ends["predicted_oom"] == len(self.trials):
             predicted = f", {ends['predicted_oom']} more are predicted to" if ends["predicted_oom"] else ""
-            return f"no configuration fits the device memory: {ends['oom']} ran out of it{predicted}"
+            ran_out = f"{ends['oom']} ran out of it{predicted}"
+            n_tail = sum(trial["outcome"] == "oom" and trial.get("phase") == "tail" for trial in self.trials)
+            longest, times = self._longest
+            of = f" ({longest:,})" if longest else ""
+            if n_tail:
+                return (
+                    f"the longest samples{of} fit the device memory in no configuration that was tried: {ran_out},"
+                    f" {n_tail} only at the longest samples; {FOR_LONG_SAMPLES}"
+                )
+            said = f"no configuration fits the device memory: {ran_out}"
+            long = f"; samples reach a length of {longest:,}, {times:.1f} times the average: {FOR_LONG_SAMPLES}"
+            return said + (long if times >= LONG_TIMES else "")
         if not ends["complete"]:
             return "no configuration completed"
         return f"{ends['complete']} configurations completed, but none keeps every constraint and passed its checks"
+
+    @property
+    def _longest(self) -> tuple[int, float]:
+        """The length that samples reach, or are stated to reach, and how many times the average; 0 if it is not known."""
+        table = (self.workload.get("data") or {}).get("table") or ()
+        length = max(lengths.longest(table), self.study.get("max_length") or 0)
+        return length, length / (lengths.expected(table) or math.inf)
 
     @property
     def trials_left(self) -> int:
@@ -162,8 +191,9 @@ class StudyReport:
 
     @cached_property
     def marks(self) -> dict[int, list[str]]:
-        """What each marked trial stands for, by trial: titles of its picks, and `baseline`."""
-        found = {pick["trial"]: [title(name) for name in names] for names, pick in self.picks_by_trial()}
+        """What each marked trial stands for, by trial: titles of its picks, `baseline`, or that it did not pass its checks."""
+        found = {point["trial"]: ["checks not passed"] for point in self.front if point.get("doubt")}
+        found |= {pick["trial"]: [title(name) for name in names] for names, pick in self.picks_by_trial()}
         if self.baseline:
             found.setdefault(self.baseline["trial"], []).append("baseline")
         return found
@@ -200,7 +230,11 @@ class StudyReport:
         found += [f"trial {number} is left out: its row in the database cannot be read" for number in unreadable]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in self._picked}
-        found += [f"trial {number}: {text}" for number, texts in said.items() if number in shown for text in texts]
+        by_text: dict[str, list[int]] = {}
+        for number in sorted(shown & said.keys()):
+            for text in dict.fromkeys(said[number]):
+                by_text.setdefault(text, []).append(number)
+        found += [f"trial{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in by_text.items()]
         if n := sum(any(BESIDE in text for text in texts) for texts in said.values()):
             alone = "(--overlap): their times are not those of a trial alone"
             found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")

@@ -100,6 +100,7 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
     own = Candidate.of(candidate)
     if (data := workload.data) is not None:
         found |= {"lengths": data.table, "loader": data.loader, "data_cannot": data.cannot}
+        found |= {"steps_grouped": data.steps_grouped}
     if profile is not None and not profile.guessed:
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}

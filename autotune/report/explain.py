@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -244,8 +245,9 @@ class Evidence:
     def _scope(self) -> list[str]:
         """The number of trials behind the answer, and how well they predict each other."""
         outlook, n_seen = self.expected.outlook, len(self.expected.candidates)
-        ran = sum(trial["outcome"] in RAN for trial in self.trials)
-        said = [f"{ran} configurations ran, of {n_seen:,} that were considered"]
+        ends = Counter(str(trial["outcome"]).replace("_", " ") for trial in self.trials)
+        ended = ", ".join(f"{n} {end}" for end, n in ends.most_common())
+        said = [f"{len(self.trials)} of {n_seen:,} configurations were tried: {ended}"]
         if outlook.covered > 0:
             where = "within the 90 % interval that the other trials predict for them"
             said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")

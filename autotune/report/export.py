@@ -14,6 +14,7 @@ from autotune.errors import UserError, nearest
 from autotune.report.data import StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
 from autotune.space.candidate import Candidate
+from autotune.space.data import TRAINER_ARGUMENTS
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, without_auto
 from autotune.study.storage.records import StoreError
 from autotune.system import files, redaction
@@ -286,7 +287,8 @@ def _training_flags(candidate: Candidate) -> list[tuple[str, ...]]:
             ("--activation_checkpointing",),
             ("--activation_checkpointing_kwargs", json.dumps({"every_n_layers": candidate.checkpoint_every})),
         ]
-    return flags
+    changes = candidate.data_changes
+    return flags + [(f"--{flag}", str(changes[name])) for name, flag in TRAINER_ARGUMENTS.items() if name in changes]
 
 
 def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from autotune.report import series
 from autotune.report.data import Data, StudyReport, metric_scale
 from autotune.report.series import level_text, rounded
+from autotune.report.timeline import LANES, Run
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import Scale
 
@@ -100,6 +101,26 @@ def progress(
     ]
     title = "gain over the baseline (×)" if unit is None else metric_label(metric, unit)
     return figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))
+
+
+def timeline(report: StudyReport) -> Figure:
+    """When each trial, its re-measurements and its checks ran, a lane for each kind of run."""
+    traces = []
+    for i, lane in enumerate(dict.fromkeys(LANES.values())):
+        shown = [run for run in report.runs if run.lane == lane]
+        texts = [_run_text(report, run) for run in shown]
+        bar: Trace = {"type": "bar", "orientation": "h", "name": lane, "hovertext": texts, "showlegend": False}
+        bar |= {"hovertemplate": "%{hovertext}<extra></extra>", "marker": {"color": CYCLE[i % len(CYCLE)]}}
+        bar |= {"base": [round(run.began_s, 2) for run in shown], "x": [round(run.wall_s, 2) for run in shown]}
+        traces.append(bar | {"y": [f"{lane} ({len(shown)})"] * len(shown)})
+    found = figure(traces, axis("seconds since the first run"), {"autorange": "reversed", "automargin": True})
+    found["layout"] |= {"barmode": "overlay", "bargap": 0.35}
+    return found
+
+
+def _run_text(report: StudyReport, run: Run) -> str:
+    what = f"<b>{escape(run.lane)}</b>, {escape(run.name)}<br>{run.wall_s:.1f} s, from {run.began_s:.0f} s on"
+    return f"{trial_text(report, run.trial)}<br>{what}" if run.trial in report.configurations else what
 
 
 def losses(report: StudyReport, across: str = "samples", *, difference: bool = False) -> Figure:

@@ -12,7 +12,6 @@ from typing import Any
 
 from autotune.report import figures, fronts, pictures, readme, series, tables
 from autotune.report.data import StudyReport
-from autotune.report.page import render
 from autotune.system import files
 from autotune.system.provenance import provenance
 from autotune.trial.folder import write_record
@@ -26,6 +25,8 @@ def write_report(report: StudyReport, folder: Path, *, single_file: bool) -> lis
     Returns:
         Their paths, the page first.
     """
+    from autotune.report.page import render  # Jinja2 and plotly's figures, which most commands do not need
+
     folder.mkdir(parents=True, exist_ok=True)
     render.write(report, folder / "report.html")
     if single_file:
@@ -97,6 +98,8 @@ def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
     Yields:
         The path of each file once it is written, the one that people want first.
     """
+    from autotune.report.page import render
+
     recommended = report.picks.get("recommended")
     records = {
         "ds_config.json": recommended["ds_config"] if recommended else None,

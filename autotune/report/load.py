@@ -12,6 +12,7 @@ from optuna.study import Study
 from autotune.report.data import StudyReport
 from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
+from autotune.report.timeline import runs
 from autotune.scoring import recommend
 from autotune.scoring.convergence.learning_rate import RATE_KEYS
 from autotune.scoring.estimates import Estimates, estimate
@@ -85,11 +86,11 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     estimates = estimate(measured)
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)
-    recommended = {
+    recommended: dict[str, Any] = {
         "picks": {name: pick.to_data() for name, pick in found.picks.items()},
         "baseline": found.baseline.to_data() if found.baseline else None,
     }
-    return StudyReport(
+    report = StudyReport(
         study={
             "name": name,
             "stored_as": name,
@@ -107,6 +108,8 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "baseline": Candidate.from_key(kept.baseline).values(),
             "measured_on": _days(study),
             "trials_wanted": records.stated_settings(study).get("trials"),
+            "time_budget_s": records.stated_settings(study).get("time_budget_s"),
+            "max_length": records.stated_settings(study).get("max_length"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [
@@ -119,7 +122,11 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         recommended=recommended,
         front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
+        runs=runs(folder) if series else (),
     )
+    if not found.picks:
+        recommended["why_nothing"] = report.why_nothing
+    return report
 
 
 def _days(study: Study) -> list[str]:
@@ -176,7 +183,8 @@ def _states_rate(config: DsConfig) -> bool:
 
 def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
     """The candidate without what the JSON alone does: a pipeline recomputes as its own section says."""
-    pipeline = kept.workload.script is not None and kept.workload.script.pipeline_stages > 0
+    script = kept.workload.script
+    pipeline = kept.workload.pipeline is not None or (script is not None and script.pipeline_stages > 0)
     own = Candidate.from_key(kept.baseline).checkpoint_every
     return replace(candidate, checkpoint_every=own) if pipeline else candidate
 

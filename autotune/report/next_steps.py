@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 
@@ -19,7 +20,7 @@ def next_steps(report: StudyReport) -> list[str]:
     if pick is None:
         found += _without_answer(report, again)
     elif report.is_baseline(pick):
-        found.append(f"Keep your configuration. `{again} --trials {2 * len(report.trials)}` looks further.")
+        found.append(f"Keep your configuration. `{again} {_more(report)}` looks further.")
     else:
         found += _with_answer(report, name)
     if pick is not None:
@@ -32,6 +33,14 @@ def next_steps(report: StudyReport) -> list[str]:
 def reproduce(report: StudyReport) -> str:
     """The command that runs the study again."""
     return shlex.join(["autotune", "run", f"studies/{report.name}/study.yaml"])
+
+
+def _more(report: StudyReport) -> str:
+    """The option that lets the search go on: more time where the time budget ended it, else more trials."""
+    budget_s, n_trials = report.study.get("time_budget_s"), len(report.trials)
+    if budget_s and n_trials < (report.study.get("trials_wanted") or 0):
+        return f"--time-budget {math.ceil(2 * max(budget_s, report.study.get('wall_s') or 0.0) / 60)}m"
+    return f"--trials {2 * n_trials}"
 
 
 def _with_answer(report: StudyReport, name: str) -> list[str]:
@@ -55,7 +64,7 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
         smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
         return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
     if ends["complete"]:
-        return [f"Loosen the constraints in study.yaml, or look further: `{again} --trials {2 * len(report.trials)}`."]
+        return [f"Loosen the constraints in study.yaml, or look further: `{again} {_more(report)}`."]
     return [
         "Mend the target: the reasons are in the table of trials, the whole output in each trial's folder (`rank-0.log`).",
         "`autotune check` with your file runs two steps and says what is wrong.",

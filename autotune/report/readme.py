@@ -11,6 +11,7 @@ from autotune.report import attempts, tables
 from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.reasons import KEPT
 from autotune.system.units import format_bytes, format_count, format_duration
 
 LEGEND = """A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the \
@@ -31,7 +32,7 @@ def render(report: StudyReport) -> str:
         *_use(report),
         "## Reproducing it",
         f"```\n{reproduce(report)}\n```",
-        f"Measured {_plain(measured_on(report))}with {_plain(_versions(report))}.",
+        f"Measured {measured_on(report)}with {_plain(_versions(report))}.",
     ]) + "\n"  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def _answer(report: StudyReport) -> str:
         return f"**Nothing to recommend**: {_plain(report.why_nothing)}."
     found = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}"
     if report.is_baseline(pick):
-        return f"{found}, the baseline itself: no trial is measurably better."
+        return f"{found}, the baseline itself: {KEPT}."
     names = next(names for names, picked in report.picks_by_trial() if "recommended" in names)
     if said := pick_words(report, names, pick):
         return f"{found}: {said}."

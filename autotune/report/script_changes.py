@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.scoring.convergence.learning_rate import LEARNING_RATE_RULES, LearningRate
 from autotune.space.candidate import Candidate
+from autotune.space.degree import PARTITION
 from autotune.trial.workload import ACCELERATE, TRAINER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -76,9 +77,22 @@ def _degree_changes(candidate: Candidate, baseline: Candidate) -> list[str]:
             " Accelerate and transformers: `parallelism_config=ParallelismConfig(sp_backend='deepspeed',"
             f" sp_size={sequence})` for `Accelerator` or `TrainingArguments`."
         )
-    if tensor != baseline.tensor_degree:
+    if candidate.pipeline_degree != baseline.pipeline_degree or (PARTITION in dict(candidate.config)):
+        partition = dict(candidate.config).get(PARTITION)
+        method = f", partition_method={partition!r}" if partition else ""
         found.append(
-            f"Checkpoints: what was saved at a tensor degree of {baseline.tensor_degree} is converted first, by `python -m"
+            f"Pipeline: `PipelineModule(..., num_stages={candidate.pipeline_degree}{method})`; DeepSpeed does not read"
+            " the JSON's `pipeline.stages` and `pipeline.partition`."
+        )
+    stages = baseline.pipeline_degree
+    if tensor != baseline.tensor_degree or candidate.pipeline_degree != stages:
+        saved = (
+            f"in {stages} stages"
+            if tensor == baseline.tensor_degree
+            else f"at a tensor degree of {baseline.tensor_degree}"
+        )
+        found.append(
+            f"Checkpoints: what was saved {saved} is converted first, by `python -m"
             " deepspeed.checkpoint.ds_to_universal --input_folder CHECKPOINT/global_stepN --output_folder"
             ' CHECKPOINT/global_stepN_universal`, and loaded with `"checkpoint": {"load_universal": true}` in the'
             " JSON."

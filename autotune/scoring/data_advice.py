@@ -52,14 +52,18 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
         f"{padding:.0%} of the tokens are padding: without it a step would take up to {faster:.2f}x less"
         + (f", but samples cannot be packed: {packing}" if packing else " (data.packing)")
     ]
-    steps = int(evidence.seen.candidate.get("gradient_accumulation_steps") or 1)
-    if steps > 1 and "group_by_length" not in evidence.data_cannot and evidence.lengths:
+    n_grouped = int(evidence.seen.candidate.get("gradient_accumulation_steps") or 1) * evidence.steps_grouped
+    if n_grouped > 1 and "group_by_length" not in evidence.data_cannot and evidence.lengths:
         micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
-        plain, grouped = (lengths.mean_width(evidence.lengths, micro, n) for n in (1, steps))
+        plain, grouped = (lengths.mean_width(evidence.lengths, micro, n) for n in (1, n_grouped))
         factor = 1 / (1 - computing * (1 - grouped / plain))
         if factor > 1.02:
             notes.append(
-                f"sorted by length within a step, samples would be padded to {grouped:,.0f} tokens on average instead of"
-                f" {plain:,.0f}: up to {factor:.2f}x less time (data.group_by_length)"
+                f"sorted by length within {_steps(evidence.steps_grouped)}, samples would be padded to {grouped:,.0f}"
+                f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x less time (data.group_by_length)"
             )
     return notes
+
+
+def _steps(n: int) -> str:
+    return "a step" if n == 1 else f"{n} steps"

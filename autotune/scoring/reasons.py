@@ -10,6 +10,8 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 
+# Why the user's own configuration is recommended.
+KEPT = "no trial that passed its checks is measurably better"
 # From this change of the machine's speed between first trial and re-measurements on, the reasons mention it: 10 %.
 DRIFT = 0.1
 
@@ -26,7 +28,7 @@ def words(measured: Measured, estimates: Estimates, objectives: Sequence[Objecti
     if baseline is None:
         return ["the baseline did not run, so there is no speed-up to state"]
     if measured.trial == baseline.trial:
-        return ["this is the baseline: no other trial is measurably better"]
+        return [f"this is the baseline: {KEPT}"]
     found = measured.candidate.changes_from(baseline.candidate)
     gains = [f"{METRICS[o.metric].label} {_gain(measured, estimates, o.metric)}" for o in objectives]
     return [*([f"what changes: {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}"]
@@ -66,9 +68,10 @@ def checked(measured: Measured) -> list[str]:
     ]
 
 
-def passed_by(first: Measured, best: Measured) -> list[str]:
-    """A better trial, and the reason that it is not picked."""
-    return [f"trial {first.trial} reads better, but {first.doubt}"] if first.doubt and first.trial != best.trial else []
+def passed_by(first: Measured, best: Measured, by: str = "") -> list[str]:
+    """A better trial, by a metric if one is named, and the reason that it is not picked."""
+    reads = f"trial {first.trial} reads better{f' by {by}' if by else ''}"
+    return [f"{reads}, but {first.doubt}"] if first.doubt and first.trial != best.trial else []
 
 
 def drift(estimates: Estimates) -> list[str]:

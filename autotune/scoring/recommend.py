@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -37,11 +37,13 @@ class Pick:
         measured: The trial.
         estimates: What all measurements say of it.
         reasons: Why, in words.
+        first: The trial that reads best, which may not have passed its checks.
     """
 
     measured: Measured
     estimates: Estimates
     reasons: list[str]
+    first: Measured | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -92,7 +94,7 @@ def figures(measured: Measured, estimates: Estimates) -> dict[str, Any]:
     """The estimates of a trial as they stand in every file, with their 95 % intervals.
 
     `gains` are over the baseline, by metric: factor and both ends. `measurements` counts the trial and its
-    re-measurements.
+    re-measurements. `doubt` says why the trial must not be recommended; empty if nothing is left open.
     """
     speedup = estimates.speedup(measured)
     return {
@@ -102,6 +104,7 @@ def figures(measured: Measured, estimates: Estimates) -> dict[str, Any]:
         "speedup": speedup.factor if speedup else None,
         "speedup_ci95": [speedup.low, speedup.high] if speedup else None,
         "measurements": 1 + len(measured.repeats),
+        "doubt": measured.doubt if estimates.baseline is not None else "",
     }
 
 
@@ -172,6 +175,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
         picks["drop_in"] = _pick(keeps, estimates, [why, *words(keeps, estimates, objectives)])
     extremes, unchecked = _extremes(ranked, sound, estimates, objectives)
     picks |= extremes
+    picks["recommended"].reasons.extend(_better_by_one(best, extremes, known=ranked[0]))
     apart = max(
         (m for m in everything if m.unreproducible and (baseline is None or not m.doubt)),
         key=lambda m: log_gain(m, reference, objectives),
@@ -212,8 +216,17 @@ def _extremes(
             best = _confirmed(best, sound, estimates, metric)
             why = f"the best {METRICS[metric].label} of all that ran"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
-            picks[name] = _pick(best, estimates, [why, *said])
+            picks[name] = replace(_pick(best, estimates, [why, *said]), first=told[0])
     return picks, unchecked
+
+
+def _better_by_one(best: Measured, extremes: Mapping[str, Pick], known: Measured) -> list[str]:
+    """The trials that would be picked in place of the recommended one by one metric, and why they are not."""
+    better: dict[int, tuple[Measured, list[str]]] = {}
+    for name, pick in extremes.items():
+        if pick.first is not None and pick.measured.trial == best.trial and pick.first.trial != known.trial:
+            better.setdefault(pick.first.trial, (pick.first, []))[1].append(METRICS[PICKS[name]].label)
+    return [text for first, labels in better.values() for text in passed_by(first, best, " and ".join(labels))]
 
 
 def _tells(measured: Measured, estimates: Estimates) -> bool:

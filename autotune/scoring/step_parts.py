@@ -63,6 +63,7 @@ class Evidence:
         lengths: Lengths of the data set's samples; see `trial.lengths.table`.
         loader: Arguments of the target's own loader.
         data_cannot: Settings of the data that the target cannot follow, each with the reason.
+        steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
     """
 
     seen: StepObservation
@@ -90,6 +91,7 @@ class Evidence:
     lengths: Table = ()
     loader: Mapping[str, Any] = field(default_factory=dict)
     data_cannot: Mapping[str, str] = field(default_factory=dict)
+    steps_grouped: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Degrees: over how many ranks layers or sequences are split; ranks of one group share a copy of the model."""
+"""Degrees: over how many ranks a model or its sequences are split; ranks of one group share a copy of the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 # Paths of DeepSpeed's configuration; leaving one out is a degree of 1.
 TENSOR_DEGREE, SEQUENCE_DEGREE = "tensor_parallel.autotp_size", "sequence_parallel_size"
-DEGREES = (TENSOR_DEGREE, SEQUENCE_DEGREE)
+PIPELINE_DEGREE = "pipeline.stages"
+DEGREES = (TENSOR_DEGREE, SEQUENCE_DEGREE, PIPELINE_DEGREE)
+# How the layers of a `PipelineModule` are shared out among its stages: `uniform`, `parameters` or `type:CLASS`.
+PARTITION = "pipeline.partition"
 LARGEST = 2**20
 
 

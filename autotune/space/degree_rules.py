@@ -7,13 +7,15 @@ from functools import partial
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.degree import DEGREES, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import DEGREES, PARTITION, PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
 from autotune.space.rule import Rule, Setting, older
 
 ZERO = "zero_optimization."
 HPZ = f"{ZERO}zero_hpz_partition_size"
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 EXPERTS = "expert_parallel."
+# Modules whose parameters ZeRO-3 gathers at once, as it must where each step runs other experts of a mixture.
+LEAVES = f"{ZERO}leaf_module.classes"
 
 
 def hpz(config: Mapping[str, Scalar]) -> int:
@@ -30,7 +32,22 @@ def why_unlike(candidate: Candidate, setting: Setting, path: str) -> str:
 
 def _is_moved(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
     own = degrees_of(dict(setting.base).get).get(path, 1)
-    return bool(setting.no_degrees) and candidate.degree(path) != own
+    why = setting.no_stages if path == PIPELINE_DEGREE else setting.no_degrees
+    return bool(why) and candidate.degree(path) != own
+
+
+def why_unfit(candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> str:
+    """Why a stage of a candidate's pipeline would have nothing to train; empty if each has."""
+    asked = candidate.pipeline_degree, config.get(PARTITION) or setting.partition
+    return next((why for stages, partition, why in setting.unfit if (stages, partition) == asked), "")
+
+
+def _needs_pipeline(path: str, _: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return config.get(path) is not None and setting.pipeline_stages == 0
+
+
+def _lacks_class(name: Scalar, setting: Setting) -> bool:
+    return str(name).rpartition(".")[2] not in setting.module_classes
 
 
 def _does_not_divide(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
@@ -44,15 +61,34 @@ def _is_unlike(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting
 # A rule reads one degree where it can, so that a value that no other makes legal is refused for its own reason.
 OF_EACH = tuple(
     Rule(partial(broken, path), why, (path,))
-    for path, ranks in ((TENSOR_DEGREE, "{tensor}"), (SEQUENCE_DEGREE, "{sequence}"))
+    for path, ranks, no in (
+        (TENSOR_DEGREE, "{tensor}", "{no_degrees}"),
+        (SEQUENCE_DEGREE, "{sequence}", "{no_degrees}"),
+        (PIPELINE_DEGREE, "{pipeline}", "{no_stages}"),
+    )
     for broken, why in (
-        (_is_moved, "{no_degrees}"),
+        (_is_moved, no),
         (_does_not_divide, f"a group of {ranks} ranks does not divide the {{world_size}} ranks of a trial"),
         (_is_unlike, f"{{unlike_{path.partition('.')[0]}}}"),
     )
 )
+NO_PIPELINE = "the model is no PipelineModule (deepspeed.pipe), the only kind that DeepSpeed trains in stages"
 DEGREE_RULES: tuple[Rule, ...] = (
+    *(Rule(partial(_needs_pipeline, path), f"{path}: {NO_PIPELINE}", (path,)) for path in (PIPELINE_DEGREE, PARTITION)),
     *OF_EACH,
+    Rule(lambda c, k, s: c.pipeline_degree > 1 and c.pipeline_degree > s.n_blocks,
+         "the pipeline has {n_blocks} layers, too few for {pipeline} stages", (PIPELINE_DEGREE,)),
+    Rule(lambda c, k, s: c.pipeline_degree > 1 and c.tensor_degree * c.sequence_degree > 1,
+         "stages of a pipeline beside tensor or sequence groups: DeepSpeed splits the layers of a PipelineModule no"
+         " further; leave one of them out", DEGREES),
+    Rule(lambda c, k, s: k.get(PARTITION) is not None and (bool(s.no_stages) or k[PARTITION] not in s.partitions),
+         "pipeline.partition: the module's layers are shared out by {partition}; others that are possible:"
+         " {other_partitions}", (PARTITION,)),
+    Rule(lambda c, k, s: k.get(PARTITION) is not None and k[PARTITION] == s.partition,
+         "pipeline.partition: the module shares its layers out so already", (PARTITION,)),
+    Rule(lambda c, k, s: k.get(PARTITION) is not None and c.pipeline_degree == 1,
+         "pipeline.partition: one stage has all layers", (PARTITION, PIPELINE_DEGREE)),
+    Rule(lambda c, k, s: bool(why_unfit(c, k, s)), "{why_unfit}", (PIPELINE_DEGREE, PARTITION)),
     Rule(lambda c, k, s: c.tensor_degree > 1 and c.sequence_degree > 1,
          "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", DEGREES),
     Rule(lambda c, k, s: c.tensor_degree > 1 and s.ranks_per_node % c.tensor_degree != 0,
@@ -82,6 +118,11 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
          "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
          (SEQUENCE_DEGREE, "data.packing")),
+    Rule(lambda c, k, s: bool(s.module_classes) and bool(k.get(LEAVES)) and _lacks_class(k[LEAVES], s),
+         "leaf_module.classes: the model has no module of that class; it has {module_classes_named}", (LEAVES,)),
+    Rule(lambda c, k, s: k.get(LEAVES) is not None and older(s, 0, 18, 1),
+         "leaf_module is not in DeepSpeed {deepspeed_version}: it came with 0.18.1; call"
+         " deepspeed.utils.set_z3_leaf_modules", (LEAVES,)),
     Rule(lambda c, k, s: any(name.startswith(EXPERTS) for name in k),
          "expert_parallel: expert groups are not tuned: DeepSpeed's AutoEP (0.19) fails on transformers 5, and the layers of"
          " deepspeed.moe state their own ep_size; tune the rest", (f"{EXPERTS}*",)),

@@ -33,8 +33,6 @@ NO_EFFECT: dict[str, str] = {
         f"{ZERO}cpu_offload {ZERO}cpu_offload_param {ZERO}cpu_offload_use_pin_memory".split(),
         "it is a retired name of offload_optimizer and offload_param",
     ),
-    "pipeline.stages": "`PipelineModule(..., num_stages=...)` in the script decides it; change it there",
-    "pipeline.partition": "`PipelineModule(..., partition_method=...)` in the script decides it; change it there",
     "inference.": "it is for inference, and a trial trains",
     "dataloader_drop_last": "it matters only where an epoch ends, and such steps are not timed",
     "data_types.param_dtype": "the precision decides it",

@@ -10,10 +10,11 @@ from typing import Any
 from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
-from autotune.space.degree import DEGREES, TENSOR_DEGREE
-from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unlike
+from autotune.space.degree import DEGREES, PIPELINE_DEGREE, TENSOR_DEGREE
+from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
 from autotune.space.rule import Rule, Setting, older
+from autotune.space.torch_settings import TF32
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
@@ -148,7 +149,7 @@ DATA_RULES = (
          f"{DATA}packing: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}packing")),
     Rule(lambda c, k, s: _asked(k, "packing") is not None and _asked(k, "pad_to_multiple_of") is not None,
          f"{DATA}pad_to_multiple_of: packed batches are not padded", (f"{DATA}packing", f"{DATA}pad_to_multiple_of")),
-    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps == 1,
+    Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and c.gradient_accumulation_steps * s.steps_grouped == 1,
          f"{DATA}group_by_length: with one micro-batch a step there is nothing to group",
          ("gradient_accumulation_steps", f"{DATA}group_by_length")),
     Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,
@@ -161,6 +162,10 @@ RULES: tuple[Rule, ...] = (
     *DEGREE_RULES,
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
          "{precision}: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast", ("precision",)),
+    Rule(lambda c, k, s: k.get(TF32) is True and not s.tf32,
+         f"{TF32}: this device has no TensorFloat-32; NVIDIA's have from compute capability 8.0 on", (TF32,)),
+    Rule(lambda c, k, s: k.get(TF32) is not None and c.precision != "fp32",
+         f"{TF32} acts on products of fp32 matrices, and precision {{precision}} makes none", ("precision", TF32)),
     Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
          "{precision}: this device does not compute in bfloat16", ("precision",)),
     Rule(lambda c, k, s: c.precision in s.unsafe_precisions,
@@ -235,15 +240,15 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
     # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
-    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage > 1 and not _offloads(c)
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree * c.pipeline_degree) and c.zero_stage > 1 and not _offloads(c)
          and c.zero_stage != _base_stage(s),
          "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
-         ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
+         ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE, PIPELINE_DEGREE)),
     # In 16 bits stage 1 keeps gradients in another type than stage 0, which memory shows.
-    Rule(lambda c, k, s: _alone(s, c.tensor_degree) and c.zero_stage == 1 and c.precision in ("fp32", "torch_autocast")
+    Rule(lambda c, k, s: _alone(s, c.tensor_degree * c.pipeline_degree) and c.zero_stage == 1 and c.precision in ("fp32", "torch_autocast")
          and not _offloads(c) and c.zero_stage != _base_stage(s),
          "ZeRO stage 1: one rank has no states to share out, so in {precision} it is stage 0 with a copy; use 0, or offload",
-         ("zero_stage", "precision", "offload_optimizer", "offload_param", TENSOR_DEGREE)),
+         ("zero_stage", "precision", "offload_optimizer", "offload_param", TENSOR_DEGREE, PIPELINE_DEGREE)),
     Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),
          "one rank sends no messages, so neither their overlap nor their size matters",
          ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),
@@ -284,6 +289,10 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
+    facts |= {"pipeline": candidate.pipeline_degree, "why_unfit": why_unfit(candidate, dict(candidate.config), setting)}
+    others = [name for name in setting.partitions if name != setting.partition and not setting.no_stages]
+    facts |= {"module_classes_named": ", ".join(setting.module_classes)}
+    facts |= {"other_partitions": ", ".join(others) or "none"}
     facts |= {f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES}
     return rule.why.format(
         **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})

@@ -16,11 +16,16 @@ class Setting:
     Attributes:
         accelerator: `cpu` or `cuda` (DeepSpeed's name of it).
         deepspeed_version: Installed version, as in 0.19.8.
-        world_size: Ranks of a trial, without those of a pipeline's later stages; candidates divide their degrees out.
+        world_size: Ranks of a trial; candidates divide their degrees out.
         ranks_per_node: The same on one machine.
-        pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
+        pipeline_stages: Stages of a `PipelineModule` as the target builds it; 0 for another model.
+        partition: How it shares its layers out among them.
+        partitions: The ways that it can.
+        unfit: Stages and ways to share layers out that leave a stage with nothing to train, each with the reason.
+        no_stages: Why its stages cannot be changed; empty if they can.
         bf16: Whether the device computes in bfloat16.
         fp16: Whether DeepSpeed accepts fp16 on the device.
+        tf32: Whether the device multiplies fp32 matrices in TensorFloat-32.
         n_blocks: Repeated blocks of the model that can be checkpointed.
         n_samples: Samples in the data set; None where it has no end.
         global_batch: Allowed samples per optimizer step, lowest and highest.
@@ -32,12 +37,14 @@ class Setting:
         lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
         loader: Arguments of the target's own DataLoader.
         data_cannot: Settings of the data that the target cannot follow, each with the reason.
+        steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
         heads: Attention heads of the model; 0 if unknown.
         kv_heads: Its heads of keys and values; 0 if unknown.
         no_degrees: Why the target cannot be run with degrees; empty if it can.
         no_tensor: Why its layers cannot be split over ranks; empty if they can.
         no_sequence: Why its sequences cannot be split over ranks; empty if they can.
+        module_classes: Classes of the model's modules that have both parameters and modules of their own; empty if unknown.
         unlike: Degrees at which the split model computed something else than the whole one, each with what it was.
     """
 
@@ -46,8 +53,13 @@ class Setting:
     world_size: int = 1
     ranks_per_node: int = 1
     pipeline_stages: int = 0
+    partition: str = ""
+    partitions: tuple[str, ...] = ()
+    unfit: tuple[tuple[int, str, str], ...] = ()
+    no_stages: str = ""
     bf16: bool = True
     fp16: bool = False
+    tf32: bool = False
     n_blocks: int = 0
     n_samples: int | None = None
     global_batch: tuple[int, int] | None = None
@@ -58,12 +70,14 @@ class Setting:
     lengths: tuple[int, int] = (0, 0)
     loader: tuple[tuple[str, Scalar], ...] = ()
     data_cannot: tuple[tuple[str, str], ...] = ()
+    steps_grouped: int = 1
     missing_ops: tuple[tuple[str, str], ...] = ()
     heads: int = 0
     kv_heads: int = 0
     no_degrees: str = ""
     no_tensor: str = ""
     no_sequence: str = ""
+    module_classes: tuple[str, ...] = ()
     unlike: tuple[tuple[str, int, str], ...] = ()
 
 

@@ -152,9 +152,10 @@ class BaselineTrial:
         baseline, world = plan.baseline, plan.setting.world_size
         batch = baseline.global_batch_size(world)
         kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size, baseline.ranks_per_replica)
-        space = feasibility.pruned(kept, baseline, plan.setting)
+        setting = replace(plan.setting, global_batch=(batch, batch))  # accumulation cannot make up for every degree
+        space = feasibility.pruned(kept, baseline, setting)
         others = (c for c in space.candidates(baseline) if c != baseline)
-        if all(why_illegal(c, plan.setting) is not None for c in others):
+        if all(why_illegal(c, setting) is not None for c in others):
             raise UserError(
                 f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
                 " nothing else"
@@ -163,4 +164,4 @@ class BaselineTrial:
             f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; raise"
             f" trial_budget_s, or leave {name!r} out of the objectives to vary it all the same"
         )
-        self._state.narrow(space)
+        self._state.narrow(space, setting)

@@ -20,6 +20,7 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR
+from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
@@ -126,9 +127,9 @@ class StudyState:
         records.keep(self._study, self.record(), self.folder)
         project.mark(self._study, records.studies_of(self.spec.name, self.folder))
 
-    def narrow(self, space: SearchSpace) -> None:
-        """Searches only this space from now on."""
-        self.plan = replace(self.plan, space=space)
+    def narrow(self, space: SearchSpace, setting: Setting) -> None:
+        """Searches only this space from now on, and what is legal in this setting."""
+        self.plan = replace(self.plan, space=space, setting=setting)
 
     def forbid_precisions(self, names: tuple[str, ...]) -> None:
         """Proposes none of these precisions from now on."""

@@ -7,7 +7,10 @@ import re
 # Memory that ran out, by every name that torch, CUDA, NCCL, the C++ library and Linux give it.
 _OUT_OF_MEMORY = re.compile(
     r"out[ _]of[ _]((device|host|gpu|cuda)[ _])?memory\b|(not enough|insufficient) (free |device |gpu |host )?memory"
-    r"|(can't|cannot|could not|unable to|failed to) allocate .*(memory|byte|\d ?[KMG]i?B)"
+    r"|OutOfMemory(Error)?:|(cuda|hip)ErrorOutOfMemory|more memory than is available|running low on memory"
+    r"|(can't|cannot|could not|unable to|failed to) allocate (?!memory in static TLS).*(memory|byte|\d ?[KMG]i?B)"
+    r"|error allocating .*byte|(error|failure) (in|of|during) memory allocation|allocation of [\d.]+ ?\w* ?(bytes )?failed"
+    r"|\boom[-_ ]kill|exceeded (job|step) memory limit|memalign\(?\)? failed|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
     r"|std::bad_alloc|bad allocation|memory allocation fail|PT_DEVMEM.*allocation failed"
     r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN|HIPFFT)_?(STATUS_?)?\w*"
     r"(ALLOC(ATION)?_?FAILED|MEMORY_ERROR)"
@@ -15,12 +18,13 @@ _OUT_OF_MEMORY = re.compile(
     r"|(cuda|hip)(Malloc|HostAlloc|MallocHost|HostMalloc|HostRegister)\w* failed"
     r"|Failed to (CUDA|HIP) (c|m|host )?alloc|NCCL.*malloc failed"
     r"|Unable to allocate .* for an array|defaultCPUAllocator|pin(ned|_)? ?memory.*(alloc|resource)"
-    r"|mmap.*Errno 12|\bENOMEM\b|\bMemoryError\b|RESOURCE_EXHAUSTED",
+    r"|\[Errno 12\]|\bENOMEM\b|\bMemoryError\b|RESOURCE_EXHAUSTED",
     re.IGNORECASE,
 )
 # Libraries that keep workspaces beside torch's cache report a full device so; a broken driver or library does, too.
 _MAYBE_OUT_OF_MEMORY = re.compile(
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|CUFFT)_(STATUS_)?(NOT_INITIALIZED|INTERNAL_ERROR)"
+    r"|NVML_SUCCESS == r INTERNAL ASSERT FAILED"  # torch's allocator asks NVML only when it has failed
     r"|unable to find an engine|Unable to find a valid cuDNN algorithm|miopenStatus(InternalError|UnknownError)",
     re.IGNORECASE,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.space.candidate import Candidate
-from autotune.space.degree import SEQUENCE_DEGREE, TENSOR_DEGREE
+from autotune.space.degree import PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class Groups:
     Attributes:
         tensor: Ranks over which layers are split.
         sequence: Ranks over which sequences are split.
+        pipeline: Stages of a pipeline.
         data: Ranks, or groups of them, that train on different samples.
         split_modules: Modules that are split over a tensor group.
         held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
@@ -22,6 +23,7 @@ class Groups:
 
     tensor: int = 1
     sequence: int = 1
+    pipeline: int = 1
     data: int = 1
     split_modules: int = 0
     held_parameters: int = 0
@@ -30,8 +32,8 @@ class Groups:
         """Returns the first degree that differs from the candidate's, in words; None if all were applied."""
         if candidate.tensor_degree > 1 and not self.split_modules:
             return f"{TENSOR_DEGREE}: {candidate.tensor_degree} was asked for, and no module was split over ranks"
-        asked = {TENSOR_DEGREE: candidate.tensor_degree, SEQUENCE_DEGREE: candidate.sequence_degree}
-        for path, ran in {TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence}.items():
-            if asked[path] != ran:
-                return f"{path}: {asked[path]} was asked for, {ran} ran"
+        seen = {TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence, PIPELINE_DEGREE: self.pipeline}
+        for path, ran in seen.items():
+            if (asked := candidate.degree(path)) != ran:
+                return f"{path}: {asked} was asked for, {ran} ran"
         return None

@@ -12,8 +12,8 @@ import numpy as np
 Table = tuple[tuple[float, int], ...]
 # Classes of lengths that are kept of a data set.
 MOST_CLASSES = 256
-# Optimizer steps that are drawn where a mean has no closed form.
-N_SIMULATED = 2000
+# Groups of samples that are drawn where a mean has no closed form, and samples of all of them at most.
+N_SIMULATED, MOST_DRAWN = 2000, 2_000_000
 
 
 def edge(length: int) -> int:
@@ -69,7 +69,8 @@ def mean_width(known: Table, micro: int, grouped: int = 1) -> float:
     if grouped == 1:
         return expected(known, micro)
     values, counts = np.array(known, dtype=float).T
-    drawn = np.random.default_rng(0).choice(values, (N_SIMULATED, grouped * micro), p=counts / counts.sum())
+    n = max(1, min(N_SIMULATED, MOST_DRAWN // (grouped * micro)))
+    drawn = np.random.default_rng(0).choice(values, (n, grouped * micro), p=counts / counts.sum())
     return float(np.sort(drawn, axis=1)[:, micro - 1 :: micro].mean())
 
 

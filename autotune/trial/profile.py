@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,7 @@ class Profile:
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
         lengths: Lengths of the data set's samples, where batches are padded to their longest; the passes are of batches
             of `sequence` tokens.
+        stated: The length that samples are stated to reach, beyond those that were read; 0 if none is.
         caveats: Quantities that could not be measured, and the assumptions instead.
     """
 
@@ -110,6 +111,7 @@ class Profile:
     input_s_per_sample: float = 0.0
     cut_short: bool = False
     lengths: Table = ()
+    stated: int = 0
     caveats: tuple[str, ...] = ()
 
     @property
@@ -123,14 +125,32 @@ class Profile:
         """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks."""
         return float(max(1.0, (self.block_share * self.n_parameters / 12 / max(1, self.n_blocks)) ** 0.5))
 
+    @property
+    def longest(self) -> int:
+        """Returns the length of the longest sample, as far as samples were read."""
+        return longest(self.lengths) or self.sequence
+
+    @property
+    def tokens_per_sample(self) -> float | None:
+        """Returns the tokens of an average sample; None where samples are no token sequences."""
+        return expected(self.lengths) or (float(self.sequence) if self.sequence > 1 else None)
+
+    def reaching(self, length: int) -> Profile:
+        """Returns the profile for samples that are stated to reach a length, which then has to fit."""
+        if self.guessed or self.sequence <= 1 or length <= self.longest:
+            return self
+        times = length / self.longest
+        said = f"samples are stated to reach {length:,} tokens, {times:.1f}x the longest that was seen: activations in proportion"
+        return replace(self, stated=length, caveats=(*self.caveats, said))
+
     def worst_share(self, limits: Floats) -> Floats:
         """Returns what a batch of the longest samples is of the batches of the passes.
 
         Args:
             limits: Lengths that samples are cut to; infinite for none.
         """
-        known = longest(self.lengths)
-        if not known:
+        known = max(self.longest, self.stated)
+        if not self.lengths and not self.stated:
             return np.ones(len(limits))
         return np.asarray(np.minimum(limits, known) / self.sequence)
 

@@ -105,7 +105,7 @@ class Observed:
         checkpointed_blocks: Blocks whose activations were recomputed.
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
-        groups: Groups of ranks that share a copy of the model or a sequence; None for a pipeline.
+        groups: Groups of ranks that share a copy of the model or a sequence; None in results of earlier versions.
     """
 
     micro_batch_size: int | None

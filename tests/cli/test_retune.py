@@ -131,11 +131,11 @@ def test_the_history_lists_every_trial_with_its_environment(studies, capsys):
 
 def test_a_study_that_was_never_retuned_has_a_history(studies, capsys):
     list_history("s")
-    assert "recommended trial" in capsys.readouterr().out
+    assert "s recommends trial" in capsys.readouterr().out
     known(studies).begin("s", "due")
     list_history()
     newest, before = capsys.readouterr().out.splitlines()
-    assert "due: under way" in newest and "recommended trial" in before
+    assert "due: under way" in newest and "s recommends trial" in before
     list_history("s", as_json=True)
     assert [row["cause"] for row in json.loads(capsys.readouterr().out)] == ["due"]
 

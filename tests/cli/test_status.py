@@ -114,7 +114,7 @@ def test_in_a_terminal_seconds_pass_also_while_nobody_says_anything():
     shown = ProgressView(Console(file=text, force_terminal=True, width=80, highlight=False))
     with shown:
         shown.emit(events.Event(kind=events.Kind.PHASE, text="importing torch", time_s=time.time() - 7))
-        assert wait_until(lambda: "importing torch  8 s" in text.getvalue())
+        assert wait_until(lambda: "8 s  importing torch" in text.getvalue())
 
 
 def test_what_is_quick_says_nothing_and_what_is_not_says_so_later():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from autotune.executors import base
 from autotune.executors.base import MachinesGone, Status, no_turn
 from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
 from autotune.executors.node_agent import Spool
+from autotune.executors.ray import NEVER_STARTED, Machine, _Group
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -26,7 +29,7 @@ REQUEST = TrialRequest(target="model.py", candidate=Candidate(micro_batch_size=1
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "RETRY_S", (0.01, 0.02))
     monkeypatch.setattr(base, "TICK_S", 0.0)
-    for name in ("LOOK_S", "ASK_S"):
+    for name in ("LOOK_S", "ASK_S", "SETTLE_S"):
         monkeypatch.setattr(f"autotune.executors.cluster.{name}", 0.0)
 
 
@@ -62,7 +65,7 @@ class Machines:
         return JobState(status, f"the job is {status}")
 
     def end(self, job: str) -> None:
-        """Does nothing."""
+        self.states = [Status.TAKEN]
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
         """Does nothing."""
@@ -73,9 +76,13 @@ def executor_on(engine: Machines, folder: Path, patience_s: float = 60.0) -> Clu
 
 
 RUNS, TAKEN, LOST, STILLBORN, NEVER = (
-    [Status.RUNNING] * 3, [Status.RUNNING, Status.RUNNING, Status.TAKEN],
-    [Status.RUNNING, Status.RUNNING, Status.LOST], [Status.LOST], [Status.REFUSED],
-)  # fmt: skip
+    [Status.RUNNING] * 3,
+    [Status.RUNNING, Status.RUNNING, Status.TAKEN],
+    [Status.RUNNING, Status.RUNNING, Status.LOST],
+    [Status.LOST],
+    [Status.REFUSED],
+)
+REQUEUED = [Status.RUNNING, Status.RUNNING, Status.QUEUED]  # fmt: skip
 
 
 # State of each attempt in turn (a text is a refusal to start it, `?` at its end: at present), and what happens.
@@ -87,6 +94,7 @@ POLICY = {
     "agents do not even start": ([STILLBORN, STILLBORN], "no rank was started, so the machines are at fault"),
     "machines go away": ([TAKEN, RUNS], "complete"),
     "machines go away again and again": ([TAKEN] * 9 + [RUNS], "complete"),
+    "its job goes back into the queue": ([REQUEUED, REQUEUED, RUNS], "complete"),
     "an agent dies once, machines go away": ([LOST, TAKEN, TAKEN, RUNS], "complete"),
     "fewer machines than before": ([TAKEN, "the cluster has 1", "the cluster has 1", RUNS], "complete"),
     "what ran before cannot be started": ([TAKEN, NEVER, RUNS], "complete"),
@@ -206,3 +214,15 @@ def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path):
     assert base.conclude(folder, REQUEST).outcome is Outcome.OOM
     folder.log(0).write_text("terminate called after throwing an instance of 'std::logic_error'\n")
     assert base.conclude(folder, REQUEST).outcome is Outcome.CRASHED
+
+
+def test_machines_of_ray_whose_driver_died_before_it_started_an_agent_are_taken_away(monkeypatch):
+    ray = types.SimpleNamespace(
+        wait=lambda calls, **_: (calls, []), get=lambda call: call, exceptions=types.SimpleNamespace(RayError=Exception)
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    machine = Machine("g", 0)
+    actor = types.SimpleNamespace(state=types.SimpleNamespace(remote=machine.state))
+    group = _Group(None, [actor], [machine.is_apart()])
+    assert group.failure() == (Status.RUNNING, "")
+    assert group.failure() == (Status.TAKEN, NEVER_STARTED)

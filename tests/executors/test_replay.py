@@ -96,7 +96,7 @@ def test_a_trial_that_its_rivals_beat_is_stopped_as_a_real_one(tmp_path: Path) -
 
 
 def test_what_the_table_does_not_hold_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match="holds no measurement of 8x1"):
+    with pytest.raises(TableError, match="holds no measurement of micro-batch 8 x 1"):
         base.run(ReplayExecutor([row(SOME)]), tmp_path / "1", request(Candidate(micro_batch_size=8)))
 
 

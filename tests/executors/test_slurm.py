@@ -214,6 +214,13 @@ def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
     ("state", "reason", "status", "words"),
     [
         ("PENDING", "Priority", Status.QUEUED, "slurm: job 7 is pending: Priority"),
+        (
+            "PENDING",
+            "launch_failed_requeued_held",
+            Status.TAKEN,
+            "slurm: job 7 could not be started on its nodes, and is held: launch_failed_requeued_held",
+        ),
+        ("PENDING", "JobHeldUser", Status.QUEUED, "slurm: job 7 is pending: JobHeldUser"),
         ("PENDING", "AssocMaxNodePerJobLimit", Status.REFUSED, "slurm: job 7 can never start: AssocMaxNodePerJobLimit"),
         ("TIMEOUT", "TimeLimit", Status.TAKEN, "slurm: job 7 ended as TIMEOUT (its time limit was reached)"),
         ("PREEMPTED", "None", Status.TAKEN, "slurm: job 7 ended as PREEMPTED (another job took its place)"),

@@ -10,6 +10,7 @@ from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Profile
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+STAGES = "pipeline.stages"
 MODEL = Profile.guess(7_000_000_000, 7_000_000_000, 32, sequence=4096)
 NODE = Machine.guess("cuda", 8)
 
@@ -64,3 +65,16 @@ def test_a_tensor_group_pays_where_nodes_are_far_apart_and_costs_where_they_are_
 
     assert step_s(near, sharded) < step_s(near, grouped)
     assert step_s(far, sharded) > 2 * step_s(far, grouped)
+
+
+def test_a_stage_has_its_layers_only_and_waits_while_the_pipeline_fills():
+    (whole, time), (parted, parted_time) = totals(zero_stage=1), totals(zero_stage=1, **{STAGES: 4})
+    assert parted["weights"] == pytest.approx(whole["weights"] / 4)
+    assert parted["activations"] == pytest.approx(whole["activations"] / 4)
+    # One micro-batch passes four stages, of which three wait: as slow as one rank, and nothing is gained.
+    assert parted_time["compute"] == pytest.approx(time["compute"]) and parted_time["communication"] > 0
+    deep, deep_time = totals(zero_stage=1, gradient_accumulation_steps=12, **{STAGES: 4})
+    alone = totals(zero_stage=1, gradient_accumulation_steps=12)[1]
+    assert deep_time["compute"] == pytest.approx(alone["compute"] / 4 * 15 / 12)
+    # The first stage holds four micro-batches of its quarter of the layers.
+    assert deep["activations"] == pytest.approx(whole["activations"])

@@ -305,3 +305,13 @@ def test_where_no_recomputing_pass_was_followed_its_memory_is_not_that_of_the_pl
     ]
     assert live[1] < 0.5 * live[0]
     assert memory.spreads(short)["activations"] > memory.spreads(PROFILE)["activations"]
+
+
+def test_samples_that_are_stated_to_be_longer_need_more_memory_unless_they_are_cut():
+    plain, cut = Candidate(micro_batch_size=8), Candidate(micro_batch_size=8, config=(("data.max_length", 128),))
+    longer = PROFILE.reaching(512)
+    activations = [float(of(plain, profile=each)["activations"][0]) for each in (PROFILE, longer)]
+    assert activations[1] == pytest.approx(4 * activations[0])
+    assert float(of(cut, profile=longer)["activations"][0]) == pytest.approx(activations[0])
+    assert replace(PROFILE, lengths=((10.0, 3), (50.0, 1))).tokens_per_sample == 20, "of an average sample"
+    assert PROFILE.reaching(100) is PROFILE, "what was seen is longer than what is stated"

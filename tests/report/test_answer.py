@@ -9,6 +9,7 @@ from support.study_report import EVIL, MIB, OBJECTIVES, study_report
 
 from autotune.report.answer import render_answer
 from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words
+from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
 from autotune.system.units import format_duration
@@ -46,6 +47,17 @@ def test_a_study_in_which_nothing_completed_says_why():
         text in page for text in ("Nothing to recommend: no configuration completed.", "3 crashed", "no module named")
     )
     assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
+
+
+def test_where_the_longest_samples_fit_nowhere_that_is_said_with_what_to_do():
+    failed = failed_study()
+    trials = [trial | {"outcome": "oom", "phase": "tail"} for trial in failed.trials]
+    workload = {**failed.workload, "data": {"table": [[12.0, 499], [4096.0, 1]], "n_seen": 500, "n_samples": 500}}
+    said = replace(failed, trials=trials, workload=workload).why_nothing
+    assert said.startswith("the longest samples (4,096) fit the device memory in no configuration")
+    drawn = replace(failed, trials=[trial | {"phase": "measure"} for trial in trials], workload=workload).why_nothing
+    assert drawn.startswith("no configuration fits") and "4,096, 203.1 times the average: cut them" in drawn
+    assert all(way in said for way in ("data.max_length", "checkpoint_every", "sequence_parallel_size", "more memory"))
 
 
 def test_without_a_baseline_no_speedup_is_stated():
@@ -92,6 +104,8 @@ def test_the_readme_names_machine_front_picks_and_the_way_back_and_no_path_of_th
     text = render(report)
     assert all(words in text for words in ("AMD EPYC 9654", "2 ranks", "30 trials in 3 min 42 s"))
     assert "autotune run studies/code-gpt/study.yaml" in text
+    dated = render(replace(report, study=report.study | {"measured_on": ["2026-11-22", "2026-11-23"]}))
+    assert "Measured from 2026-11-22 to 2026-11-23 with python 3.11.9" in dated
     assert all(f"| {point['trial']} |" in text for point in report.front)
     assert all(change in text for pick in report.picks.values() for change in pick["script_side_changes"])
     assert all(f"{pick['speedup']:.2f}x" in text for pick in report.picks.values())
@@ -125,6 +139,22 @@ def test_the_answer_shows_picks_speedup_interval_and_what_was_written_in_plain_a
     low, high = pick["speedup_ci95"]
     assert f"{pick['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput" in text
     assert all(words in text for words in ("<- baseline", "recommended", "studies/code-gpt/ds_config.json"))
+    assert all(f"next: {step}" in text for step in next_steps(report)) and next_steps(report)
+
+
+def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
+    base = study_report().baseline
+    study = {"trials_wanted": 50, "time_budget_s": 120.0, "ended": "the time budget of 120 s is spent", "wall_s": 200.0}
+    report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
+    assert "--trials 60` looks further" in next_steps(report)[0]
+    assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
+
+
+def test_a_trial_of_the_front_that_did_not_pass_its_checks_is_marked(report):
+    one = next(point for point in report.front if point["trial"] not in report.marks)
+    doubted = replace(report, front=[*report.front[1:], one | {"doubt": "not checked by a branch"}])
+    assert "<- checks not passed" in printed(doubted, 160) and "checks not passed" in render(doubted)
+    assert "checks not passed" not in printed(report, 160)
 
 
 def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):

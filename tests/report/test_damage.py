@@ -66,6 +66,22 @@ def test_a_row_of_the_history_that_cannot_be_read_is_left_out_and_named(database
     assert done.exit_code == 0 and "row 2 of study s is left out" in done.stderr and "trial 3" in done.stdout
 
 
+@pytest.mark.parametrize("value", ["-1", '{"reason": 1', "[]"])
+def test_a_decision_that_is_no_object_is_left_out_and_named(database, value):
+    history = History(records.open_storage(records.default_url(database.parent)).engine)
+    for verdict in ("unchanged", "improved"):
+        history.decide("s", history.begin("s", "due"), verdict=verdict, ended_at=1.0)
+    change(database, "update autotune_decision set evidence = ? where verdict = 'improved'", value)
+    done = CliRunner().invoke(app, ["history", "--what", "decisions"])
+    assert done.exit_code == 0 and "row 2 of study s is left out" in done.stderr and "unchanged" in done.stdout
+
+
+def test_files_of_another_kind_are_named_by_a_forecast_for_a_cluster(database):
+    for name in ("recommended.json", "front.json"):
+        (database.parent / "s" / name).write_text('[1, {"trial": "x"}]')
+    assert_refused(["project", "s"], "recommended.json is not what autotune writes there; run the study again")
+
+
 def test_a_study_whose_own_values_cannot_be_read_is_refused_in_a_sentence(database):
     change(database, "update study_system_attributes set value_json = '{' where key = 'autotune:record'")
     for command in COMMANDS[:-1]:
@@ -93,7 +109,7 @@ def assert_refused(command, words):
 
 READS = (
     ["status", "s", "--once"], ["report", "s"], ["export", "s"], ["explain", "s"], ["history"], ["ls", "studies"],
-    ["schedule", "ls"],
+    ["schedule", "list"], ["history", "--what", "decisions"], ["diagnose", "s"],
 )  # fmt: skip
 GARBLED = {
     "empty": b"",
@@ -131,24 +147,46 @@ def damaged_files(root):
             path.write_bytes(content)
 
 
-def damaged_rows(root):
+def damaged_rows(root, shift=0):
     """Puts each value into each column of the database; yields what was done, and undoes it."""
+    yield from damaged_databases(
+        root,
+        (
+            (f'update "{table}" set "{column}" = ?', (VALUES[(n + shift) % len(VALUES)],))
+            for n, (table, column) in enumerate(columns_of(root))
+        ),
+    )
+
+
+def damaged_tables(root):
+    """Takes the rows of a table, or the table, out of the database; yields what was done, and undoes it."""
+    tables = dict.fromkeys(table for table, _ in columns_of(root))
+    yield from damaged_databases(
+        root, ((f'{how} "{table}"', ()) for table in tables for how in ("delete from", "drop table"))
+    )
+
+
+def columns_of(root):
+    with contextlib.closing(sqlite3.connect(root / "studies" / "autotune.db")) as connection:
+        tables = [name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")]
+        return [(table, row[1]) for table in tables for row in connection.execute(f"pragma table_info('{table}')")]
+
+
+def damaged_databases(root, statements):
+    """Carries out each statement on a copy of the database; yields it where it changed something."""
     database = root / "studies" / "autotune.db"
     content = database.read_bytes()
-    with sqlite3.connect(database) as connection:
-        tables = [name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")]
-        columns = [(table, row[1]) for table in tables for row in connection.execute(f"pragma table_info('{table}')")]
-    for n, (table, column) in enumerate(columns):
-        value, copy, changed = VALUES[n % len(VALUES)], database.with_name("copy.db"), 0
+    for statement, values in statements:
+        copy, changed = database.with_name("copy.db"), 0
         copy.write_bytes(content)
         with contextlib.closing(sqlite3.connect(copy)) as connection, contextlib.suppress(sqlite3.IntegrityError):
-            changed = connection.execute(f'update "{table}" set "{column}" = ?', (value,)).rowcount
+            changed = connection.execute(statement, values).rowcount
             connection.commit()
         for path in database.parent.glob("autotune.db-*"):
             path.unlink()
         os.replace(copy, database)  # another inode: commands before may have the old one open
         if changed:
-            yield f"{table}.{column} = {value!r:.20}"
+            yield f"{statement} {values!r:.20}"
 
 
 def tracebacks(root, states, commands=READS):
@@ -178,7 +216,8 @@ def test_no_file_or_row_that_is_damaged_ends_in_a_traceback(whole, tmp_path, mon
     monkeypatch.chdir(tmp_path / "here")
     n_files, by_files = tracebacks(tmp_path / "here", damaged_files(tmp_path / "here"))
     n_rows, by_rows = tracebacks(tmp_path / "here", damaged_rows(tmp_path / "here"))
-    assert [*by_files, *by_rows] == [] and n_files + n_rows >= 100
+    n_tables, by_tables = tracebacks(tmp_path / "here", damaged_tables(tmp_path / "here"))
+    assert [*by_files, *by_rows, *by_tables] == [] and n_files + n_rows + n_tables >= 200
 
 
 def test_some_damaged_files_and_rows_end_in_no_traceback(whole, tmp_path, monkeypatch):
@@ -187,5 +226,6 @@ def test_some_damaged_files_and_rows_end_in_no_traceback(whole, tmp_path, monkey
     some = itertools.chain(
         itertools.islice(damaged_files(tmp_path / "here"), 3, None, 31),
         itertools.islice(damaged_rows(tmp_path / "here"), 4, None, 31),
+        itertools.islice(damaged_tables(tmp_path / "here"), 5, None, 31),
     )
     assert tracebacks(tmp_path / "here", some, READS[:1])[1] == []

@@ -55,7 +55,7 @@ def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkey
     number = next(row["trial"] for row in report.trials if row["outcome"] != "complete")
     with pytest.raises(UserError, match="did not complete"):
         answer.diagnose("s", number)
-    with pytest.raises(UserError, match="no told trial 99"):
+    with pytest.raises(UserError, match="no finished trial 99"):
         answer.diagnose("s", 99)
 
 

@@ -165,6 +165,13 @@ def test_checkpointing_becomes_flags_and_autocast_none_since_bf16_weights_would_
     assert "bf16" not in exported(CANDIDATES[4], "hf-args")
 
 
+def test_what_loads_the_data_becomes_flags_that_the_trainer_reads():
+    workers = {"data.num_workers": 2, "data.prefetch_factor": 4, "data.persistent_workers": True}
+    found = hf_namespace(CANDIDATES[0] | workers)
+    assert (found.dataloader_num_workers, found.dataloader_prefetch_factor) == (2, 4)
+    assert found.dataloader_persistent_workers is True
+
+
 def test_an_unknown_format_is_refused_with_the_known_ones():
     with pytest.raises(
         ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"

@@ -61,7 +61,7 @@ def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_f
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
-    monkeypatch.setattr(files.render, "write", refuse)
+    monkeypatch.setattr(render, "write", refuse)
     answer = files.write_answer(report, tmp_path)
     written = [next(answer) for _ in range(5)]
     with pytest.raises(OSError, match="No space"):

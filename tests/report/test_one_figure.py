@@ -10,9 +10,10 @@ from html import unescape
 import pytest
 from support.instant import Instant, report, runner_of
 
+from autotune.cli.presets import answer_words
 from autotune.report import load, readme
 from autotune.report.dashboard.overlay import _trial_attrs, _values
-from autotune.report.data import pick_words, times
+from autotune.report.data import pick_words, speedup_words, times
 from autotune.report.files import write_answer, write_report
 from autotune.report.notebook import headline, lead
 from autotune.report.notes import store_notes
@@ -106,6 +107,40 @@ def test_plain_optuna_dashboard_and_the_first_page_say_the_same_sentence(study):
     assert said in answer
     for row in overview(found)[1]:
         assert all(f">{cell}</td>" in answer for cell in row.line(overview(found)[0], "")[1:])
+
+
+def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
+    """Terminal, report, dashboard (study note), notebook, files and history; the interval too, and the baseline's values."""
+    found, folder = study
+    pick, base = found.picks["recommended"], found.baseline
+    assert not found.is_baseline(pick)
+    said, (low, high) = speedup_words(pick), pick["speedup_ci95"]
+    row = {
+        "candidate": json.dumps(pick["candidate"]),
+        "speedup": pick["speedup"],
+        "speedup_low": low,
+        "speedup_high": high,
+    }
+    page = unescape((folder / "report.html").read_text())
+    assert f"{times(low, '×')} to {times(high, '×')}" in page
+    places = {
+        "terminal": " ".join(str(StudyResult(found)).split()),
+        "note": readme.study_note(found, lambda _: ""),
+        "files": (folder / "README.md").read_text(),
+        "notebook": unescape(StudyResult(found)._repr_html_()),
+        "first page": unescape(
+            studies([{"name": "s", "optuna": "", "report": "", "headline": headline(found), "lead": ""}])
+        ),
+        "history": answer_words(row),
+    }
+    assert [place for place, text in places.items() if said not in text] == []
+    cell = next(each for each in compared(found, base, [RATE])).scale.number(base["metrics"][RATE])
+    own = overview(found)[1][-1]
+    assert own.trial == base["trial"] and own.cells[RATE] == overview(found)[0][RATE].number(base["metrics"][RATE])
+    places |= {"report": page}
+    assert [place for place in ("terminal", "files", "notebook") if own.cells[RATE] not in places[place]] == []
+    assert [place for place in ("report", "note") if cell not in places[place]] == []
+    assert json.loads((folder / "recommended.json").read_text())["baseline"]["metrics"] == base["metrics"]
 
 
 def test_the_dashboard_lists_the_same_values(study):

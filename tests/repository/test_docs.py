@@ -1,5 +1,6 @@
 """What the documents quote is what the program says, and what they show runs."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -12,7 +13,8 @@ from support.instant import finished
 from support.paths import MODELS, ROOT
 
 from autotune.cli.app import COMMANDS, app, imported
-from autotune.report.data import PICK_NOTES, title
+from autotune.report.data import PICK_NOTES, StudyReport, title
+from autotune.space.candidate import Candidate
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Outcome
 
@@ -172,6 +174,51 @@ def test_links_lead_somewhere(page):
         target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)
     ]
     assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+ROW = re.compile(r" +(\d+) +([\d.,]+) +([\d.]+)x  (.+)")
+
+
+def shown_study(block: str) -> StudyReport:
+    """The study that a terminal's answer speaks of: its table's trials, and the recommended one's interval."""
+    space = StudySpec.of(ROOT / "studies" / "code-gpt" / "study.yaml").space
+    knobs = [[(p.name, value) for value in p.choices] for p in space.parameters]
+    by_words = {each.describe(): each for each in (Candidate.of(dict(found)) for found in itertools.product(*knobs))}
+    table = re.sub(r"\n {20,}", " ", block.partition("\n\n")[0])
+    low, high = map(float, re.search(r"\(([\d.]+)\s+to\s+([\d.]+)\)", block).groups())
+    points, picks = [], {}
+    for number, rate, factor, text in ROW.findall(table):
+        configuration, _, marks = text.partition("  <- ")
+        gain = [float(factor), low, high]
+        point = {
+            "trial": int(number),
+            "candidate": by_words[configuration].values(),
+            "speedup": gain[0],
+            "measurements": 3,
+        }
+        point |= {"reasons": ["why"]} | {
+            "metrics": {"samples_per_s": float(rate)},
+            "gains": {"samples_per_s": gain},
+            "speedup_ci95": gain[1:],
+        }
+        points.append(point)
+        picks |= {name: point for name in PICK_NOTES if title(name) in marks.split(", ")}
+    study = {"name": "code-gpt", "objectives": ["samples_per_s"], "weights": {"samples_per_s": 1.0}}
+    recommended = {
+        "picks": dict(sorted(picks.items(), key=lambda each: [*PICK_NOTES].index(each[0]))),
+        "baseline": points[-1],
+    }
+    return StudyReport(study=study, recommended=recommended, front=points, trials=points)
+
+
+def test_the_output_in_the_readme_is_what_the_program_prints():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import face
+    block = face.BLOCK.search(TEXTS["README.md"])[2]
+    found = shown_study(block)
+    assert len(found.table()) > 1 and len(found.picks) > 1
+    assert face.output(found) == block
 
 
 def test_every_page_is_found_from_the_readme():

@@ -27,4 +27,6 @@ def test_padding_says_what_packing_and_grouping_would_bring():
     assert "data.group_by_length" in grouping
     (said,) = data_notes(replace(EVIDENCE, padding=0.5, data_cannot={"packing": "no ids"}), 0.0, 1.0)
     assert said.endswith("cannot be packed: no ids")
+    _, more = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths, steps_grouped=50), 0.0, 1.0)
+    assert "sorted by length within 50 steps" in more
     assert data_notes(replace(EVIDENCE, padding=0.01), 0.0, 1.0) == []

@@ -289,6 +289,7 @@ def test_a_pick_stands_in_the_file_as_the_design_says():
     assert data["speedup"] == about(2.0) and 1.7 < low < data["speedup"] < high < 2.3
     assert data["gains"]["samples_per_s"] == [data["speedup"], low, high] and data["measurements"] == 2
     figures = ["trial", "candidate", "ds_config", "metrics", "ci95", "gains", "speedup", "speedup_ci95", "measurements"]
+    figures.append("doubt")
     assert list(data) == [*figures, "reasons", "script_side_changes"]
     assert list(point(found.front[0], found.estimates)) == figures
 
@@ -368,6 +369,10 @@ def test_other_numerics_are_picked_only_once_the_gate_has_passed_them():
         return recommend([base, m, kept], [LATENCY, THROUGHPUT])
 
     better = "trial 1 reads better, but how it trains with other numerics than the baseline's was not checked"
+    assert found(open_).front[0].trial == 1 and point(found(open_).front[0], found(open_).estimates)["doubt"]
+    slow = measured(3, 0.2, precision="bf16", micro=32)
+    by_one = recommend([base, replace(slow, numerics_kept=False), kept], [LATENCY])
+    assert chosen(by_one) == 2 and "trial 3 reads better by throughput, but" in reasons(by_one)
     for name in ("recommended", "lowest_latency", "highest_throughput"):
         assert chosen(found(open_), name) == 2 and better in reasons(found(open_), name)
     assert {m.trial for m in found(open_).unchecked} == {1} and 1 in [m.trial for m in found(open_).front]

@@ -72,6 +72,7 @@ def test_every_rule_of_the_data_is_met_by_a_case_above():
 
 
 def test_what_acts_is_proposed():
+    assert why_illegal(candidate(group_by_length=True), Setting(lengths=(3, 512), steps_grouped=50)) is None
     for data in ({"num_workers": 2, "prefetch_factor": 4}, {"max_length": 256}, {"pad_to_multiple_of": 8}):
         assert why_illegal(candidate(**data), SETTING) is None
     own = Setting(loader=(("num_workers", 4),), lengths=(8, 8))

@@ -51,9 +51,21 @@ NODE = replace(GPUS, world_size=8)
 BF16 = {"precision": "bf16", "zero_stage": 1}
 MASTER, STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+STAGES, PARTITION = "pipeline.stages", "pipeline.partition"
+LEAVES = f"{ZERO}leaf_module.classes"
 LLAMA = replace(CPU, world_size=4, ranks_per_node=4, heads=4, kv_heads=2)
+LAYERS = replace(
+    CPU, world_size=4, ranks_per_node=4, n_blocks=5, pipeline_stages=2, partition="parameters",
+    partitions=("parameters", "uniform"),
+)  # fmt: skip
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
 ILLEGAL = [
+    ({"torch.allow_tf32": True}, Setting(accelerator="cuda"), "has no TensorFloat-32"),
+    (
+        {"torch.allow_tf32": True, "precision": "bf16"},
+        Setting(accelerator="cuda", tf32=True),
+        "precision bf16 makes none",
+    ),
     ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks"), "a script feeds"),
     ({}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),)), "a script feeds"),
     ({TENSOR: 3}, LLAMA, "does not divide the 4 ranks"),
@@ -67,8 +79,26 @@ ILLEGAL = [
     ({SEQUENCE: 4}, replace(LLAMA, heads=12, kv_heads=6), "6 heads of keys and values and 4 ranks"),
     ({SEQUENCE: 2, "zero_stage": 3}, LLAMA, "1/2 of what it is"),
     ({SEQUENCE: 2}, replace(LLAMA, no_sequence="no attention"), "no attention"),
-    ({"pipeline.stages": 2}, replace(CPU, pipeline_stages=1), "num_stages"),
-    ({"pipeline.partition": "uniform"}, replace(CPU, pipeline_stages=2), "partition_method"),
+    ({STAGES: 2}, LLAMA, "no PipelineModule"),
+    ({LEAVES: "Other", "zero_stage": 3}, replace(LLAMA, module_classes=("Layer",)), "it has Layer"),
+    ({LEAVES: "Layer", "zero_stage": 3}, replace(LLAMA, deepspeed_version="0.17.0"), "0.18.1"),
+    ({LEAVES: "Layer", "zero_stage": 2}, LLAMA, "stage 3"),
+    ({PARTITION: "uniform"}, LLAMA, "no PipelineModule"),
+    ({STAGES: 3}, LAYERS, "a group of 3 ranks does not divide"),
+    ({STAGES: 4}, replace(LAYERS, n_blocks=3), "3 layers, too few for 4 stages"),
+    ({STAGES: 2, TENSOR: 2}, LAYERS, "beside tensor or sequence groups"),
+    ({STAGES: 2, "zero_stage": 2}, LAYERS, "PipelineModule"),
+    ({STAGES: 4}, replace(LAYERS, no_stages="its own topology", base=((STAGES, 2),)), "its own topology"),
+    ({STAGES: 2, PARTITION: "profile"}, LAYERS, "others that are possible: uniform"),
+    ({STAGES: 2, PARTITION: "parameters"}, LAYERS, "so already"),
+    ({PARTITION: "uniform"}, LAYERS, "one stage has all layers"),
+    (
+        {STAGES: 2, PARTITION: "uniform"},
+        replace(LAYERS, unfit=((2, "uniform", "stage 1 is empty"),)),
+        "stage 1 is empty",
+    ),
+    ({STAGES: 2}, replace(LAYERS, unfit=((2, "parameters", "stage 1 is empty"),)), "stage 1 is empty"),
+    ({STAGES: 2}, replace(LAYERS, unlike=((STAGES, 2, "the loss is 4.9"),)), "the loss is 4.9"),
     ({"expert_parallel.autoep_size": 2}, LLAMA, "expert groups are not tuned"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),
     ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
@@ -133,6 +163,8 @@ ILLEGAL = [
 LEGAL = [
     ({}, CPU),
     ({TENSOR: 2, "zero_stage": 3}, LLAMA),
+    ({STAGES: 2, "zero_stage": 1, PARTITION: "uniform"}, LAYERS),
+    ({STAGES: 2}, replace(LAYERS, unfit=((2, "uniform", "stage 1 is empty"),))),
     ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),))),
     ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 4, "the loss is 4.9"),))),
     ({"precision": "bf16", "zero_stage": 3, "checkpoint_every": 4}, CPU),

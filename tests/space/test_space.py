@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 
 import optuna
 import pytest
@@ -53,7 +54,9 @@ def test_all_presets_compose_and_every_value_of_them_can_run_somewhere():
     whole = compose(*PRESETS)
     assert len(whole.parameters) == sum(len(data) for data in PRESETS.values())
     setting = Setting(accelerator="cuda", world_size=16, ranks_per_node=8, fp16=True, n_blocks=24)
-    assert not feasibility.dead_values(whole, BASELINE, setting)
+    in_stages = replace(setting, pipeline_stages=2, partitions=("uniform", "parameters"))
+    dead = [feasibility.dead_values(whole, BASELINE, each).keys() for each in (setting, in_stages)]
+    assert not dead[0] & dead[1]
 
 
 def test_a_list_and_a_single_value_are_short_for_choices():

@@ -127,6 +127,7 @@ def test_where_nothing_fits_at_all_the_answer_says_so(tmp_path):
     assert found.picks == {} and found.why_nothing.startswith(
         "no configuration fits the device memory: 3 ran out of it"
     )
+    assert found.recommended["why_nothing"] == found.why_nothing
 
 
 # When it is done.

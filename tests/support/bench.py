@@ -75,7 +75,8 @@ class Bench:
         candidate = replace(found.baseline, **knobs)
         assert result.outcome is Outcome.COMPLETE, result.reason
         share = found.workload.data_parallel(found.world_size)
-        assert result.observed is not None and result.observed.mismatch(candidate, share) is None
+        copies = share // candidate.ranks_per_replica
+        assert result.observed is not None and result.observed.mismatch(candidate, copies) is None
         assert result.samples_per_step == candidate.global_batch_size(share)
         return result
 

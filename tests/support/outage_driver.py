@@ -6,7 +6,9 @@ its agents and the database are real; what is planned on and what ranks do is ma
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +79,7 @@ def run(folder: Path, given: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    faulthandler.register(signal.SIGUSR1)
     folder = Path(sys.argv[1])
     given = json.loads((folder / "driver.json").read_text())
     try:

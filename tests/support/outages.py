@@ -45,7 +45,7 @@ TRIALS, OUTAGES_A_STUDY = 10, 5
 # What strikes on every engine, with its weight. An agent is killed once a study: twice in a trial is the configuration's crash.
 COMMON = {"driver": 3, "database": 2, "agent": 1}
 RUNS = 25  # of one study
-WAIT_S = 150.0
+WAIT_S, SETTLE_S = 150.0, 5.0
 
 
 class Broken(Exception):
@@ -65,6 +65,9 @@ class Site(Protocol):
 
     def strike(self, kind: str, rng: random.Random) -> None:
         """Takes something away, and gives it back some time later."""
+
+    def settle(self) -> None:
+        """Does what a person does in the end, so that all machines are there."""
 
 
 @dataclass
@@ -102,6 +105,12 @@ class SlurmSite:
                 time.sleep(away_s)
                 self.cluster._spawn(["slurmctld", "-D", "-f", str(self.cluster.conf)])
 
+    def settle(self) -> None:
+        """Gives nodes back that Slurm itself drained: a controller that is killed may forget that a job had begun there."""
+        for node in ("n1", "n2"):
+            if "drain" in self.cluster.call("sinfo", "--noheader", f"--nodes={node}", "--format=%T"):
+                self.cluster.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
     def _cancel(self) -> None:
         self.cluster.call("scancel", "--name=autotune-outages")
 
@@ -119,6 +128,9 @@ class SshSite:
     def __post_init__(self) -> None:
         ssh = f"{self.hosts.ssh} -o ServerAliveInterval=1 -o ServerAliveCountMax=2 -o ConnectTimeout=2"
         self.options = {"engine": "ssh", "options": {"ssh": ssh, "idle": "30"}, "hosts": ["host1", "host2"]}
+
+    def settle(self) -> None:
+        """Does nothing."""
 
     def strike(self, kind: str, rng: random.Random) -> None:
         number, away_s = rng.choice([1, 2]), rng.uniform(0.3, 2.0)
@@ -149,6 +161,9 @@ class RaySite:
 
     def __post_init__(self) -> None:
         self.options = {"engine": "ray", "options": {"address": self.cluster.address, "idle": "60"}}
+
+    def settle(self) -> None:
+        """Does nothing."""
 
     def strike(self, kind: str, rng: random.Random) -> None:
         if kind == "node lost":
@@ -209,15 +224,25 @@ class Play:
                 self._strike()
             while self.statuses[-1:] != [0]:
                 self._restart()
-                assert self.driver is not None
-                self._ended(self.driver.wait(WAIT_S))
+                self._ended(self._wait())
             self._check()
         except subprocess.TimeoutExpired:
-            raise Broken(f"a run does not end after {self.struck}: {self._said()[-600:]}") from None
+            raise Broken(f"a run does not end after {self.struck}: {self._said()[-6000:]}") from None
         finally:
             if self.driver is not None and self.driver.poll() is None:
                 self.driver.kill()
                 self.driver.wait()
+
+    def _wait(self) -> int:
+        """Waits for the driver's end."""
+        assert self.driver is not None
+        for _ in range(int(WAIT_S // SETTLE_S)):
+            self.site.settle()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.driver.wait(SETTLE_S)
+        os.kill(self.driver.pid, signal.SIGUSR1)  # its threads' tracebacks go to its log
+        time.sleep(1.0)
+        raise subprocess.TimeoutExpired("driver", WAIT_S)
 
     def _strike(self) -> None:
         kinds = {k: n for k, n in self.site.kinds.items() if not (k == "agent" and k in self.struck)}

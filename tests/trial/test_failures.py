@@ -52,6 +52,24 @@ MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 384.00 KB)
 hipHostMalloc failed with code 2
 NCCL error: unhandled cuda error\\nLast error:\\nFailed to CUDA malloc 4194304 bytes
 MemoryError: Unable to allocate internal buffer
+EL0004: Failed to allocate memory. Possible Cause: Available memory is insufficient.
+[ERROR] RUNTIME: rtMalloc execute failed, reason=[driver error:out of memory]
+NCCL error: unhandled system error\\nLast error:\\nCall to ibv_reg_mr failed: Cannot allocate memory
+cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,589,934,592 bytes (allocated so far: 17,179,869,184 bytes).
+slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed.
+slurmstepd: error: Exceeded job memory limit at some point.
+Memory cgroup out of memory: Killed process 4321 (python)
+ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.
+CUDA error: hipErrorOutOfMemory
+HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources.
+synapse: synStatus 26 [Generic failure] Graph compile failed. workspace allocation of 12884901888 failed
+Error allocating pinned buffer of 2147483648 bytes
+posix_memalign failed with error 12
+[Errno 12] mmap failed
+Error in memory allocation: requested 12.5 GiB, available 3.1 GiB
+CUDA error: an attempt was made to use more memory than is available on the device
+level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)
+cudaMallocAsync failed: out of memory
 """.splitlines()
 FULL_DEVICE = """\
 CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
@@ -64,6 +82,7 @@ Unable to find a valid cuDNN algorithm to run convolution
 CUDA error: CUSOLVER_STATUS_INTERNAL_ERROR when calling `cusolverDnSgetrf`
 HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`
 cuFFT error: CUFFT_INTERNAL_ERROR
+NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1016, please report a bug
 """.splitlines()
 SOMETHING_ELSE = """\
 CUDA error: device-side assert triggered
@@ -85,6 +104,24 @@ DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that it
 CUDA error: cudaErrorHostMemoryAlreadyRegistered
 unsupported memory format option Preserve
 cuDNN error: CUDNN_STATUS_NOT_SUPPORTED
+/lib/libtorch.so: cannot allocate memory in static TLS block
+module 'torch' has no attribute 'OutOfMemoryError'
+out_of_memory_policy must be one of raise, skip
+allocation of 12 ranks to 8 devices failed
+Unrecognized CachingAllocator option: expandable
+cudaMemcpyAsync failed: invalid argument
+Cannot allocate a negative number of samples
+CUDA error: unspecified launch failure
+CUDA-capable device(s) is/are busy or unavailable
+unable to open shared memory object </torch_12_3> in read-write mode: Too many open files (24)
+NCCL error: internal error\\nLast error:\\nBootstrap : no socket interface found
+Trying to backward through the graph a second time; saved intermediate values have been freed
+input of size 511 is out of range of the memory format
+mmap() failed: Invalid argument
+can't start new thread
+Disk quota exceeded
+No module named 'memory_profiler'
+memory_efficient_linear must be a bool
 """.splitlines()
 
 

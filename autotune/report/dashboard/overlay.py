@@ -17,7 +17,7 @@ from typing import Any
 
 import optuna
 
-from autotune.report import fronts, readme
+from autotune.report import figures, fronts, readme
 from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, words
 from autotune.report.export import deepspeed_config
 from autotune.scoring.metrics import METRICS
@@ -241,21 +241,26 @@ class _Written:
 
 
 def _figures(report: StudyReport) -> dict[str, Any]:
-    """The front over every two objectives, each with a title, as optuna-dashboard keeps figures."""
+    """The front over every two objectives and the timeline, each with a title, as optuna-dashboard keeps figures."""
     from optuna_dashboard import save_plotly_graph_object
 
     names = report.objectives if len(report.objectives) > 1 else report.metric_names()[:2]
     study, written = optuna.create_study(storage=optuna.storages.InMemoryStorage()), _Written()
     study._storage = written  # type: ignore[assignment]
     drawn = fronts.fronts(report, names[:MOST_OBJECTIVES])
-    for n, (pair, figure) in enumerate(drawn.items(), start=1):
-        heading = f"Front: {' against '.join(METRICS[name].label for name in pair.split('|'))}"
+    titled = {
+        f"front-{n}": (f"Front: {' against '.join(METRICS[name].label for name in pair.split('|'))}", figure)
+        for n, (pair, figure) in enumerate(drawn.items(), start=1)
+    }
+    if report.runs:
+        titled["timeline"] = ("What ran when, with re-measurements and checks", figures.timeline(report))
+    for name, (heading, figure) in titled.items():
         # Below the buttons that plotly puts at the top, and clear of the legend where a narrow screen breaks that.
         title = {"text": heading, "font": {"size": 13}, "x": 0.02, "y": 1 - 34 / FIGURE_HEIGHT_PX, "yanchor": "top"}
         margin = {"l": 76, "r": 20, "t": 64, "b": 120}
         figure["layout"] |= {"title": title, "height": FIGURE_HEIGHT_PX, "margin": margin}
         drawable = SimpleNamespace(to_json=partial(json.dumps, figure))
-        save_plotly_graph_object(study, drawable, graph_object_id=f"autotune-front-{n}")
+        save_plotly_graph_object(study, drawable, graph_object_id=f"autotune-{name}")
     return written.attrs
 
 

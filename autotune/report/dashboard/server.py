@@ -28,7 +28,8 @@ from autotune.report.data import StudyReport
 from autotune.report.notebook import headline, lead
 from autotune.report.page import render
 from autotune.study.storage import records
-from autotune.study.storage.database import damaged
+from autotune.study.storage.database import in_words
+from autotune.system import error_log
 
 Environ: TypeAlias = dict[str, Any]
 StartResponse: TypeAlias = Callable[..., Any]
@@ -109,6 +110,9 @@ class Application:
             raise DashboardError(f"a dashboard at {host} needs a token")
         self.overlay, self.token, self._local = overlay, token, is_loopback(host)
         self._optuna = wsgi(overlay, artifact_store=overlay)
+        self._errors = error_log.Handler()
+        logger = logging.getLogger("optuna_dashboard")
+        logger.handlers, logger.propagate = [self._errors], False
         self._names = {"localhost", host.lower(), *(() if self._local else _own_names())}
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -122,10 +126,12 @@ class Application:
         environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
         try:
             return self._refusal(environ, start) or self._download(environ, start) or self._answer(environ, start)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if (sentence := damaged(error)) is None:
-                raise
-            return _say(start, HTTPStatus.SERVICE_UNAVAILABLE, str(sentence))
+        except UserError as error:
+            return _say(start, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except Exception as error:
+            said = in_words(error)
+            status = HTTPStatus.SERVICE_UNAVAILABLE if said else HTTPStatus.INTERNAL_SERVER_ERROR
+            return _say(start, status, str(said or error_log.sentence(error)))
         finally:
             self.overlay.remove_session()
 
@@ -214,7 +220,7 @@ class Application:
         path = environ.get("PATH_INFO", "") if environ["REQUEST_METHOD"] == "GET" else ""
         found = STUDY.fullmatch(path)
         shown = self._shown(int(found["study"])) if found else None
-        if shown is None and not path.startswith("/dashboard"):
+        if shown is None and not path.startswith(("/dashboard", "/api/")):
             plain: Iterable[bytes] = self._optuna(environ, start)
             return plain
         kept: list[Any] = []
@@ -223,9 +229,11 @@ class Application:
         if hasattr(answer, "close"):
             answer.close()
         status, headers = kept[0], kept[1]
+        if status.startswith("500"):
+            return _say(start, HTTPStatus.INTERNAL_SERVER_ERROR, f"this cannot be shown; {self._errors.last()}")
         if status.startswith("200"):
             styled = content.replace(b"</head>", STYLE + b"</head>", 1)
-            content = styled if shown is None else _with_notes(content, shown)
+            content = _with_notes(content, shown) if shown else styled
             headers = [each for each in headers if each[0].lower() != "content-length"]
             headers.append(("Content-Length", str(len(content))))
         start(status, headers)

@@ -33,11 +33,12 @@ from autotune.report.readme import machine, measured_on, subject
 from autotune.report.series import level_text
 from autotune.scoring.effects import Effect, Effects
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.reasons import KEPT
 from autotune.system.units import Scale, format_bytes, format_duration
 
 Context = dict[str, Any]
 # Fields of the study that the page shows elsewhere or that only programs need.
-HIDDEN_FIELDS = ("name", "target", "wall_s", "folder", "stored_as", "trials_wanted")
+HIDDEN_FIELDS = ("name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length")
 # Cards and rows beyond these are in the JSON only.
 MOST_GATED, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
 # Least widths of the table's columns; the configuration's is the style sheet's, as it depends on the screen.
@@ -86,6 +87,7 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
         },
         "effects": [_effects(found) for found in report.effects],
         "table": _table(report),
+        "has_runs": bool(report.runs),
         "has_steps": series.has_steps(report),
         "gate": _gate(report) if any(trial.get("gate") for trial in report.trials) else None,
         "samples": samples.notes(report),
@@ -120,7 +122,7 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
             "span": "",
             "price": "",
             "text": "Keep your configuration: "
-            + ("no trial is measurably better." if len(report.points) > 1 else "nothing else was measured."),
+            + (f"{KEPT}." if len(report.points) > 1 else "nothing else was measured."),
         }
     if not factor:
         why = "did not run" if report.baseline is None else "cannot be compared with it"

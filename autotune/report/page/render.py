@@ -107,6 +107,7 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
         }
         if len(report.trials) > 1
         else {},
+        "timeline-plot": {"": figures.timeline(report)} if report.runs else {},
         "loss-plot": {
             f"{kind}|{name}": figures.losses(report, name, difference=kind == "difference")
             for kind in (("loss", "difference") if report.baseline is not None else ("loss",))

@@ -38,15 +38,19 @@ SCRIPT = (
     " the script (for transformers' Trainer and Accelerate by their parallelism configuration) and tune the rest, or"
     " give autotune the model as a model.py"
 )
+ONE_SHAPE = (
+    "pipeline.stages: samples differ in length, and stages take every micro-batch to have the first one's shape: pad to one"
+    " length, or build the PipelineModule with dynamic_shape=True"
+)
 # Settings of the base configuration that tell AutoTP what to split.
 TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
 
 
 def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[str, Any]:
     """Returns the fields of `Setting` that decide over degrees."""
-    splitting = workload.splitting
+    splitting, pipeline = workload.splitting, _of_pipeline(workload)
     if workload.script is not None or splitting is None:
-        return {"no_degrees": SCRIPT if workload.script is not None else ""}
+        return {"no_degrees": SCRIPT if workload.script is not None else "", **pipeline}
     told = any(at_path(base_config, path) for path in TOLD)
     why = f"the model's layers cannot be split by DeepSpeed: {splitting.tensor}"
     results = {
@@ -56,11 +60,31 @@ def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[st
         if key == Splitting.key(path, int(degree), world_size, _beside(base_config, path)) and why
     }
     return {
+        **pipeline,
         "heads": splitting.heads,
         "kv_heads": splitting.kv_heads,
         "no_tensor": why if splitting.tensor and not told else "",
         "no_sequence": f"the model's sequences cannot be split: {splitting.sequence}" if splitting.sequence else "",
         "unlike": tuple((path, degree, why) for (path, degree), why in results.items()),
+    }
+
+
+def _of_pipeline(workload: Workload) -> dict[str, Any]:
+    """Returns the fields of `Setting` that decide over the stages of a pipeline."""
+    pipeline = workload.pipeline
+    if pipeline is None:
+        return {}
+    varies = workload.data is not None and workload.data.varies and not pipeline.dynamic and pipeline.stages == 1
+    return {
+        "pipeline_stages": pipeline.stages,
+        "partition": pipeline.partition,
+        "partitions": pipeline.partitions,
+        "unfit": tuple(
+            (int(stages), partition, why)
+            for key, why in pipeline.unfit.items()
+            for stages, _, partition in [key.partition(" ")]
+        ),
+        "no_stages": pipeline.fixed or (ONE_SHAPE if varies else ""),
     }
 
 

@@ -66,7 +66,7 @@ class Answer:
         fits: Probability that it fits.
         largest_micro_batch_size: Largest that fits with probability `SURE`, all else equal; None if none does.
         largest_tensor_bytes: Largest tensor of the forward pass, often the logits.
-        tokens_per_sample: None where samples are not token sequences.
+        tokens_per_sample: Of an average sample; None where samples are not token sequences.
         measured: Metrics of this configuration in the study, if it was measured.
         study: Study whose trials corrected the forecast.
         notes: Remarks for the user.
@@ -81,7 +81,7 @@ class Answer:
     fits: float
     largest_micro_batch_size: int | None
     largest_tensor_bytes: float
-    tokens_per_sample: int | None
+    tokens_per_sample: float | None
     measured: Mapping[str, float]
     study: str
     notes: Sequence[str]
@@ -195,7 +195,7 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
         limit_bytes=limit, fits=probability_below(said, limit),
         largest_micro_batch_size=_largest(predictor, candidate, limit),
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
-        tokens_per_sample=found.profile.sequence if found.profile.sequence > 1 else None,
+        tokens_per_sample=found.profile.tokens_per_sample,
         measured=measured.get(candidate, {}), study=spec.name, notes=found.notes,
         device=found.device + (f", as if it had {format_bytes(limit)}" if spec.device_memory_bytes else ""),
     )  # fmt: skip
@@ -220,8 +220,11 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
             *notes,
             f"rates are those of {local} rank(s) on this machine; between more ranks or machines links differ",
         ]
+    profile = workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks)
+    reaching = profile.reaching(spec.max_length or 0)
+    notes = [*notes, *reaching.caveats[len(profile.caveats) :]]
     return ForecastInputs(
-        profile=workload.profile or Profile.guess(workload.n_parameters, workload.n_trainable, workload.n_blocks),
+        profile=reaching,
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
         share_bytes=environment.share_bytes(local), notes=notes,
         device=f"{environment.device_name} ({environment.accelerator})",

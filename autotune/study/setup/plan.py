@@ -17,10 +17,11 @@ from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
-from autotune.space.degree import degrees_of
+from autotune.space.degree import PIPELINE_DEGREE, degrees_of
 from autotune.space.legality import inherited_settings, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
+from autotune.space.torch_settings import has_tf32
 from autotune.study.setup import degrees, profile_cache
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
@@ -34,7 +35,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, emulates_bf16
 from autotune.trial.target import Target, is_yaml
-from autotune.trial.workload import Script, Workload
+from autotune.trial.workload import Script, Workload, recomputing_in_runs
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -78,7 +79,9 @@ class Plan:
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
         config = candidate.to_deepspeed(self.base_config)
-        return self.workload.script.completed(config, candidate) if self.workload.script else config
+        if self.workload.script is not None:
+            return self.workload.script.completed(config, candidate)
+        return recomputing_in_runs(config, candidate) if self.workload.pipeline is not None else config
 
     def learning_rate(self) -> LearningRate:
         """How the learning rate follows the batch in this study's trials."""
@@ -91,7 +94,9 @@ class Plan:
     def replicated(self) -> bool:
         """Whether every rank trains the whole model on separate data: neither layers nor experts are split."""
         script = self.workload.script
-        parted = script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
+        parted = self.workload.pipeline is not None or (
+            script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
+        )
         return self.data_parallel == self.world_size and not parted and self.baseline.ranks_per_replica == 1
 
     @property
@@ -242,10 +247,11 @@ def grounds(
         deepspeed_version=environment.versions["deepspeed"],
         world_size=data_parallel,
         ranks_per_node=max(1, data_parallel // spec.nodes_for(world_size)),
-        pipeline_stages=workload.script.pipeline_stages if workload.script else 0,
         bf16=environment.bf16,
         fp16=environment.fp16,
+        tf32=has_tf32(environment.accelerator, environment.capability),
         n_blocks=workload.n_blocks,
+        module_classes=workload.module_classes,
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
         plain_backward=workload.script is not None and workload.script.plain_backward,
@@ -272,7 +278,10 @@ def _of_data(workload: Workload) -> dict[str, Any]:
     shortest = int(data.table[0][0]) if data.table else 0
     # Lengths of which only some samples' are known bound nothing.
     ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
-    return {"lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": tuple(data.cannot.items())}
+    cannot = tuple(data.cannot.items())
+    return {
+        "lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": cannot, "steps_grouped": data.steps_grouped,
+    }  # fmt: skip
 
 
 def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
@@ -284,6 +293,10 @@ def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[]
     if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it again
         key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
         profile_cache.save(replace(workload, machine=None), key)
+    if workload.profile is not None and spec.max_length:
+        reaching = workload.profile.reaching(spec.max_length)
+        notes += reaching.caveats[len(workload.profile.caveats) :]
+        workload = replace(workload, profile=reaching)
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 
@@ -306,6 +319,8 @@ def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
             if workload.environment.accelerator == "cuda":  # one kernel for all tensors; on the host, too, if offloaded
                 params["fused"] = True
             config["optimizer"] = {"type": "AdamW", "params": params}
+    if workload.pipeline is not None and at_path(config, PIPELINE_DEGREE) is None:
+        set_path(config, PIPELINE_DEGREE, workload.pipeline.stages)
     if follows and workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
         set_path(config, "data_types.buffer_dtype", "auto")
     return config

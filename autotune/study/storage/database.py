@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autotune.errors import Unavailable, UserError, printable
 from autotune.study.storage import urls
-from autotune.system import files, redaction
+from autotune.system import error_log, files, redaction
 
 BUSY_TIMEOUT_S = 60
 # How long a study waits for a database that stopped answering, and the pauses between its attempts.
@@ -39,6 +40,9 @@ REFUSALS = (
 )  # fmt: skip
 PASSWORD = ("password", "access denied")
 MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "duplicate entry")
+# A server that is up but not ready yet, and how long a command waits for it.
+STARTING = ("starting up", "shutting down", "in recovery mode", "not yet accepting connections", "too many clients")
+STARTS_WITHIN_S = 30.0
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
 FULL = ("disk is full", "disk full", "no space left", "table is full")
 RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
@@ -154,15 +158,25 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
 
 
 def _made(url: str, connect: dict[str, Any]) -> Storage:
-    """Open the storage; try again where another process creates its tables at the same moment."""
-    for _ in range(4):
+    """Open the storage; try again where its server is starting, or another process creates its tables at the same moment.
+
+    Raises:
+        StoreAway: The server is still starting after `STARTS_WITHIN_S`.
+    """
+    until, left = time.monotonic() + STARTS_WITHIN_S, 4
+    while True:
         try:
             return Storage(url, connect)
         except DBAPIError as error:
-            if not any(words in str(error.orig).lower() for words in MADE_MEANWHILE):
+            said = str(error.orig).lower()
+            starts, left = any(words in said for words in STARTING), left - 1
+            if starts and time.monotonic() > until:
+                raise StoreAway(
+                    f"storage {urls.redact_url(url)}: {_reason(error)}; the same command goes on later"
+                ) from None
+            if not starts and not (left and any(words in said for words in MADE_MEANWHILE)):
                 raise
             time.sleep(0.2)
-    return Storage(url, connect)
 
 
 def _missing_driver(url: str) -> str:
@@ -183,6 +197,8 @@ def _hint(url: str, error: BaseException) -> str:
         return RECOVER
     if any(words in said for words in FULL):
         return "Free some space"
+    if isinstance(error, RuntimeError):  # of Optuna, about its table of versions
+        return "Another release of optuna made it: install that, or `optuna storage upgrade --storage URL`; or restore a copy"
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"
@@ -288,16 +304,28 @@ def failing_in_words(url: str) -> Iterator[None]:
         raise StoreError(f"{said}; what was told before is kept. Run the same command again to go on") from None
 
 
-def damaged(error: Exception) -> StoreError | None:
-    """The sentence for an error that a value in a database caused, which another program wrote; None for another error."""
-    place, frames = error.__traceback__, list[str]()
-    while place is not None:
-        frames.append(place.tb_frame.f_code.co_filename.replace("\\", "/"))
-        place = place.tb_next
-    if not any(part in frame for frame in frames for part in READERS):
+def in_words(error: Exception) -> UserError | None:
+    """The sentence for an error of the database, or one that a value in it caused; None for an error of another kind.
+
+    A value that another program wrote or garbled fails where it is read: in Optuna, SQLAlchemy or this package. What fails
+    elsewhere is an error of autotune itself, also where readers called it. The traceback is kept in both cases, since
+    readers may err too.
+    """
+    if isinstance(error, SQLAlchemyError | optuna.exceptions.StorageInternalError):
+        return StoreError(f"the database cannot be read: {printable(_reason(error))}; {error_log.keep(error)}")
+    if not isinstance(error, LookupError | TypeError | ValueError | AttributeError) or not _is_of_reader(error):
         return None
     what = printable(str(error))[:200] or type(error).__name__
-    return StoreError(f"the database holds a value that cannot be read ({what}): restore a copy")
+    return StoreError(
+        f"the database holds a value that cannot be read ({what}): restore a copy; {error_log.keep(error)}"
+    )
+
+
+def _is_of_reader(error: Exception) -> bool:
+    """Whether the innermost frame of an error, apart from libraries that read texts, is of code that reads rows."""
+    frames = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if any(part in frame for part in (*READERS, "/autotune/"))]
+    return bool(own) and any(part in own[-1] for part in READERS)
 
 
 def passes(error: BaseException) -> bool:

@@ -74,13 +74,11 @@ class Measurement:
     at: float = field(default_factory=time.time)
 
 
-# Columns of all tables that hold numbers.
-NUMBERS = {
-    column.name
-    for table in TABLES.tables.values()
-    for column in table.columns
-    if isinstance(column.type, sql.Integer | sql.Double)
-}
+# Columns of all tables that hold numbers, and those that hold JSON objects.
+NUMBERS, OBJECTS = (
+    {column.name for table in TABLES.tables.values() for column in table.columns if isinstance(column.type, kinds)}
+    for kinds in (sql.Integer | sql.Double, sql.JSON)
+)
 
 
 class History:
@@ -291,6 +289,10 @@ def _is_readable(row: Row) -> bool:
     if any(value is UNREADABLE for value in row.values()):
         return False
     if any(isinstance(value, str) for name, value in row.items() if name in NUMBERS):
+        return False
+    if not all(isinstance(value, dict) for name, value in row.items() if name in OBJECTS):
+        return False
+    if not all(isinstance(value, int | float | None) for value in row.get("metrics", {}).values()):
         return False
     if isinstance(text := row.get("candidate"), str):
         with contextlib.suppress(ValueError, RecursionError):

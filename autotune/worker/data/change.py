@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
-from autotune.worker.data.samples import IGNORED, MASKS
+from autotune.worker.data.samples import IGNORED, MASKS, is_text
 from autotune.worker.data.worst import cut_sample
 
 BATCH_CHANGES = ("max_length", "packing", "pad_to_multiple_of")
@@ -67,7 +67,7 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
         mask = next((batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)), torch.ones_like(ids))
         real = (mask[0] != 0).nonzero().flatten()
         for name, value in batch.items():
-            if name not in MASKS and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
+            if name not in (*MASKS, "position_ids") and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
                 rows.setdefault(name, []).append(value[:, real])
         rows.setdefault("position_ids", []).append(torch.arange(len(real))[None])
         if "labels" in rows and len(real):
@@ -119,12 +119,24 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
         if not mapped:
             found["group_by_length"] = "data() is a stream"
     else:
-        found["group_by_length"] = "the samplers of a script are left alone; sort by length there"
+        found["group_by_length"] = (
+            "the order of a script's samples is its own; give its DataLoader a sampler that groups them, such as"
+            " transformers' LengthGroupedSampler, and it is measured as it is"
+        )
     if not takes(own, "pad_to_multiple_of"):
         found["pad_to_multiple_of"] = "the collate function takes no argument `pad_to_multiple_of`"
+    if not takes(own, "max_length") and is_text(_first(dataset, mapped=mapped)):
+        found["max_length"] = "samples are text; cut their tokens in a collate function that takes `max_length`"
     if not takes(own, "packing") and (why := _why_not_packed(dataset, own, model, mapped=mapped)):
         found["packing"] = why
     return found
+
+
+def _first(dataset: Any, *, mapped: bool) -> Any:
+    try:
+        return dataset[0] if mapped else next(iter(dataset))
+    except Exception:  # trials will say what is wrong with the data
+        return None
 
 
 def _why_not_packed(dataset: Any, own: Collator, model: Any, *, mapped: bool) -> str:
@@ -132,7 +144,7 @@ def _why_not_packed(dataset: Any, own: Collator, model: Any, *, mapped: bool) ->
     if not takes(getattr(model, "forward", None), "position_ids"):
         return "the model takes no `position_ids`, by which packed samples are kept apart"
     try:
-        one = packed([own([dataset[0] if mapped else next(iter(dataset))])])
+        one = packed([own([_first(dataset, mapped=mapped)])])
     except Exception as error:
         return f"its batches cannot be packed ({type(error).__name__}: {error})"
     return "" if "labels" in one else "its batches hold no `labels`, of which packing leaves some out"

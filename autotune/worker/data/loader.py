@@ -51,7 +51,7 @@ class Loader:
         self.collate = Collate(self._own, self._changes) if self._changes else self._own
         self._first = self._next_sample = first_sample
         # Samples of a step are sorted only among those that the rank gets anyway.
-        self._grouped = accumulation if self._changes.get("group_by_length") else 1
+        self.grouped = accumulation if self._changes.get("group_by_length") else 1
         self._orders: dict[int, Tensor] = {}
         self._batch = target.batch if target.data is None else None
         self._stream: Iterator[Any] | None = None
@@ -107,7 +107,7 @@ class Loader:
             samples = list(itertools.islice(self._stream, self.micro_batch_size * self._world_size))
             return self._kept(self.collate(samples[own : own + self.micro_batch_size])), self.micro_batch_size
         if not self._waiting:
-            chunk = self._grouped * self.micro_batch_size * self._world_size
+            chunk = self.grouped * self.micro_batch_size * self._world_size
             self._waiting = next(self._workers) if self._workers is not None else self._drawn(self._next_sample)
             self._next_sample += chunk
         return self._waiting.pop(0), self.micro_batch_size
@@ -169,13 +169,13 @@ class Loader:
         chunk, own = self.micro_batch_size * self._world_size, self._rank * self.micro_batch_size
         samples = [
             self.dataset[self._index(first + n * chunk + own + i)]
-            for n in range(self._grouped)
+            for n in range(self.grouped)
             for i in range(self.micro_batch_size)
         ]
-        if self._grouped > 1:
+        if self.grouped > 1:
             samples.sort(key=length_of)
         size = self.micro_batch_size
-        return [self.collate(samples[n * size : (n + 1) * size]) for n in range(self._grouped)]
+        return [self.collate(samples[n * size : (n + 1) * size]) for n in range(self.grouped)]
 
     def _index(self, position: int) -> int:
         assert self.n_samples is not None
@@ -196,7 +196,7 @@ class _Draws(torch.utils.data.Dataset[list[Any]]):
 
     def __getitem__(self, number: int) -> list[Any]:
         loader = self._loader
-        chunk = loader._grouped * loader.micro_batch_size * loader._world_size
+        chunk = loader.grouped * loader.micro_batch_size * loader._world_size
         return loader._drawn(loader._first + number * chunk)
 
     def __len__(self) -> int:
@@ -209,7 +209,8 @@ def _dataset(target: ModelFile) -> Any:
     if isinstance(dataset, torch.utils.data.DataLoader):
         name = f"{target.path.name}: data() returned a DataLoader"
         raise WorkloadError(f"{name}; return its dataset, since the tuner chooses the batch size")
-    if not is_map_style(dataset) and not hasattr(dataset, "__iter__"):
+    # Without a length it is read in order, as Python iterates over what has positions.
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise WorkloadError(
             f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
         )

@@ -78,6 +78,7 @@ def expected(
     micro: int,
     accumulation: int,
     changes: Mapping[str, Scalar],
+    grouped: int = 1,
 ) -> dict[str, float]:
     """Returns the tokens that a rank's optimizer step takes in on average over the data set, by name in `taken_in`.
 
@@ -90,12 +91,16 @@ def expected(
         micro: Samples of a micro-batch.
         accumulation: Micro-batches of a step.
         changes: The candidate's settings of the data.
+        grouped: Micro-batches among which the samples are sorted by length.
     """
     known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
     rows = _rows(seen)
     if changes.get("packing"):
         return _expected_packed(known, rows, micro, accumulation)
-    if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen) or not _alike(known, rows):
+    if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen):
+        return {}
+    # Samples of one length come together, so that a micro-batch tells hardly more than one of them.
+    if not _alike(known, rows, len(seen) if grouped > 1 else len(rows)):
         return {}
     highest = np.array([float(each.max()) for each, _ in seen])
     padded = np.array([float(width) for _, width in seen])
@@ -103,7 +108,7 @@ def expected(
     if (excess < 0).any() or (excess >= MOST_ROUNDED).any() or excess.mean() > MOST_EXCESS * highest.mean():
         return {}
     real = micro * accumulation * lengths.expected(known)
-    width = lengths.mean_width(known, micro, accumulation if changes.get("group_by_length") else 1)
+    width = lengths.mean_width(known, micro, grouped)
     return {"tokens": micro * accumulation * (width + float(excess.mean())), "real_tokens": real}
 
 
@@ -119,11 +124,11 @@ def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: int, accumul
     return dict.fromkeys(("tokens", "real_tokens"), micro * accumulation * mean)
 
 
-def _alike(known: lengths.Table, rows: np.ndarray) -> bool:
-    """Whether rows may be samples of lengths like the known ones, by the mean of the logarithms."""
+def _alike(known: lengths.Table, rows: np.ndarray, n: int) -> bool:
+    """Whether rows may be n independent samples of lengths like the known ones, by the mean of the logarithms."""
     values, counts = np.array(known, dtype=float).T
     logs, weights = np.log(np.maximum(values, 1)), counts / counts.sum()
     mean = float(logs @ weights)
     sd = math.sqrt(float(np.square(logs - mean) @ weights))
     apart = abs(float(np.log(np.maximum(rows, 1)).mean()) - mean)
-    return apart <= WITHIN_SDS * sd / math.sqrt(len(rows)) + WITHIN_SHARE and rows.max() <= values[-1]
+    return apart <= WITHIN_SDS * sd / math.sqrt(n) + WITHIN_SHARE and rows.max() <= values[-1]

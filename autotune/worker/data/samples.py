@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autotune.trial import lengths as lengths_of
 from autotune.trial.workload import DataShape
+from autotune.worker.containers import map_tensors
 
 # Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
@@ -35,21 +36,24 @@ def is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def describe(samples: Any, cannot: Mapping[str, str] | None = None) -> DataShape | None:
+def describe(
+    samples: Any, cannot: Mapping[str, str] | None = None, collate: Callable[[list[Any]], Any] = list
+) -> DataShape | None:
     """Returns the shape of a data set; None if no sample can be read, which trials will report.
 
     Args:
         samples: The data set, read whole or else at random positions as far as the time budget goes; or an iterator,
             of which the first samples are read.
         cannot: Settings of the data that the target cannot follow, each with the reason.
+        collate: Makes a batch of samples; the tokens of a text are those that it makes of it.
     """
     try:
-        return _read(samples, cannot or {})
+        return _read(samples, cannot or {}, collate)
     except Exception:
         return None
 
 
-def _read(samples: Any, cannot: Mapping[str, str]) -> DataShape | None:
+def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]], Any]) -> DataShape | None:
     mapped = is_map_style(samples)
     until = time.monotonic() + BUDGET_S
     kinds: dict[str, list[tuple[int, ...]]] = {}
@@ -61,7 +65,7 @@ def _read(samples: Any, cannot: Mapping[str, str]) -> DataShape | None:
             for name, shape, dtype in _fields(sample, ""):
                 kinds.setdefault(name, []).append(shape)
                 dtypes[name] = dtype
-        lengths.append(length_of(sample))
+        lengths.append(length_of(_only(collate([sample])) if is_text(sample) else sample))
         positions.append(position)
         if time.monotonic() > until:
             break
@@ -85,6 +89,16 @@ def _at_random(dataset: Any) -> Iterator[tuple[int, Any]]:
     order: Iterable[Any] = rng.permutation(n) if n <= MOST_PERMUTED else rng.integers(0, n, MOST_PERMUTED)
     for position in order:
         yield int(position), dataset[int(position)]
+
+
+def is_text(sample: Any) -> bool:
+    """Returns whether a sample is text, whose tokens only the collate function makes."""
+    return {dtype for _, shape, dtype in _fields(sample, "") if shape} == {"text"}
+
+
+def _only(batch: Any) -> Any:
+    """Returns the only sample of a batch."""
+    return map_tensors(batch, lambda tensor: tensor[0] if tensor.dim() and tensor.shape[0] == 1 else tensor)
 
 
 def length_of(sample: Any) -> int:

@@ -20,6 +20,7 @@ class Watch:
         lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
         rows: Returns the rows and the samples of the micro-batches so far.
         accumulation: Micro-batches of a step.
+        grouped: Micro-batches among which the samples are sorted by length.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Watch:
         self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
         self.lengths: Sequence[tuple[Tensor, int]] = ()
         self.rows: Callable[[], set[tuple[int, int | None]]] = set
-        self.accumulation = 1
+        self.accumulation = self.grouped = 1
 
 
 watch = Watch()
@@ -48,8 +49,10 @@ def _of_loader(name: str) -> Callable[[Scalar], str | None]:
 
 
 def _max_length(value: Scalar) -> str | None:
-    longest = max((int(rows.max()) for rows, _ in _seen()), default=0)
-    return f"a sample of {longest} tokens was trained on" if longest > int(str(value)) else None
+    # A packed row holds all samples of its micro-batch.
+    packed = max((samples or 1 for rows, samples in watch.rows() if rows == 1), default=1)
+    longest = max((int(rows.max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0)
+    return f"a sample of {longest:.0f} tokens was trained on" if longest > int(str(value)) else None
 
 
 def _multiple(value: Scalar) -> str | None:
@@ -65,11 +68,22 @@ def _packed(value: Scalar) -> str | None:
 
 
 def _grouped(value: Scalar) -> str | None:
+    if watch.loader is None and watch.iterator() is not None:
+        sampler = type(sampler_of(watch.iterator())).__name__
+        return None if watch.grouped > 1 else f"samples are drawn by {sampler}, which does not group them by length"
     n, widths = watch.accumulation, [width for _, width in _seen()]
     steps = [widths[i : i + n] for i in range(0, len(widths) - n + 1, n)]
     return (
         None if all(step == sorted(step) for step in steps) else "the micro-batches of a step are in no order of length"
     )
+
+
+def sampler_of(iterator: Any) -> Any:
+    """Returns the innermost sampler that a DataLoader's iterator draws by: batch samplers hold another one."""
+    sampler = iterator._index_sampler
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    return sampler
 
 
 def _seen() -> Sequence[tuple[Tensor, int]]:

@@ -23,7 +23,10 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
         n: Samples of the batch.
         length: Extend shorter samples to this length; 0 leaves them.
     """
-    return collate([stretched_sample(dataset[positions[i % len(positions)]], length) for i in range(n)])
+    longest = [dataset[positions[i % len(positions)]] for i in range(n)]
+    if samples.is_text(longest[0]):
+        return stretched(collate(longest), n, length)
+    return collate([stretched_sample(sample, length) for sample in longest])
 
 
 def stretched_sample(sample: Any, length: int) -> Any:
@@ -70,9 +73,15 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
         rows: Its samples.
         length: Extend rows to this length, by repeating what is no padding; 0 leaves them.
     """
-    wide = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
-    if not wide:
-        return batch
+    wide = _wide(batch, rows)
+    if not wide:  # sequence-first batches have the samples in the second dimension
+        turned = map_tensors(batch, lambda t: t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t)
+        if not _wide(turned, rows):
+            return batch
+        longer = stretched(turned, rows, length)
+        return map_tensors(
+            longer, lambda t: t.transpose(0, 1).contiguous() if t.dim() > 1 and t.shape[0] == rows else t
+        )
     n = max(int(tensor.shape[1]) for tensor in wide)
     real = _real_columns(batch, rows, n)
     index = real[torch.arange(max(n, length)) % len(real)] if len(real) else torch.arange(n)
@@ -86,6 +95,10 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
         return row.expand(rows, *row.shape).contiguous()
 
     return map_tensors(batch, change)
+
+
+def _wide(batch: Any, rows: int) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
 
 
 def _mask(batch: Any, rows: int, n: int) -> Tensor | None:
@@ -114,3 +127,12 @@ def rows_of(batch: Any) -> int:
 def size_of(batch: Any) -> int:
     """Returns the elements of all tensors of a batch."""
     return sum(tensor.numel() for tensor in tensors_in(batch))
+
+
+def length_in(shape: tuple[int, ...], samples: int) -> int:
+    """Returns the length of each sample of a batch: packed in one row, sequence-first, or in rows."""
+    if len(shape) < 2:
+        return 0
+    if shape[0] == 1:
+        return shape[1] // max(1, samples)
+    return shape[0] if shape[1] == samples != shape[0] else shape[1]

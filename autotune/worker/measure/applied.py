@@ -47,7 +47,7 @@ def observe(
         tf32=torch.get_float32_matmul_precision() != "highest" if torch.device(engine.device).type == "cuda" else None,
         draw_size=batches.draw_size,
         parts=batches.parts,
-        groups=None if pipelined else groups.observe(engine),
+        groups=groups.observe(engine),
     )
     return _of_all_stages(observed, n_copies) if pipelined else observed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,19 @@ N_SHAPES, N_LENGTHS = 32, 4096
 MOST_AHEAD = 1024
 # Fields of `StepCount` that are summed over ranks.
 TAKEN_IN = ("samples", "tokens", "real_tokens", "elements")
+
+
+class Ragged(enum.IntEnum):
+    """How a step's samples compare with those of others; where ranks differ, the largest value holds."""
+
+    NO = 0
+    """An ordinary step."""
+    SAME_END = 1
+    """A further step of the draw with which an epoch ended."""
+    END = 2
+    """It had fewer samples, where an epoch ended or may have."""
+    VARIES = 3
+    """No epoch ended at the last such step: the samples of a step vary."""
 
 
 class MicroBatch(NamedTuple):
@@ -55,15 +69,14 @@ class StepCount:
         tokens: Tokens, padding included; 0 where samples are not token sequences.
         real_tokens: Tokens without padding, on the device: reading them would wait for it.
         elements: Elements of all tensors that went forward.
-        ragged: 0 for an ordinary step; 1 if it had fewer samples, where an epoch ended or may have; 2 if no epoch
-            ended at the last such step, so that steps vary.
+        ragged: Whether it had fewer samples than other steps.
     """
 
     samples: int = 0
     tokens: int = 0
     real_tokens: Tensor | int = 0
     elements: int = 0
-    ragged: int = 0
+    ragged: Ragged = Ragged.NO
 
 
 class BatchObserver:
@@ -92,7 +105,7 @@ class BatchObserver:
         # Draws that no micro-batch has used yet: their samples, and the shape of the tensor that counts them.
         self._ahead: collections.deque[tuple[int | None, tuple[int, ...]]] = collections.deque(maxlen=MOST_AHEAD)
         self._n_drawn = self._latest_draw = self._last_used = self._largest_used = 0
-        self._missing = self._loader_ended = self._epoch_ended = self._pending = False
+        self._missing = self._loader_ended = self._epoch_ended = self._pending = self._drew = False
         self._sample_dim = 0
         # Of the step under way, then of all steps; steps that are alike are kept once.
         self._micro: list[MicroBatch] = []
@@ -193,7 +206,7 @@ class BatchObserver:
         if not ragged:
             self._seen[micro] = None
             self.backward_counts.add(self._n_backward)
-        self._micro, self._epoch_ended = [], False
+        self._micro, self._epoch_ended, self._drew = [], False, False
         self._tokens, self._real_tokens, self._elements, self._n_backward = [0, 0], [0, 0], 0, 0
         return True
 
@@ -254,8 +267,8 @@ class BatchObserver:
         # If draws differ and tensors do not, something else drew in between.
         return "first" if len(drawn) > 1 and len(first) == 1 else "by_draw"
 
-    def _ragged(self, samples: int) -> int:
-        """Returns how a step's samples compare with those of others, as in `StepCount.ragged`."""
+    def _ragged(self, samples: int) -> Ragged:
+        """Returns how a step's samples compare with those of others."""
         has_loader, was_pending = self._largest_used > 0, self._pending
         at_end = self._epoch_ended or 0 < self._last_used < self._largest_used
         # Of a draw that is cut up something may be left over each time, which ends no epoch.
@@ -263,7 +276,9 @@ class BatchObserver:
         self._pending = smaller and not at_end
         # A loader says at the latest with its next draw that it had ended; in a loop without one, an end stands alone.
         varies = was_pending and (not self._epoch_ended if has_loader else smaller)
-        return 2 if varies else int(smaller)
+        if varies or not smaller:
+            return Ragged.VARIES if varies else Ragged.NO
+        return Ragged.END if self._drew or not self.last.ragged else Ragged.SAME_END
 
     # Single calls
 
@@ -274,7 +289,7 @@ class BatchObserver:
             self._missing = self._missing or not self._loader_ended
             return self._largest_used if self._loader_ended and self._largest_used else None, False
         n, drawn_shape = self._ahead.popleft()
-        self._last_used = n or 0
+        self._drew, self._last_used = True, n or 0
         self._largest_used = max(self._largest_used, self._last_used)
         if n not in drawn_shape:
             return n, False

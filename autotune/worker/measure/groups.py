@@ -21,6 +21,7 @@ def observe(engine: Any) -> Groups:
     return Groups(
         tensor=_tensor_size(engine),
         sequence=int(getattr(engine, "sequence_parallel_size", 1) or 1),
+        pipeline=int(getattr(engine, "num_stages", 1)),
         data=data_parallel(engine),
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.

@@ -15,7 +15,7 @@ from autotune.scoring.convergence.noise_scale import falling, noise_scale_of
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.worker.measure.batches import TAKEN_IN, StepCount
+from autotune.worker.measure.batches import TAKEN_IN, Ragged, StepCount
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
@@ -30,8 +30,10 @@ MAX_WINDOW_STEPS = 100
 MAX_SKIPPED_UPDATES = 30
 # Fewer steps give no step time.
 MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
-# Smaller steps in a row, at ends of epochs, after which the script's steps are said to vary.
-MAX_RAGGED_STEPS = 3
+# Ends of epochs in a row, each with smaller steps, after which the script's steps are said to vary.
+MAX_ENDS_IN_A_ROW = 3
+# Smaller steps beyond the number of others: the first few may be cut short wherever the epoch stands.
+SPARE_RAGGED_STEPS = 1
 
 
 class Diverged(Exception):
@@ -64,7 +66,7 @@ class StepLedger:
         self._micro_batch_size = candidate.micro_batch_size
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = 0.0
-        self.skipped = self.ragged = self._n_ragged = 0
+        self.skipped = self._ends_in_a_row = self._n_ragged = 0
         # Of what the ranks take in, this share counts: ranks that train one copy of the model take in the same.
         self.share = 1.0
         self._next_look = step_times.SETUP_STEPS + step_times.MIN_TIMED_STEPS
@@ -118,13 +120,15 @@ class StepLedger:
             self.noise.leave_out([bool(a or b) for a, b in zip(skips, smaller, strict=True)])
         before = len(self.report.step_times_s)
         for i in range(n):
-            self._add(times[i], cpu_s / n, means[i], taken_in[i], skipped=bool(skips[i]), ragged=int(smaller[i]))
+            self._add(
+                times[i], cpu_s / n, means[i], taken_in[i], skipped=bool(skips[i]), ragged=Ragged(int(smaller[i]))
+            )
         if self.report.rank == 0 and len(self.report.step_times_s) > before:
             last = {"step_time_s": self.report.step_times_s[-1], "loss": self.report.losses[-1]}
             self.recorder.event(step=len(self.report.step_times_s), **last)
 
     def _add(
-        self, time_s: float, cpu_s: float, loss: float, taken_in: Sequence[int], *, skipped: bool, ragged: int
+        self, time_s: float, cpu_s: float, loss: float, taken_in: Sequence[int], *, skipped: bool, ragged: Ragged
     ) -> None:
         """Adds a step unless loss scaling skipped it or it is the shorter end of an epoch."""
         finite = bool(np.isfinite(loss))
@@ -137,11 +141,9 @@ class StepLedger:
             return
         self.skipped = 0
         if ragged:
-            self.ragged, self._n_ragged = self.ragged + 1, self._n_ragged + 1
-            if ragged > 1 or self.ragged > MAX_RAGGED_STEPS or self._n_ragged > len(self.report.step_times_s) + 1:
-                raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
+            self._set_aside(ragged)
             return
-        self.ragged = 0
+        self._ends_in_a_row = 0
         for name, amount in zip(TAKEN_IN, taken_in, strict=True):
             self.report.taken_in.setdefault(name, []).append(amount)
         self.report.step_times_s.append(time_s)
@@ -149,6 +151,20 @@ class StepLedger:
         self.report.losses.append(loss if finite else None)
         if not finite:
             raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
+
+    def _set_aside(self, ragged: Ragged) -> None:
+        """Counts a step that is the shorter end of an epoch."""
+        self._n_ragged += 1
+        self._ends_in_a_row += ragged is not Ragged.SAME_END
+        n = len(self.report.step_times_s)
+        if ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW:
+            raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
+        if self._n_ragged > n + SPARE_RAGGED_STEPS:
+            raise NotApplied(
+                f"most optimizer steps ({self._n_ragged} of {self._n_ragged + n}) have fewer samples than another one: where"
+                " epochs end that often, give the script more data, or a loader with drop_last=True; where its sampler makes"
+                " batches of varying sizes (as many as a token budget holds), give it one with a fixed number of samples"
+            )
 
     def done(self) -> bool:
         """Returns whether the measurement may end; precision is looked at after every 10 % more steps only."""

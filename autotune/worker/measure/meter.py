@@ -105,7 +105,7 @@ class Meter:
         self.report.lengths = {} if "packing" in candidate.data_changes else padding.histogram(seen)
         own = padding.expected(
             self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
-            candidate.data_changes,
+            candidate.data_changes, watch.grouped,
         )  # fmt: skip
         self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
 
@@ -161,8 +161,8 @@ class Meter:
         return self._highest(self._busyness.cores_used_by_others(own_s))
 
     def _highest_peak(self) -> float:
-        """Returns the highest memory peak of all ranks so far, as the trial's result counts it."""
-        return self._highest(max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0]))
+        """Returns what the highest memory peak of all ranks is at least, as the trial's result counts it."""
+        return self._highest(max(self.memory.least_bytes, self.memory.reserved_bytes or 0))
 
     def _highest(self, value: float) -> float:
         """Returns the maximum over all ranks."""

@@ -45,7 +45,7 @@ class Tail:
     def trained(self, batch: Any, samples: int) -> None:
         """Notes that the worst batch went forward and backward."""
         tensor = counted_tensor((batch,), {})
-        length = int(tensor.shape[1]) if tensor is not None and tensor.dim() > 1 else 0
+        length = worst.length_in(tuple(tensor.shape), samples) if tensor is not None else 0
         self._meter.report.tail = {"samples": samples, "length": length, "elements": worst.size_of(batch)}
 
     def finish(self, evaluate: Callable[[], Any]) -> None:

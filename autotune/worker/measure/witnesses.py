@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
+from autotune.space.degree import PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
 from autotune.worker.measure import sizes
 from autotune.worker.measure.groups import exchanges
+from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
@@ -256,6 +258,26 @@ def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
     return None
 
 
+def _leaves(engine: Any, value: Scalar) -> str | None:
+    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+
+    names = {id(m): (type(m).__name__, f"{type(m).__module__}.{type(m).__qualname__}") for m in engine.module.modules()}
+    asked, usual = (
+        {key for key, own in names.items() if not set(own).isdisjoint(classes)}
+        for classes in ([value], DEFAULT_LEAF_MODULE_CLASSES)
+    )
+    flagged = {id(module) for module in engine.module.modules() if getattr(module, "_z3_leaf", False)}
+    if not asked or flagged != asked:
+        return f"{len(flagged)} modules are gathered at once, and the model has {len(asked)} of class {value}"
+    return Idle("DeepSpeed does the same without the key") if asked == usual else None
+
+
+def _partition(engine: Any, value: Scalar) -> str | None:
+    if stages.partition != value:
+        return f"{value} was asked for, {stages.partition} ran"
+    return Idle(f"the stages are those by {stages.own[1]}") if stages.same_parts(engine.module) else None
+
+
 def _compiled(name: str) -> Witness:
     def ask(engine: Any, value: Scalar) -> str | None:
         if name == "deepcompile" and value:
@@ -349,6 +371,7 @@ WITNESSES: dict[str, Witness] = {
     f"{ZERO}stage3_max_reuse_distance": _equal(_offload("_max_reuse_distance_in_numel")),
     f"{ZERO}stage3_param_persistence_threshold": _persistence,
     f"{ZERO}stage3_model_persistence_threshold": _equal(_offload("model_persistence_threshold")),
+    f"{ZERO}leaf_module.classes": _leaves,
     f"{ZERO}zero_hpz_partition_size": _equal(_zero("zero_hpz_partition_size")),
     f"{ZERO}zero_quantized_weights": _quantized("weights", ("forward", "backward"), _offload("zero_quantized_weights")),
     f"{ZERO}zero_quantized_gradients": _quantized(
@@ -359,6 +382,7 @@ WITNESSES: dict[str, Witness] = {
     "bf16.immediate_grad_update": _immediate_update,
     "bf16.check_grad_overflow": _overflow_check,
     "data_types.buffer_dtype": _buffer_dtype,
+    "torch.allow_tf32": _equal(lambda engine: torch.get_float32_matmul_precision() != "highest"),
     "disable_python_gc": _equal(lambda engine: not gc.isenabled()),
     "prescale_gradients": _equal(_scaled("postscale_gradients"), lambda value: not value),
     "gradient_predivide_factor": _predivide,
@@ -370,6 +394,8 @@ WITNESSES: dict[str, Witness] = {
     "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
     "tensor_parallel.autotp_size": _tensor_parallel,
     "sequence_parallel_size": _sequence_parallel,
+    PIPELINE_DEGREE: _equal(lambda engine: engine.num_stages, lambda value: value or 1),
+    PARTITION: _partition,
 }
 # Sections whose settings share one witness; it is made from the name within the section.
 SECTIONS: dict[str, Callable[[str], Witness]] = {

@@ -19,9 +19,12 @@ from autotune.trial.workload import Environment, Workload
 from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices
-from autotune.worker.model import model_file
+from autotune.worker.model import model_file, staged
 from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
+
+# They have no forward of their own, before which their parameters could be gathered.
+CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def inspect_model(request: TrialRequest) -> Workload:
@@ -39,8 +42,9 @@ def inspect_model(request: TrialRequest) -> Workload:
         raise model_file.WorkloadError(f"{target.path.name}: model() has no trainable parameter")
     loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     found = workload_of(model, blocks, n_samples=loader.n_samples, client_optimizer=target.optimizer is not None)
+    found = staged.described(found, model) if staged.is_staged(model) else found
     own, rates = _own_optimizer(target, model)
-    data = samples.describe(loader.samples(), loader.cannot(model))
+    data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
@@ -74,8 +78,16 @@ def workload_of(
         client_optimizer=client_optimizer,
         environment=_environment(),
         structure=_structure(model, sizes),
+        module_classes=_module_classes(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
+
+
+def _module_classes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns the classes of modules within a model that have both parameters and modules of their own."""
+    within = (module for module in model.modules() if module is not model and not isinstance(module, CONTAINERS))
+    found = (m for m in within if any(True for _ in m.children()) and any(True for _ in m.parameters()))
+    return tuple(sorted({type(module).__name__ for module in found}))
 
 
 def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:

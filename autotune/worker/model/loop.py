@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autotune.space import data
+from autotune.space import data, torch_settings
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS
 from autotune.trial.request import TrialRequest
@@ -18,12 +18,12 @@ from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
-from autotune.worker.measure.ledger import Window
+from autotune.worker.measure.ledger import NotApplied, Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.tail import Tail
-from autotune.worker.model import model_file, sequence, weights
+from autotune.worker.model import model_file, sequence, staged, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # Between the dropout seeds of two replicates: more than there are ranks.
@@ -39,13 +39,16 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
     set_seed(request.seed)
-    model = model_file.build_model(target)
+    model = model_file.build_model(target, candidate, request.seed)
     if request.weights is not None:
         weights.load(model, Path(request.weights))
     if request.replicate:
         perturb(model, request.replicate)
-    checkpointer = None
-    if candidate.checkpoint_every:
+    checkpointer: Any = None
+    in_stages = staged.is_staged(model)
+    if in_stages:
+        checkpointer = staged.recompute(model, candidate)
+    elif candidate.checkpoint_every:
         checkpointer = recompute.Checkpointer(model_file.find_blocks(model, target.blocks), candidate.checkpoint_every)
         model_file.turn_off_cache(model)
     # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
@@ -53,6 +56,8 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     seed = request.seed + (request.replicate if target.data is None else 0)
     # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
     replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
+    if in_stages:  # those of a pipeline are not: a stage of all copies comes before the next
+        replica = rank % n_replicas
     loader = Loader(
         target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
         first_sample=request.first_sample,
@@ -61,12 +66,14 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     if candidate.ranks_per_replica > 1:
         loader.isolate()
     loader_watch.loader = loader
+    loader_watch.grouped = loader.grouped
     recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
+    recorder.report.side_changes += torch_settings.in_words(dict(candidate.config))
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None
     gradients = GradientWatch(model, request.world_size) if request.check_gradient else None
-    sequence_groups = sequence_groups_of(model, candidate)
+    sequence_groups = sequence_groups_of(target, model, candidate)
     engine = initialize(request, target, model, sequence_groups)
     # Dropout differs between copies of the model, not within one, and is the same in every trial.
     set_seed(request.seed + 1 + replica + REPLICATE_SEEDS * request.replicate)
@@ -75,13 +82,19 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     observer = batches.BatchObserver(engine, shards=candidate.sequence_degree)
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
     loss = model_file.make_loss(target, model) if sequence_groups is None else sequence.split_loss(sequence_groups)
-    _Trainer(meter, loader, loss).train()
+    _Trainer(meter, loader, loss, in_stages=in_stages).train()
 
 
-def sequence_groups_of(model: torch.nn.Module, candidate: Candidate) -> Any:
-    """Returns the groups over which sequences are split, after the model was made to do so; None without any."""
+def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, candidate: Candidate) -> Any:
+    """Returns the groups over which sequences are split, after the model was made to do so; None without any.
+
+    Raises:
+        NotApplied: The sequences of this model cannot be split.
+    """
     if candidate.sequence_degree == 1:
         return None
+    if why := sequence.why_none(target, model):
+        raise NotApplied(f"sequence_parallel_size: {why}")
     return sequence.join(model, candidate.sequence_degree, candidate.micro_batch_size)
 
 
@@ -116,11 +129,12 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
 class _Trainer:
     """Trains and times the steps of a `model.py`."""
 
-    def __init__(self, meter: Meter, loader: Loader, loss: Any) -> None:
+    def __init__(self, meter: Meter, loader: Loader, loss: Any, *, in_stages: bool = False) -> None:
         self.meter, self.engine, self.loader, self.loss = meter, meter.engine, loader, loss
         self.micro_clock = Laps(meter.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(meter.candidate.precision)
+        self.stages = staged.StagedSteps(meter, self._draw) if in_stages else None
 
     def train(self) -> None:
         """Trains until the step time is known well enough, the budget is spent, or something ends it."""
@@ -160,6 +174,8 @@ class _Trainer:
 
     def _step(self) -> torch.Tensor:
         """Trains one optimizer step; returns its mean loss."""
+        if self.stages is not None:
+            return self.stages.step()
         meter, total = self.meter, torch.zeros((), device=self.meter.device)
         self.micro_clock.start()
         while True:
@@ -187,7 +203,7 @@ class _Trainer:
         """Trains on the worst micro-batch, while the gradients of an earlier one are held if the candidate accumulates."""
         meter, check = self.meter, self.meter.request.tail
         tail = Tail.of(meter)
-        if tail is None or check is None:
+        if tail is None or check is None or self.stages is not None:
             return
         for _ in range(tail.n_micro - 1):
             self.engine.backward(self.loss(self.engine, self._draw()))

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
+from autotune.space.candidate import Candidate
+from autotune.trial.target import defined_names
+from autotune.worker.measure.stages import stages
 
 
 class WorkloadError(UserError):
@@ -42,15 +45,17 @@ def load(path: Path) -> ModelFile:
     Raises:
         WorkloadError: A required function is missing.
     """
-    module = _execute(path)
+    module, own = _execute(path), defined_names(path)
+    # A library's `loss` that came with `import *` is none of the target's.
     functions = {
-        name: getattr(module, name, None) for name in ("model", "data", "batch", "loss", "optimizer", "collate")
+        name: getattr(module, name, None) if name in own else None
+        for name in ("model", "data", "batch", "loss", "optimizer", "collate")
     }
     if not callable(functions["model"]):
         raise WorkloadError(f"{path.name}: define model() -> nn.Module")
     if not callable(functions["data"]) and not callable(functions["batch"]):
         raise WorkloadError(f"{path.name}: define data() -> Dataset, or batch(n) -> a batch of n samples")
-    return ModelFile(path=path, blocks=getattr(module, "blocks", None), **functions)  # type: ignore[arg-type]
+    return ModelFile(path=path, blocks=getattr(module, "blocks", None) if "blocks" in own else None, **functions)  # type: ignore[arg-type]
 
 
 def _execute(path: Path) -> ModuleType:
@@ -65,12 +70,19 @@ def _execute(path: Path) -> ModuleType:
     return module
 
 
-def build_model(target: ModelFile) -> nn.Module:
+def build_model(target: ModelFile, candidate: Candidate | None = None, seed: int = 0) -> nn.Module:
     """Calls `model()`.
+
+    Args:
+        target: The file.
+        candidate: Says how many stages a `PipelineModule` is built with; None for one, which has all layers.
+        seed: Of the weights of its layers, which start alike however they are shared out.
 
     Raises:
         WorkloadError: It returns no module.
     """
+    stages.install(candidate or Candidate(micro_batch_size=1))
+    stages.seed = seed
     model = target.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{target.path.name}: model() returned {type(model).__name__}, not an nn.Module")
@@ -194,7 +206,7 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
         children = [
             child
             for parent in model.modules()
-            if isinstance(parent, (nn.ModuleList, nn.Sequential))
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)) or hasattr(parent, "forward_funcs")  # a pipeline's
             for child in parent.children()
             if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList)
         ]

@@ -17,7 +17,7 @@ from autotune.worker.data.loader import Loader
 from autotune.worker.measure import groups
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.recorder import Recorder
-from autotune.worker.model import model_file, sequence
+from autotune.worker.model import model_file, sequence, staged
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 # A split model sums in another order than the whole one, which fp32 shows in the fifth digit; a wrong split, in the
@@ -28,6 +28,8 @@ SAY_WHICH = "say which layers by `tensor_parallel.partition_config` in the base 
 
 def splitting(target: model_file.ModelFile, model: nn.Module) -> Splitting:
     """Returns the facts of a model that decide over how many ranks it can be split."""
+    if staged.is_staged(model):
+        return Splitting(tensor=staged.SPLIT_BY_STAGES, sequence=staged.SPLIT_BY_STAGES)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = _number(text, "num_attention_heads", "n_head")
@@ -82,26 +84,33 @@ def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener
     target = model_file.load(Path(request.target))
     connect(request, rank, listener, cuda=memory.cuda)
     set_seed(request.seed)
-    model = model_file.build_model(target)
+    model = model_file.build_model(target, seed=request.seed)
     _without_dropout()
     recorder.enter("build")
-    loss_of = model_file.make_loss(target, model)
+    loss_of = staged.whole_loss(model) if staged.is_staged(model) else model_file.make_loss(target, model)
     # All ranks take the same batch, so that the mean over them is that of one.
     loader = Loader(target, micro_batch_size=candidate.micro_batch_size, rank=0, world_size=1, seed=request.seed)
     batch, _ = loader.next()
     whole_loss, whole_norm = _whole(model, loss_of, batch, request.seed)
     recorder.enter("initialize")
+    if candidate.pipeline_degree > 1:
+        set_seed(request.seed)
+        model = model_file.build_model(target, candidate, request.seed)
     from autotune.worker.model.loop import initialize, sequence_groups_of
 
-    sequence_groups = sequence_groups_of(model, candidate)
+    sequence_groups = sequence_groups_of(target, model, candidate)
     engine = initialize(request, target, model, sequence_groups)
     if sequence_groups is not None:
         loss_of = sequence.split_loss(sequence_groups)
     recorder.enter("warmup")
     set_seed(request.seed)
-    loss = loss_of(engine, to_device(batch, torch.device(engine.device), None))
-    engine.backward(loss)
-    engine.step()
+    batch = to_device(batch, torch.device(engine.device), None)
+    if candidate.pipeline_degree > 1:
+        loss = engine.train_batch(data_iter=iter([staged.pair(batch)]))
+    else:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
     found = groups.observe(engine)
     if why := found.mismatch(candidate):
         raise NotApplied(why)

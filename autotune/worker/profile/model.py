@@ -21,9 +21,9 @@ from autotune.trial.request import TrialRequest
 from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
-from autotune.worker.measure import memory
+from autotune.worker.measure import malloc, memory
 from autotune.worker.measure.batches import counted_tensor
-from autotune.worker.model import model_file
+from autotune.worker.model import model_file, staged
 from autotune.worker.profile import op_counter
 
 # Every k-th block recomputed, as the presets propose; forecasts interpolate other values.
@@ -47,7 +47,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     Raises:
         UserError: The model runs neither on fake tensors nor on real ones.
     """
-    memory.hand_back_freed_memory()
+    malloc.hand_back()
     start_bytes = memory.resident_bytes()
     target = model_file.load(Path(request.target))
     loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
@@ -56,7 +56,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     for _ in range(DRAWS):
         loader.next()
     input_s = (time.perf_counter() - began) / DRAWS
-    memory.hand_back_freed_memory()
+    malloc.hand_back()
     data_bytes = max(0, memory.resident_bytes() - start_bytes)
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)
@@ -129,7 +129,8 @@ class _Subject:
                 convert(self.model, self.device, dtype or torch.float32)
                 self._dtype = dtype
             engine = _Autocast(self.model, self.device) if arithmetic == "autocast" else self.model
-            loss = model_file.make_loss(self.target, self.model)
+            in_stages = staged.is_staged(self.model)
+            loss = staged.whole_loss(self.model) if in_stages else model_file.make_loss(self.target, self.model)
             traces = [op_counter.follow(engine, loss, to_device(batch, self.device, dtype)) for batch in self.batches]
         return op_counter.combine(traces[0], traces[1], self.sizes)
 
@@ -150,7 +151,7 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
     drawn = []
     for loader.micro_batch_size in sizes:
         drawn.append(loader.next()[0])
-    data = samples.describe(loader.samples())
+    data = samples.describe(loader.samples(), collate=loader.collate)
     if data is None or not data.varies:
         return drawn, ()
     high = []

@@ -48,6 +48,10 @@ class ScriptContext:
         limits: Arguments that may end the script after few steps, as code.
         feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
         latest_loader: Returns the iterator of its DataLoader; None without one.
+        steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
+        data_by_framework: Settings of the data that a framework's own arguments carry, and the change in words.
+        data_limits: Returns the settings of the data that cannot be followed, each with the reason, as a framework
+            corrects those of its DataLoader.
     """
 
     def __init__(self, recorder: Recorder, request: TrialRequest, memory: Memory) -> None:
@@ -68,6 +72,9 @@ class ScriptContext:
         self.limits: list[str] = []
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
         self.latest_loader: Callable[[], Any] = lambda: None
+        self.steps_grouped = 1
+        self.data_by_framework: dict[str, str] = {}
+        self.data_limits: Callable[[dict[str, str]], dict[str, str]] = dict
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""

@@ -133,6 +133,7 @@ class EngineHooks:
         if isinstance(model, PipelineModule):
             context.family = context.family or "DeepSpeed PipelineModule"
             workload, watch = pipeline.whole(workload, model), pipeline.recompute(context, model, own)
+            own_config = pipeline.without_stages(own_config)
             return PreparedModel(own_config, config_source, workload, blocks, watch)
         self._change_model(model, blocks)
         prepared = PreparedModel(own_config, config_source, workload, blocks, recompute.Recomputations(blocks))

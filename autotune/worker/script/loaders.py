@@ -83,10 +83,14 @@ class Loaders:
                 _tell_lightning(bound.arguments["self"], wanted)
                 self._context.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
-        if changes:
-            change_data.apply_to(bound.arguments, changes)
-            for name, value in changes.items():
-                self._context.changed(data.in_words(name, value))
+        for name, value in changes.items():
+            # A loader of the script's own does not look at what its framework was told.
+            carried = "" if place else self._context.data_by_framework.get(name)
+            self._context.changed(carried or data.in_words(name, value))
+        change_data.apply_to(bound.arguments, {
+            name: value for name, value in changes.items()
+            if place or name in data.OF_LOADER or name not in self._context.data_by_framework
+        })  # fmt: skip
         original(*bound.args, **bound.kwargs)
 
     def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:

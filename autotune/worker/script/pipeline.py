@@ -10,26 +10,23 @@ import torch
 import torch.distributed as dist
 
 from autotune.space.deepspeed import DsConfig
+from autotune.space.degree import PARTITION, PIPELINE_DEGREE
 from autotune.trial.workload import Workload
+from autotune.worker.measure import instructions
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.recompute import Recomputations
+from autotune.worker.measure.stages import stages
 from autotune.worker.script.context import ScriptContext
 
-# Phase of a step that each instruction of a schedule belongs to; waiting counts where a stage waits.
-PHASES = {
-    "LoadMicroBatch": "data",
-    "ForwardPass": "forward",
-    "SendActivation": "forward",
-    "RecvActivation": "forward",
-    "BackwardPass": "backward",
-    "SendGrad": "backward",
-    "RecvGrad": "backward",
-    "ReduceTiedGrads": "step",
-    "ReduceGrads": "step",
-    "OptimizerStep": "step",
-}
-
 STAGES_CAVEAT = "{} pipeline stages: throughput and global batch count the data-parallel ranks only"
+
+
+def without_stages(config: DsConfig) -> DsConfig:
+    """Returns a configuration without the stages and the partition in it, which DeepSpeed does not read."""
+    unread = {path.partition(".")[2] for path in (PIPELINE_DEGREE, PARTITION)}
+    section = {key: value for key, value in config.get("pipeline", {}).items() if key not in unread}
+    rest = {key: value for key, value in config.items() if key != "pipeline"}
+    return rest | ({"pipeline": section} if section else {})
 
 
 def whole(workload: Workload, module: Any) -> Workload:
@@ -49,6 +46,7 @@ def whole(workload: Workload, module: Any) -> Workload:
         n_blocks=n_layers,
         block_class="pipeline layer",
         block_share=1.0,
+        pipeline=stages.facts(module),
         caveats=[STAGES_CAVEAT.format(module.num_pipeline_stages())] if module.num_pipeline_stages() > 1 else [],
     )
 
@@ -69,11 +67,12 @@ def recompute(context: ScriptContext, module: Any, config: DsConfig) -> Recomput
 
 def attach(context: ScriptContext, meter: Meter, engine: Any, stepped: Callable[[Any], None]) -> None:
     """Hooks an engine: its micro-batches where a stage takes them in, its steps where `train_batch` ends them."""
-    instructions = {
-        instruction: _watched(context, meter, instruction.__name__, run)
-        for instruction, run in engine._INSTRUCTION_MAP.items()
-    }
-    engine._INSTRUCTION_MAP = instructions
+
+    def cast(inputs: Any) -> Any:
+        found = context.cast(engine, (inputs,), {})
+        return inputs if found is None else found[0][0]
+
+    instructions.watch(meter, engine, context.inside_backward, cast)
     train_batch = engine.train_batch
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -82,29 +81,3 @@ def attach(context: ScriptContext, meter: Meter, engine: Any, stepped: Callable[
         return loss
 
     engine.train_batch = counted
-
-
-def _watched(context: ScriptContext, meter: Meter, name: str, original: Callable[..., None]) -> Callable[..., None]:
-    phase = PHASES.get(name)
-
-    def run(engine: Any, **kwargs: Any) -> None:
-        training = torch.is_grad_enabled()
-        if phase and training:
-            meter.enter(phase)
-        inputs = engine.pipe_buffers["inputs"]
-        if name == "LoadMicroBatch":
-            meter.batches.forget_draws()  # an evaluation's
-        if name == "ForwardPass" and training:
-            meter.batches.micro_batch((inputs[kwargs["buffer_id"]],), {})
-        if name == "BackwardPass":
-            meter.batches.backward()
-            with context.inside_backward():
-                original(engine, **kwargs)
-        else:
-            original(engine, **kwargs)
-        if name == "LoadMicroBatch" and engine.is_first_stage():
-            cast = context.cast(engine, (inputs[kwargs["buffer_id"]],), {})
-            if cast is not None:
-                inputs[kwargs["buffer_id"]] = cast[0][0]
-
-    return run

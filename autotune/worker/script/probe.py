@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
-from autotune.space.degree import degrees_of
+from autotune.space.degree import PIPELINE_DEGREE, degrees_of
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.workload import DataShape, Probed, Workload
@@ -53,8 +53,8 @@ def workload_of(
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        # Degrees of the configuration belong to the candidate, which divides them out itself.
-        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared.own_config)),
+        # Degrees belong to the candidate, which divides them out itself.
+        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared)),
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
@@ -77,8 +77,10 @@ def workload_of(
     return replace(workload, profile=found)
 
 
-def _degree(own: DsConfig) -> int:
-    return math.prod(degrees_of(lambda path: at_path(own, path)).values())
+def _degree(prepared: PreparedModel) -> int:
+    own = degrees_of(lambda path: at_path(prepared.own_config, path))
+    stages = prepared.workload.pipeline.stages if prepared.workload.pipeline is not None else 1
+    return math.prod((own | {PIPELINE_DEGREE: stages}).values())
 
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
@@ -91,12 +93,14 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
         return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
     dataset, collate = iterator._dataset, iterator._collate_fn
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
-    cannot = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
-    read = samples.describe(dataset, cannot) if mapped else None
+    cannot = context.data_limits(change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True))
+    read = samples.describe(dataset, cannot, collate) if mapped else None
     if read is None:
         seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
         read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
-    return replace(read, fields=batches.fields, loader=change.arguments_of(iterator))
+    return replace(
+        read, fields=batches.fields, loader=change.arguments_of(iterator), steps_grouped=context.steps_grouped
+    )
 
 
 def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:

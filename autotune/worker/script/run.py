@@ -10,8 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autotune.space import torch_settings
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure.recorder import Recorder
+from autotune.worker.measure.stages import stages
 from autotune.worker.rank import connect, identify, prepare_device
 from autotune.worker.script import execute
 from autotune.worker.script.arguments import Arguments
@@ -59,11 +61,13 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     """Patches all entry points before the script can bind them; for good, since the process ends with the trial."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    for text in context.script.side_changes:
+    own = torch_settings.in_words(dict(context.candidate.config)) if context.candidate is not None else []
+    for text in (*context.script.side_changes, *own):
         context.changed(text)
     steps = StepHooks(context)
     EngineHooks(context, steps.attach).install()
     steps.install()
+    stages.install(context.candidate, context.changed)
     trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
     arguments = Arguments(
         context.value,

@@ -42,7 +42,7 @@ def test_every_picks_json_arrives_in_one_click_as_it_was_recommended(app, study,
 
 
 def test_our_front_is_drawn_over_each_two_objectives_with_the_baseline_and_the_picks_marked(study, answer):
-    assert len(answer.study["objectives"]) == 3
+    assert len(answer.study["objectives"]) == 3 and not answer.runs  # this study ran without processes
     assert [graph["id"] for graph in study["plotly_graph_objects"]] == [f"autotune-front-{n}" for n in range(1, 4)]
     for graph in study["plotly_graph_objects"]:
         figure = json.loads(graph["graph_object"])

@@ -188,7 +188,8 @@ TORCHRUN = {"OMP_NUM_THREADS": "1"}
         ("X=1 bash train.sh", ("--lr", "1"), TORCHRUN | {"X": "1"}),
     ],
 )
-def test_the_launchers_that_people_use(folder, command, arguments, environment):
+def test_the_launchers_that_people_use(folder, monkeypatch, command, arguments, environment):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # of the tests; torchrun sets it where nobody did
     (folder / "two.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\nnum_processes: 2\nmixed_precision: bf16\n"
         "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 2}\n"

@@ -10,9 +10,10 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import degrees
 from autotune.study.spec.spec import StudySpec
-from autotune.trial.workload import Probed, Splitting
+from autotune.trial.workload import DataShape, Pipeline, Probed, Splitting
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+STAGES = "pipeline.stages"
 LLAMA = Splitting(heads=4, kv_heads=2, hidden=32)
 
 
@@ -60,3 +61,19 @@ def test_a_model_that_no_machine_holds_several_times_is_not_compared(tmp_path):
     spec = StudySpec.of(target, {"ranks": 4})
     found = degrees.compared(spec, None, tmp_path, huge, {}, setting, [(TENSOR, 2)], print)
     assert found.splitting.compared == {} and "was not compared with the whole one" in found.caveats[-1]
+
+
+def test_stages_need_one_shape_of_data_or_a_module_that_takes_any():
+    one = Pipeline(stages=1, partition="parameters", partitions=("parameters", "uniform"), unfit={"4 uniform": "empty"})
+    lengths = DataShape(fields=(), lengths={}, n_seen=2, table=((8, 1), (16, 1)))
+
+    def refusal(pipeline, data=None, **knobs):
+        facts = degrees.facts(replace(WORKLOAD, pipeline=pipeline, data=data, splitting=LLAMA), {}, 4)
+        setting = Setting(world_size=4, ranks_per_node=4, n_blocks=4, **facts)
+        return why_illegal(Candidate.of({"micro_batch_size": 1, **knobs}), setting)
+
+    assert refusal(one, **{STAGES: 2}) is None
+    assert "differ in length" in refusal(one, lengths, **{STAGES: 2}) and refusal(one, lengths) is None
+    assert refusal(replace(one, dynamic=True), lengths, **{STAGES: 2}) is None
+    assert refusal(one, **{STAGES: 4, "pipeline.partition": "uniform"}) == "empty"
+    assert "own topology" in refusal(replace(one, fixed="its own topology"), **{STAGES: 2})

@@ -13,7 +13,7 @@ from support.instant import WORKLOAD, Instant, report, runner_of
 
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial.folder import write_record
 from autotune.trial.result import Outcome, TrialResult
@@ -71,6 +71,25 @@ def tell(study, candidate, outcome=Outcome.COMPLETE, state=None, **metrics):
 def test_the_database_and_its_folder_are_made(tmp_path, url):
     records.open_storage(url)
     assert (tmp_path / "studies" / "autotune.db").exists()
+
+
+def test_a_server_that_is_starting_is_waited_for(monkeypatch):
+    calls = []
+
+    def storage(url, connect):
+        calls.append(url)
+        if len(calls) < 8:
+            raise sqlalchemy.exc.OperationalError("", {}, Exception("FATAL:  the database system is starting up"))
+        return "open"
+
+    monkeypatch.setattr(database, "Storage", storage)
+    monkeypatch.setattr(database.time, "sleep", lambda _: None)
+    assert database._made("postgresql://h/d", {}) == "open"
+    calls.clear()
+    monkeypatch.setattr(database, "STARTS_WITHIN_S", -1.0)
+    with pytest.raises(database.StoreAway, match=r"ann:\*\*\*@h/d: FATAL.*starting up; the same command") as away:
+        database.open_storage("postgresql://ann:secret12@h/d")
+    assert away.value.status == 75
 
 
 def test_sqlite_writes_ahead_so_that_readers_do_not_wait(tmp_path, url):

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.worker.data import witness
+from autotune.worker.data import witness, worst
 from autotune.worker.data.change import Collate, packed, why_not
 from autotune.worker.data.loader import Loader
+from autotune.worker.data.samples import describe
+from autotune.worker.model.model_file import WorkloadError
 
 DATA = [{"input_ids": torch.arange(1, n + 1)} for n in (3, 9, 5, 7, 2, 8, 6, 4)]
 
@@ -50,6 +52,36 @@ def test_samples_are_cut_before_the_targets_collate_or_by_it_if_it_takes_the_arg
     assert loader({"max_length": 4}, micro_batch_size=8).next()[0]["input_ids"].shape == (8, 4)
     own = Collate(lambda samples, max_length=None: max_length, {"max_length": 4})
     assert own([1, 2]) == 4 and not own.length
+
+
+def test_a_collator_that_gives_positions_is_packed_with_those_of_the_row():
+    one = packed(
+        collate([sample]) | {"position_ids": torch.arange(len(sample["input_ids"]))[None]} for sample in DATA[:2]
+    )
+    assert one["position_ids"].tolist() == [[*range(3), *range(9)]]
+
+
+def test_a_data_set_without_a_length_is_read_in_order():
+    class Positions:
+        def __getitem__(self, position):
+            return DATA[position]
+
+    first = loader(data=Positions())
+    assert first.n_samples is None and [len(first.next()[0]["input_ids"]) for _ in range(5)] == [2] * 5
+    with pytest.raises(WorkloadError, match="data\\(\\) returned int"):
+        loader(data=3)
+
+
+def test_texts_are_as_long_as_the_tokens_that_the_collate_function_makes_of_them():
+    def words(samples):
+        ids = [torch.tensor([len(word) for word in sample.split()]) for sample in samples]
+        return {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True)}
+
+    texts = ["one two three", "a", "internationalisation"]
+    found = describe(texts, collate=words)
+    assert found.table == ((1.0, 2), (3.0, 1)) and found.longest_at[0] == 0
+    assert worst.batch_of(texts, words, found.longest_at, 2, 6)["input_ids"].shape == (2, 6)
+    assert "samples are text" in why_not(texts, words, None, mapped=True, loader=False)["max_length"]
 
 
 @pytest.mark.process
@@ -102,3 +134,10 @@ def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
 def test_packing_needs_rows_of_tokens():
     with pytest.raises(KeyError):
         packed([{"pixels": torch.zeros(1, 3)}])
+
+
+def test_a_packed_row_is_not_taken_for_a_sample_that_was_not_cut(monkeypatch):
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([12]), 12)])
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 4)})
+    assert witness.witness("max_length")(None, 3) is None
+    assert witness.witness("max_length")(None, 2) == "a sample of 3 tokens was trained on"

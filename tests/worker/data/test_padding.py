@@ -51,7 +51,7 @@ def test_the_mean_step_follows_from_the_data_set_although_a_trial_saw_no_long_sa
 def test_grouped_samples_are_padded_less():
     known = lengths.table([16] * 50 + [64] * 50)
     seen = list(batches(known, 50, 4))
-    plain, grouped = (expected(known, seen, 4, 4, changes) for changes in ({}, {"group_by_length": True}))
+    plain, grouped = (expected(known, seen, 4, 4, {}, n) for n in (1, 4))
     assert grouped["tokens"] < 0.85 * plain["tokens"] and grouped["real_tokens"] == plain["real_tokens"]
 
 

@@ -29,3 +29,12 @@ def test_every_row_of_a_streams_worst_batch_is_its_longest_one():
     found = worst.stretched(batch, 2, 6)
     assert found["input_ids"].tolist() == [[4, 5, 6, 7, 4, 5]] * 2
     assert found["attention_mask"].sum() == 12 and found["weight"].tolist() == [2.0, 2.0]
+
+
+def test_a_sequence_first_batch_is_stretched_along_its_sequences():
+    ids, lengths = worst.stretched((torch.arange(15).view(5, 3), torch.tensor([5, 4, 2])), 3, 8)
+    assert ids.shape == (8, 3) and lengths.tolist() == [5, 5, 5]
+
+
+def test_the_length_of_a_batch_is_that_of_its_samples_in_rows_packed_or_sequence_first():
+    assert [worst.length_in(shape, 4) for shape in ((4, 100), (1, 400), (100, 4), (4,))] == [100, 100, 100, 0]

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from autotune.worker.measure.batches import BatchObserver, counted_tensor
+from autotune.worker.measure.batches import BatchObserver, Ragged, counted_tensor
+
+NO, END, SAME_END, VARIES = Ragged.NO, Ragged.END, Ragged.SAME_END, Ragged.VARIES
 
 
 def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
@@ -161,8 +163,20 @@ def test_the_last_batch_of_an_epoch_that_is_cut_into_fewer_parts_is_set_aside():
             for part in parts:
                 loop.train(part)
         loop.seen.ended()
-    assert [step.ragged for step in loop.steps] == [0, 0, 1] * 2 and loop.samples[:2] == [12, 12]
+    assert [step.ragged for step in loop.steps] == [NO, NO, END] * 2 and loop.samples[:2] == [12, 12]
     assert (loop.seen.backward_counts, loop.seen.micro_batch_sizes, loop.seen.samples_per_step) == ({3}, {5}, {12})
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 8])
+def test_the_short_last_batch_of_an_epoch_that_is_cut_into_steps_is_one_end(parts):
+    loop = Loop()
+    for _ in range(3):
+        for n in (24, 24, 8):
+            for part in loop.draw(n, 4).chunk(parts):
+                loop.train(part)
+        loop.seen.ended()
+    n_short = len(torch.zeros(8).chunk(parts))
+    assert [step.ragged for step in loop.steps] == ([NO] * 2 * parts + [END] + [SAME_END] * (n_short - 1)) * 3
 
 
 def test_the_short_last_batch_of_an_epoch_is_set_aside_and_told_from_steps_that_vary():
@@ -171,11 +185,11 @@ def test_the_short_last_batch_of_an_epoch_is_set_aside_and_told_from_steps_that_
         for n in (8, 8, 8, 5):
             loop.train(loop.draw(n, 4))
         loop.seen.ended()
-    assert [step.ragged for step in loop.steps] == [0, 0, 0, 1] * 3 and loop.seen.samples_per_step == {8}
+    assert [step.ragged for step in loop.steps] == [NO, NO, NO, END] * 3 and loop.seen.samples_per_step == {8}
 
 
 def test_the_short_last_batch_of_a_stream_is_known_by_the_end_that_follows():
-    for ends, last in ((True, 0), (False, 2)):
+    for ends, last in ((True, NO), (False, VARIES)):
         loop = Loop()
         for n in (8, 8, 5):
             loop.seen.drew(8 if not ends else n)
@@ -184,11 +198,11 @@ def test_the_short_last_batch_of_a_stream_is_known_by_the_end_that_follows():
             loop.seen.ended()
         loop.seen.drew(8)
         loop.train(torch.zeros(8, 4))
-        assert ends is False or [step.ragged for step in loop.steps] == [0, 0, 1, last]
+        assert ends is False or [step.ragged for step in loop.steps] == [NO, NO, END, last]
 
 
 def test_without_a_loader_a_smaller_step_stands_alone_or_steps_vary():
-    for sizes, ragged in (((8, 8, 5, 8, 8), [0, 0, 1, 0, 0]), ((8, 8, 5, 4, 8), [0, 0, 1, 2, 0])):
+    for sizes, ragged in (((8, 8, 5, 8, 8), [NO, NO, END, NO, NO]), ((8, 8, 5, 4, 8), [NO, NO, END, VARIES, NO])):
         loop = Loop()
         for n in sizes:
             loop.train(torch.zeros(n, 4))

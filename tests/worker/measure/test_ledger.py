@@ -8,7 +8,7 @@ import torch
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure import ledger as ledgers
-from autotune.worker.measure.batches import StepCount
+from autotune.worker.measure.batches import Ragged, StepCount
 from autotune.worker.measure.ledger import Diverged, NotApplied, StepLedger
 from autotune.worker.measure.recorder import Recorder
 
@@ -33,15 +33,17 @@ def made(monkeypatch, folder, others=lambda own: []):
     return StepLedger(Recorder(TrialDir(folder), 1), request, torch.device("cpu"), request.world_size)
 
 
-def add(ledger, *laps_s, skipped=(), ragged=(), losses=None, unlike=()):
+def add(ledger, *laps_s, skipped=(), ragged=(), losses=None, unlike=(), same_end=()):
     """Gathers steps that took so long, of which those with the given numbers were skipped, or smaller or unlike."""
     n = range(len(laps_s))
+    kinds = dict.fromkeys(ragged, Ragged.END) | dict.fromkeys(unlike, Ragged.VARIES)
+    kinds |= dict.fromkeys(same_end, Ragged.SAME_END)
     ledger.gather(
         laps_s,
         sum(laps_s),
         losses or [ONE] * len(laps_s),
         skipped=[i in skipped for i in n],
-        counts=[StepCount(samples=8, elements=16, ragged=2 if i in unlike else int(i in ragged)) for i in n],
+        counts=[StepCount(samples=8, elements=16, ragged=kinds.get(i, Ragged.NO)) for i in n],
     )
 
 
@@ -134,6 +136,12 @@ def test_steps_that_are_all_smaller_are_no_end_of_an_epoch(ledger):
         add(ledger, *[0.01] * 8, ragged={4, 5, 6, 7})
 
 
+def test_the_many_small_steps_of_an_epochs_last_draw_are_one_end(ledger):
+    for _ in range(3):
+        add(ledger, *[0.01] * 16, ragged={8}, same_end=range(9, 16))
+    assert len(ledger.report.step_times_s) == 24
+
+
 def test_a_smaller_step_that_ends_no_epoch_is_one_too_many(ledger):
     add(ledger, *[0.01] * 8, ragged={6})
     with pytest.raises(NotApplied, match="vary"):
@@ -144,7 +152,7 @@ def test_smaller_steps_are_never_the_majority(ledger):
     add(ledger, 0.01, 0.01)
     for _ in range(2):
         add(ledger, 0.01, 0.01, 0.01, ragged={0, 1})
-    with pytest.raises(NotApplied, match="vary"):
+    with pytest.raises(NotApplied, match=r"most optimizer steps \(6 of 10\).*more data"):
         add(ledger, 0.01, 0.01, ragged={0, 1})
 
 

@@ -56,6 +56,13 @@ def test_a_target_without_a_required_function_is_refused(target, text, message):
         target(text)
 
 
+def test_a_function_counts_only_where_the_file_names_it(target, tmp_path):
+    (tmp_path / "library_of_losses.py").write_text("def loss(*_): ...\ndef collate(*_): ...\nblocks = ['Other']\n")
+    sys.path.insert(0, str(tmp_path))
+    found = target(f"from library_of_losses import *\nfrom library_of_losses import collate\n{MODEL}def data(): ...\n")
+    assert found.loss is None and found.blocks is None and found.collate is not None
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

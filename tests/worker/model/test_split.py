@@ -12,7 +12,8 @@ from autotune.worker.model.sequence import IGNORED, shard
 
 pytestmark = pytest.mark.process
 
-TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+TENSOR, SEQUENCE, STAGES = "tensor_parallel.autotp_size", "sequence_parallel_size", "pipeline.stages"
+LEAVES = "zero_optimization.leaf_module.classes"
 LONG = {"max_steps": 20, "min_samples": 10**9, "budget_s": 60.0}
 
 
@@ -39,6 +40,30 @@ def test_sequences_that_are_split_over_two_ranks_train_as_whole_ones(zoo):
 @pytest.mark.parametrize("degree", [TENSOR, SEQUENCE])
 def test_a_split_is_compared_with_the_whole_model(zoo, degree):
     assert zoo.run("hf", mode="split", zero_stage=1, **{degree: 2}).outcome is Outcome.COMPLETE
+
+
+def test_a_pipeline_in_two_stages_trains_as_one_with_all_layers(zoo):
+    whole = zoo.run("staged", zero_stage=1, **LONG)
+    in_two = {"micro": 4, "gradient_accumulation_steps": 2, "zero_stage": 1, STAGES: 2}
+    parted = zoo.run("staged", changed_from={STAGES: None}, **in_two, **LONG)
+    assert whole.outcome is parted.outcome is Outcome.COMPLETE, whole.reason or parted.reason
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.samples_per_step == whole.samples_per_step == 8
+    groups, before = parted.observed.groups, whole.observed.groups
+    assert (groups.pipeline, groups.data, before.pipeline, before.data) == (2, 1, 1, 2)
+    assert groups.held_parameters < 0.7 * before.held_parameters
+
+
+def test_stages_are_compared_with_one_that_has_all_layers(zoo):
+    assert zoo.run("staged", mode="split", micro=2, zero_stage=1, **{STAGES: 2}).outcome is Outcome.COMPLETE
+
+
+def test_modules_that_zero_3_gathers_at_once_are_witnessed(zoo):
+    three = {"zero_stage": 3, "changed_from": {LEAVES: None}}
+    leaves = zoo.run("hf", **three, **{LEAVES: "LlamaDecoderLayer"})
+    assert leaves.outcome is Outcome.COMPLETE and not leaves.observed.unwitnessed, leaves.reason
+    none = zoo.run("hf", **three, **{LEAVES: "GPT2Block"})
+    assert none.outcome is Outcome.NOT_APPLIED and "the model has 0 of class GPT2Block" in none.reason
 
 
 @pytest.mark.parametrize(("found", "passes"), [(4.6171, True), (4.63, False), (float("nan"), False)])

@@ -9,6 +9,8 @@ from autotune.space.legality import why_illegal
 
 pytestmark = pytest.mark.process
 
+STAGES, PARTITION = "pipeline.stages", "pipeline.partition"
+
 
 @pytest.mark.parametrize(("stages", "global_batch"), [(2, 16), (1, 32)])
 def test_samples_are_those_of_the_data_parallel_ranks(bench, stages, global_batch):
@@ -54,7 +56,8 @@ def test_the_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(be
 def test_recomputing_is_a_matter_of_the_json_and_changes_no_loss(bench):
     found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
     candidate = replace(found.baseline, checkpoint_every=2)
-    assert found.ds_config(candidate)["pipeline"] == {"activation_checkpoint_interval": 2, "use_reentrant": False}
+    recomputing = {"activation_checkpoint_interval": 2, "use_reentrant": False}
+    assert found.ds_config(candidate)["pipeline"] == {"stages": 2, **recomputing}
     plain, recomputed = bench.applied(found), bench.applied(found, checkpoint_every=2)
     assert plain.losses == recomputed.losses and not recomputed.side_changes
 
@@ -62,3 +65,28 @@ def test_recomputing_is_a_matter_of_the_json_and_changes_no_loss(bench):
 def test_hooks_change_no_digit_of_a_pipelines_loss(bench, tmp_path):
     own = losses_without_hooks("pipeline.py", "--stages", "2", "--steps", "12", ranks=2, cwd=tmp_path)
     assert bench.applied(bench.plan("pipeline.py", "--stages", "2", ranks=2), steps=12).losses == own and len(own) == 12
+
+
+def test_stages_and_partition_are_moved_and_witnessed(bench):
+    found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
+    assert found.baseline.pipeline_degree == 2 and found.workload.pipeline.partition == "parameters"
+    one = bench.applied(found, config=(), changed_from={STAGES: 2})
+    assert one.observed.groups.pipeline == 1 and one.samples_per_step == 2 * found.baseline.global_batch_size(2)
+    assert "PipelineModule(..., num_stages=1)" in str(one.side_changes)
+    by_class = bench.applied(found, config=((PARTITION, "type:Linear"), (STAGES, 2)), changed_from={PARTITION: None})
+    assert "partition_method='type:Linear'" in str(by_class.side_changes) and not by_class.observed.unwitnessed
+    assert by_class.observed.groups.held_parameters > one.observed.groups.held_parameters // 2
+
+
+def test_stages_that_the_layers_do_not_fill_are_refused(bench):
+    found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
+    wide = replace(found.setting, world_size=6, ranks_per_node=6)
+
+    def refusal(stages, **more):
+        config = tuple(sorted({STAGES: stages, **more}.items()))
+        return why_illegal(replace(found.baseline, config=config), wide)
+
+    assert "5 layers, too few for 6 stages" in refusal(6)
+    assert refusal(3) is None and "does not divide the 6 ranks" in refusal(4)
+    assert "share" in refusal(2, **{PARTITION: "parameters"})
+    assert "others that are possible: uniform, type:Linear, type:Block" in refusal(2, **{PARTITION: "profile"})

@@ -17,6 +17,7 @@ from autotune.trial.workload import TRAINER
 from autotune.worker.measure.ledger import MIN_STEPS
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.frameworks import accelerate
+from autotune.worker.script.frameworks.trainer_data import TrainerData
 from autotune.worker.script.patching import after_import, patch, patch_everywhere
 
 # More steps than any trial takes: evaluation and saving stay configured for callbacks, but never happen.
@@ -46,6 +47,7 @@ def install(context: ScriptContext) -> None:
     adapter = _Adapter(context)
     os.environ["DISABLE_MLFLOW_INTEGRATION"] = "TRUE"
     context.recomputers.append(recompute)
+    adapter.data.install()
     after_import("transformers.training_args", adapter.on_arguments)
     after_import("transformers.trainer", adapter.on_trainer)
     for module, name in SAVED_CLASSES:
@@ -87,6 +89,7 @@ def recompute(model: torch.nn.Module, every: int) -> bool:
 class _Adapter:
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
+        self.data = TrainerData(context)
 
     def on_arguments(self, module: ModuleType) -> None:
         def post_init(original: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> None:
@@ -125,6 +128,7 @@ class _Adapter:
                 self._context.changed(f"TrainingArguments: `--{flag} {change[1]}` instead of {change[0]}.")
         if self._context.candidate is not None:
             arguments.auto_find_batch_size = False  # out of memory is an outcome here
+            self.data.prepare(arguments)
             self._precision(arguments)
 
     def _inject_deepspeed(self, arguments: Any) -> None:
@@ -158,6 +162,7 @@ class _Adapter:
         ) -> Any:
             if resume_from_checkpoint:
                 self._context.once("trials train from the script's first weights, not from its checkpoint")
+            self.data.begin(trainer)
             self._lift_epochs(trainer)
             return original(trainer, None, *args, **kwargs)
 

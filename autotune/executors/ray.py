@@ -46,6 +46,9 @@ EXCHANGE_S = 0.2
 # Files that the coordinator, or one machine, writes for all machines.
 FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json")
 
+# What an actor says whose driver was killed before it had asked for an agent; Ray drops the calls of a dead driver.
+NEVER_STARTED = "the run that asked for machines ended before it had started its agents"
+
 
 class Ray:
     """The engine of `--executor ray`.
@@ -245,7 +248,7 @@ class _Group:
                 gone = isinstance(error, ray.exceptions.RayActorError)  # with its process or its machine
                 return Status.TAKEN if gone else Status.LOST, " ".join(str(error).split())[:300]
             if isinstance(said, str) and said:
-                return Status.LOST, said
+                return Status.TAKEN if said == NEVER_STARTED else Status.LOST, said
         if len(done) == len(waiting):
             self._states = [actor.state.remote() for actor in self.actors]
         return Status.RUNNING, ""
@@ -333,9 +336,10 @@ class Machine:
         return self._root is not None
 
     def state(self) -> str:
-        """Returns why the agent ended; empty while it runs."""
-        code = self._process.poll() if self._process else None
-        if code is None:
+        """Returns why the agent ended, or that there never was one; empty while it runs."""
+        if self._process is None:
+            return NEVER_STARTED
+        if (code := self._process.poll()) is None:
             return ""
         said = files.last_line(self._log)
         return f"the agent of machine {self._node} ended with status {code}: {said}"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES
+from autotune.space.torch_settings import TF32
 from autotune.trial.profile import WIRE_BYTES, Floats
 
 # DeepSpeed's defaults (deepspeed/runtime/zero/config.py), in elements.
@@ -31,6 +32,7 @@ class Knobs:
         accumulation: Micro-batches per optimizer step.
         stage: ZeRO stage.
         precision: Names, as in `Candidate.precision`.
+        products: What matrices are multiplied in: the precision, or `tf32`.
         weight_bytes: Bytes of a weight in the model.
         gradient_bytes: Bytes of a gradient where it is summed up.
         wire_bytes: Bytes of a gradient between ranks.
@@ -57,6 +59,7 @@ class Knobs:
     accumulation: Floats
     stage: Floats
     precision: NDArray[np.str_]
+    products: NDArray[np.str_]
     weight_bytes: Floats
     gradient_bytes: Floats
     wire_bytes: Floats
@@ -114,6 +117,7 @@ class Knobs:
             accumulation=np.array([c.gradient_accumulation_steps for c in candidates], dtype=float),
             stage=stage,
             precision=np.array([c.precision for c in candidates]),
+            products=np.array(["tf32" if dict(c.config).get(TF32) else c.precision for c in candidates]),
             weight_bytes=weight,
             gradient_bytes=np.where(summed > 0, summed, weight),
             wire_bytes=np.where(wire > 0, wire, weight),

@@ -143,7 +143,7 @@ def _within_a_step(machine: Machine) -> Machine:
 
 def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:
     """Compute, traffic, recomputation and launches of one micro-step."""
-    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.precision])
+    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.products])
     share = knobs.recomputed_share(profile.n_blocks)
     usual = profile.usual_share(knobs.micro, knobs.packed, knobs.limits)
     if not profile.passes:

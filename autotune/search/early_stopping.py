@@ -40,7 +40,8 @@ def bounds_to_beat(
     usable = [m for m in measured if m.usable and m.candidate != candidate]
     if batch == baseline.global_batch_size(world):
         usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
-        if numerics(candidate.to_deepspeed()) == numerics(baseline.to_deepspeed()):
+        alike = candidate.other_numerics == baseline.other_numerics
+        if alike and numerics(candidate.to_deepspeed()) == numerics(baseline.to_deepspeed()):
             usable = [m for m in usable if m.numerics_kept]
     if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
         return ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autotune.errors import nearest
-from autotune.space import data
+from autotune.space import data, torch_settings
 from autotune.space.deepspeed import (
     DEVICES,
     DTYPES,
@@ -60,7 +60,8 @@ class Candidate:
         offload_optimizer: Where optimizer states live: the device (`none`), `cpu` or `nvme`.
         offload_param: Where ZeRO-3 parameters live between uses.
         config: Further DeepSpeed settings as sorted (dotted path, value) pairs; a value of None leaves the key out.
-            Paths that begin with `data.` are settings of the data and its loader, which DeepSpeed does not get.
+            Paths that begin with `data.` are settings of the data and its loader, those with `torch.` of torch; DeepSpeed
+            gets neither.
     """
 
     micro_batch_size: int
@@ -86,8 +87,8 @@ class Candidate:
         config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
         for name, value in config.items():
             check_knob(name)
-            if data.is_data(name):
-                data.check_value(name, value)
+            if data.is_data(name) or torch_settings.is_torch(name):
+                check_value(name, value)
         for name, value in own.items():
             check_value(name, value)
         if "micro_batch_size" not in own:
@@ -198,7 +199,7 @@ class Candidate:
         self._set_precision(config)
         self._set_zero(config)
         for path, value in self.config:
-            if not data.is_data(path):
+            if not (data.is_data(path) or torch_settings.is_torch(path)):
                 set_path(config, path, value)
         return config
 
@@ -206,6 +207,11 @@ class Candidate:
     def data_changes(self) -> dict[str, Scalar]:
         """Its settings of the data, without their prefix."""
         return data.changes(dict(self.config))
+
+    @property
+    def other_numerics(self) -> dict[str, Scalar]:
+        """Its settings that change what is computed or trained on together, and that DeepSpeed does not get."""
+        return data.retraining(dict(self.config)) | torch_settings.numerics(dict(self.config))
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}
@@ -273,7 +279,8 @@ def _change_words(name: str, candidate: Candidate) -> str:
         return "no block" if not value else "every block" if value == 1 else f"every {ordinal(int(value))} block"
     if name in ("offload_optimizer", "offload_param"):
         return "the device" if value == "none" else DEVICE_WORDS[str(value)]
-    return "DeepSpeed's default" if value is None else plain(value)
+    default = "torch's default" if torch_settings.is_torch(name) else "DeepSpeed's default"
+    return default if value is None else plain(value)
 
 
 def plain(value: Scalar) -> str:
@@ -298,6 +305,9 @@ def check_knob(name: str) -> None:
     if data.is_data(name):
         data.check_knob(name)
         return
+    if torch_settings.is_torch(name):
+        torch_settings.check_knob(name)
+        return
     if name in OWNED_PATHS:
         raise ConfigError(f"knob {name!r}: use {OWNED_PATHS[name]!r} instead")
     if name in SECTIONS:
@@ -320,6 +330,8 @@ def check_value(name: str, value: Scalar) -> None:
     check_plain(value, name)
     if data.is_data(name):
         data.check_value(name, value)
+    elif torch_settings.is_torch(name):
+        torch_settings.check_value(name, value)
     elif name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")

@@ -392,7 +392,7 @@ def check_setting(path: str, value: Any, where: str) -> None:
     Raises:
         ConfigError: It says what is needed.
     """
-    if value is None or path.startswith("data."):  # those of the data are none of DeepSpeed's
+    if value is None or path.startswith(("data.", "torch.")):  # none of DeepSpeed's
         return
     if path in DEGREES and not is_degree(value):
         raise ConfigError(f"{where}: {value!r} is no degree: a whole number of ranks, 1 (or null) for none")

@@ -14,6 +14,7 @@ from autotune.space.degree import DEGREES, PIPELINE_DEGREE, TENSOR_DEGREE
 from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
 from autotune.space.rule import Rule, Setting, older
+from autotune.space.torch_settings import TF32
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
@@ -161,6 +162,10 @@ RULES: tuple[Rule, ...] = (
     *DEGREE_RULES,
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and not s.fp16,
          "{precision}: this device has no fp16 training in DeepSpeed; use bf16 or torch_autocast", ("precision",)),
+    Rule(lambda c, k, s: k.get(TF32) is True and not s.tf32,
+         f"{TF32}: this device has no TensorFloat-32; NVIDIA's have from compute capability 8.0 on", (TF32,)),
+    Rule(lambda c, k, s: k.get(TF32) is not None and c.precision != "fp32",
+         f"{TF32} acts on products of fp32 matrices, and precision {{precision}} makes none", ("precision", TF32)),
     Rule(lambda c, k, s: c.precision in ("bf16", "torch_autocast") and not s.bf16,
          "{precision}: this device does not compute in bfloat16", ("precision",)),
     Rule(lambda c, k, s: c.precision in s.unsafe_precisions,

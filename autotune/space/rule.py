@@ -25,6 +25,7 @@ class Setting:
         no_stages: Why its stages cannot be changed; empty if they can.
         bf16: Whether the device computes in bfloat16.
         fp16: Whether DeepSpeed accepts fp16 on the device.
+        tf32: Whether the device multiplies fp32 matrices in TensorFloat-32.
         n_blocks: Repeated blocks of the model that can be checkpointed.
         n_samples: Samples in the data set; None where it has no end.
         global_batch: Allowed samples per optimizer step, lowest and highest.
@@ -58,6 +59,7 @@ class Setting:
     no_stages: str = ""
     bf16: bool = True
     fp16: bool = False
+    tf32: bool = False
     n_blocks: int = 0
     n_samples: int | None = None
     global_batch: tuple[int, int] | None = None

@@ -12,7 +12,6 @@ from autotune.scoring.convergence import quality_gate
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
-from autotune.space.data import retraining
 from autotune.space.deepspeed import Scalar
 from autotune.study.budget import CHECK_SHARE, Budget
 from autotune.study.events import EventSink
@@ -176,8 +175,8 @@ class NumericsCheck:
 
 
 def _trained_by(m: Measured) -> tuple[dict[str, Any], dict[str, Scalar]]:
-    """What decides how a configuration trains, but for the batch: its numerics, and its changes of the data."""
-    return quality_gate.numerics(m.ds_config), retraining(dict(m.candidate.config))
+    """What decides how a configuration trains, but for the batch: its numerics, and what DeepSpeed does not get of them."""
+    return quality_gate.numerics(m.ds_config), m.candidate.other_numerics
 
 
 def training_budget_s(spec: StudySpec, needed_s: float) -> float:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.errors import UserError
+from autotune.space import torch_settings
 from autotune.system.machine import processor_name
 from autotune.trial import workload
 from autotune.trial.failures import headline, means_out_of_memory
@@ -146,6 +147,8 @@ def prepare_device(request: TrialRequest) -> Memory:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     if any(name.startswith("activation_checkpointing.") for name in request.changed_from):
         recomputations.watch()
+    if (tf32 := request.candidate.get(torch_settings.TF32)) is not None:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.
     n_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))

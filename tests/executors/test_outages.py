@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from autotune.executors import base
 from autotune.executors.base import MachinesGone, Status, no_turn
 from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
 from autotune.executors.node_agent import Spool
+from autotune.executors.ray import NEVER_STARTED, Machine, _Group
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -211,3 +214,15 @@ def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path):
     assert base.conclude(folder, REQUEST).outcome is Outcome.OOM
     folder.log(0).write_text("terminate called after throwing an instance of 'std::logic_error'\n")
     assert base.conclude(folder, REQUEST).outcome is Outcome.CRASHED
+
+
+def test_machines_of_ray_whose_driver_died_before_it_started_an_agent_are_taken_away(monkeypatch):
+    ray = types.SimpleNamespace(
+        wait=lambda calls, **_: (calls, []), get=lambda call: call, exceptions=types.SimpleNamespace(RayError=Exception)
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    machine = Machine("g", 0)
+    actor = types.SimpleNamespace(state=types.SimpleNamespace(remote=machine.state))
+    group = _Group(None, [actor], [machine.is_apart()])
+    assert group.failure() == (Status.RUNNING, "")
+    assert group.failure() == (Status.TAKEN, NEVER_STARTED)

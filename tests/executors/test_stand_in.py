@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from support.paths import MODELS, ROOT
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
+from autotune.space.torch_settings import TF32
 from autotune.system import device
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.request import TrialRequest
@@ -62,9 +64,10 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
     used = gpus(others=1, busy=0.5, throttled=True)
     host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     inspect = TrialRequest(target=str(MODELS / "ok.py"), mode="inspect")
-    trials = [*(request(stage) for stage in range(4)), request(3, **host)]
+    tf32 = replace(request(), candidate=request().candidate | {TF32: True}, changed_from={TF32: None})
+    trials = [*(request(stage) for stage in range(4)), request(3, **host), tf32]
     (seen, *found), server = run(tmp_path, inspect, *trials)
-    assert [each.reason for each in (seen, *found)] == [""] * 6
+    assert [each.reason for each in (seen, *found)] == [""] * 7
     assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}
     assert server not in {line["pid"] for line in used()} and os.getpid() not in {line["pid"] for line in used()}
     here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
@@ -75,6 +78,7 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
         load.power_w == pytest.approx(700, rel=0.2) and load.n_others == 1 and load.throttled_by == ("the power limit",)
     )
     assert found[0].reserved_memory_bytes and found[0].observed.tf32 is False
+    assert found[-1].observed.tf32 and found[-1].observed.unwitnessed == () and "'high'" in found[-1].side_changes[-1]
     assert any("device busy 50%" in caveat for caveat in found[0].caveats)
 
 

@@ -60,6 +60,12 @@ LAYERS = replace(
 )  # fmt: skip
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
 ILLEGAL = [
+    ({"torch.allow_tf32": True}, Setting(accelerator="cuda"), "has no TensorFloat-32"),
+    (
+        {"torch.allow_tf32": True, "precision": "bf16"},
+        Setting(accelerator="cuda", tf32=True),
+        "precision bf16 makes none",
+    ),
     ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks"), "a script feeds"),
     ({}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),)), "a script feeds"),
     ({TENSOR: 3}, LLAMA, "does not divide the 4 ranks"),

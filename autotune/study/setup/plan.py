@@ -21,6 +21,7 @@ from autotune.space.degree import PIPELINE_DEGREE, degrees_of
 from autotune.space.legality import inherited_settings, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
+from autotune.space.torch_settings import has_tf32
 from autotune.study.setup import degrees, profile_cache
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
@@ -248,6 +249,7 @@ def grounds(
         ranks_per_node=max(1, data_parallel // spec.nodes_for(world_size)),
         bf16=environment.bf16,
         fp16=environment.fp16,
+        tf32=has_tf32(environment.accelerator, environment.capability),
         n_blocks=workload.n_blocks,
         module_classes=workload.module_classes,
         n_samples=workload.n_samples,

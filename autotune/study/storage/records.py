@@ -26,7 +26,6 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.space.data import retraining
 from autotune.space.deepspeed import DsConfig
 from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
@@ -340,8 +339,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == own_numerics
-        and retraining(dict(candidate.config)) == retraining(dict(baseline.config)),
+        numerics_kept=numerics(ds_config) == own_numerics and candidate.other_numerics == baseline.other_numerics,
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],

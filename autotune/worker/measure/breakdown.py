@@ -1,4 +1,4 @@
-"""Time of a step by phase: by stopping the clock after each phase, then from torch's profiler."""
+"""Time and memory of a step by phase: by stopping after each phase; time also from torch's profiler."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Steps taken apart before the traced ones; their median is reported.
 STEPS_APART = 3
+# A step that takes longer is not made once more before memory is read.
+LONG_STEP_S = 2.0
 
 
 class Breakdown:
@@ -61,10 +63,24 @@ class Breakdown:
         self._clock.open(phase)
 
     def steps(self) -> Iterator[None]:
-        """Yields before each step that is timed by phase or traced after the measurement, if a trace is wanted."""
-        report, n_traced = self._recorder.report, self._request.traced_steps
-        if not n_traced:
+        """Yields before each step that follows the measurement: traced ones, if they are wanted, and that for memory."""
+        report = self._recorder.report
+        if self._request.traced_steps:
+            yield from self._traced(self._request.traced_steps)
+        if self._memory.cuda:  # which was read in the steps before
             return
+        times_s = report.phase_times_s
+        self._memory.read_exactly()
+        if report.step_times_s and report.step_times_s[-1] < LONG_STEP_S:
+            yield  # threads of their own memory, as gloo's, hand it back when they next free some
+        self.begin()
+        yield
+        self.enter("")
+        self._memory.enter("")
+        report.phase_times_s = times_s
+
+    def _traced(self, n_traced: int) -> Iterator[None]:
+        report = self._recorder.report
         from autotune.worker.measure.trace import Tracer
 
         tables = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +10,19 @@ from pathlib import Path
 import torch
 
 from autotune.worker.device import uuid_of
-from autotune.worker.measure import watched
+from autotune.worker.measure import malloc, watched
 from autotune.worker.measure.device_load import DeviceWatch
 
 # DeepSpeed reserves buckets of 5e8 elements that small models hardly touch: two in fp32 take 4 GB of address space.
 RLIMIT_SLACK_BYTES = 8 << 30
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class Memory:
     """Peak memory by phase: on a CPU growth of resident memory, on CUDA what torch allocated.
 
-    On a CPU the timed steps, phase `steady`, are not measured: see `keep_freed_memory`.
+    On a CPU memory is read in a step of its own, the last one: see `read_exactly`. Until then the C library keeps freed
+    memory as it does in any training, so that peaks read high; they stand where no such step came. The timed steps, phase
+    `steady`, are not read at all.
     """
 
     def __init__(self, accelerator: str, device_watch: DeviceWatch | None = None) -> None:
@@ -30,22 +30,41 @@ class Memory:
         self.device_watch = device_watch
         self.peaks: dict[str, int] = {}
         self._phase = "initialize"
-        self._reserved = 0
-        keep_freed_memory(False)
+        self._reserved = self._in_use = 0
+        self._replaced: set[str] = set()
+        self.start_bytes = 0
         self._reset()
-        self.start_bytes = resident_bytes()
+        self.start_bytes, self._in_use = resident_bytes(), 0
 
     def enter(self, phase: str) -> None:
         """Ends the current phase and starts another."""
         self._close()
         self._phase = phase
-        keep_freed_memory(phase == "steady")
         self._reset()
+
+    def read_exactly(self) -> None:
+        """Has what is freed from now on, on a CPU, handed back at once, so that peaks are those of memory in use.
+
+        Phases that come again are read anew. Steps are slower for it, so those that are timed come before.
+        """
+        self.enter("")
+        if not self.cuda:
+            malloc.keep_none()
+            self._replaced = set(self.peaks) - {"initialize"}
 
     def finish(self) -> dict[str, int]:
         """Ends the last phase; returns peak bytes by phase."""
         self._close()
+        again = [peak for phase, peak in self.peaks.items() if phase not in {"initialize", *self._replaced}]
+        if again and "first_step" in self._replaced:
+            # It cannot come again. What it allocates later steps do too, and they have the optimizer's state besides.
+            self.peaks["first_step"] = min(self.peaks["first_step"], max(again))
         return self.peaks
+
+    @property
+    def least_bytes(self) -> int:
+        """Returns what the peak is at least, so far."""
+        return max([*self.peaks.values(), self._in_use]) if self.cuda else self._in_use
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -69,39 +88,23 @@ class Memory:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
-        elif self._phase == "steady":
+        elif self._phase in ("steady", ""):
             return
         else:
             peak = max(0, _status_bytes("VmHWM") - self.start_bytes)
-        self.peaks[self._phase] = max(peak, self.peaks.get(self._phase, 0))
+        known = 0 if self._phase in self._replaced else self.peaks.get(self._phase, 0)
+        self._replaced.discard(self._phase)
+        self.peaks[self._phase] = max(peak, known)
 
     def _reset(self) -> None:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             return
         # Freed memory that stays resident would count as in use, and using it again would not count as growth.
-        hand_back_freed_memory()
+        malloc.hand_back()
+        self._in_use = max(self._in_use, resident_bytes() - self.start_bytes)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; ru_maxrss cannot be reset
-
-
-def keep_freed_memory(keep: bool) -> None:
-    """Lets the C library keep freed tensors for reuse, as it does by default, or return them to the system at once.
-
-    If freed memory is kept, resident memory shows the most that was ever in use; if it is returned, the memory in use,
-    as on a GPU: 265 and 183 MiB for the example GPT at micro-batch 32, 265 and 100 MiB with checkpointing. But
-    returning it costs 40 % more CPU time for page faults, so memory and time are measured in different steps.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # not glibc
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20 if keep else 128 << 10)  # 32 MiB is where glibc's own adaptation ends
-        libc.mallopt(M_TRIM_THRESHOLD, 64 << 20 if keep else 128 << 10)
-
-
-def hand_back_freed_memory() -> None:
-    """Makes the C library return freed memory to the system."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
@@ -139,7 +142,7 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
         """Compares the growth with the limit, without what the C library keeps for reuse."""
         if resident_bytes() - start_bytes <= limit_bytes:
             return
-        hand_back_freed_memory()
+        malloc.hand_back()
         growth = resident_bytes() - start_bytes
         if growth > limit_bytes:
             on_excess(growth)

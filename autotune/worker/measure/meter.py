@@ -161,8 +161,8 @@ class Meter:
         return self._highest(self._busyness.cores_used_by_others(own_s))
 
     def _highest_peak(self) -> float:
-        """Returns the highest memory peak of all ranks so far, as the trial's result counts it."""
-        return self._highest(max([*self.memory.peaks.values(), self.memory.reserved_bytes or 0]))
+        """Returns what the highest memory peak of all ranks is at least, as the trial's result counts it."""
+        return self._highest(max(self.memory.least_bytes, self.memory.reserved_bytes or 0))
 
     def _highest(self, value: float) -> float:
         """Returns the maximum over all ranks."""

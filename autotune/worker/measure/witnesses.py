@@ -382,6 +382,7 @@ WITNESSES: dict[str, Witness] = {
     "bf16.immediate_grad_update": _immediate_update,
     "bf16.check_grad_overflow": _overflow_check,
     "data_types.buffer_dtype": _buffer_dtype,
+    "torch.allow_tf32": _equal(lambda engine: torch.get_float32_matmul_precision() != "highest"),
     "disable_python_gc": _equal(lambda engine: not gc.isenabled()),
     "prescale_gradients": _equal(_scaled("postscale_gradients"), lambda value: not value),
     "gradient_predivide_factor": _predivide,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autotune.space import data
+from autotune.space import data, torch_settings
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS
 from autotune.trial.request import TrialRequest
@@ -68,6 +68,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     loader_watch.loader = loader
     loader_watch.grouped = loader.grouped
     recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
+    recorder.report.side_changes += torch_settings.in_words(dict(candidate.config))
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
     noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps) if request.noise else None

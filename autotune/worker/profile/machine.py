@@ -21,8 +21,9 @@ from autotune.trial.links import RINGS, Link, LoaderRate, Probe, fit
 from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
 from autotune.worker.data.loader import Loader
+from autotune.worker.measure import malloc
 from autotune.worker.measure.laps import synchronize
-from autotune.worker.measure.memory import hand_back_freed_memory, resident_bytes
+from autotune.worker.measure.memory import resident_bytes
 from autotune.worker.model import model_file
 from autotune.worker.rank import connect, device_name, prepare_device
 
@@ -282,6 +283,6 @@ def _host_memory(request: TrialRequest, start_bytes: int) -> tuple[float, float]
                 y = engine(x)
             engine.backward(y.float().square().mean())
             engine.step()
-        hand_back_freed_memory()
+        malloc.hand_back()
         grown.append(float(max(0, resident_bytes() - start_bytes)))
     return grown[0], max(0.0, grown[1] - grown[0])

@@ -21,7 +21,7 @@ from autotune.trial.request import TrialRequest
 from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
-from autotune.worker.measure import memory
+from autotune.worker.measure import malloc, memory
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.model import model_file, staged
 from autotune.worker.profile import op_counter
@@ -47,7 +47,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     Raises:
         UserError: The model runs neither on fake tensors nor on real ones.
     """
-    memory.hand_back_freed_memory()
+    malloc.hand_back()
     start_bytes = memory.resident_bytes()
     target = model_file.load(Path(request.target))
     loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
@@ -56,7 +56,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     for _ in range(DRAWS):
         loader.next()
     input_s = (time.perf_counter() - began) / DRAWS
-    memory.hand_back_freed_memory()
+    malloc.hand_back()
     data_bytes = max(0, memory.resident_bytes() - start_bytes)
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)

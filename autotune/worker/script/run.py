@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autotune.space import torch_settings
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
@@ -60,7 +61,8 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     """Patches all entry points before the script can bind them; for good, since the process ends with the trial."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    for text in context.script.side_changes:
+    own = torch_settings.in_words(dict(context.candidate.config)) if context.candidate is not None else []
+    for text in (*context.script.side_changes, *own):
         context.changed(text)
     steps = StepHooks(context)
     EngineHooks(context, steps.attach).install()

@@ -1,5 +1,6 @@
 """Memory in use in each phase, its limit, and the load of the machine by others."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from autotune.worker.agent import memory_watch
-from autotune.worker.measure import machine_load, memory
+from autotune.worker.measure import machine_load, malloc, memory
 
 MIB = 1 << 20
 
@@ -27,9 +28,22 @@ def test_peak_memory_is_that_in_use_in_each_phase_but_the_timed_one():
     assert peaks["large"] - peaks["small"] > 36 * MIB and "steady" not in peaks
 
 
-def test_memory_that_was_freed_before_counts_when_it_is_used_again():
+@pytest.fixture
+def keeping():
+    """The C library keeps what is freed, also after the test."""
+    libc = ctypes.CDLL(None)
+
+    def keep():
+        libc.mallopt(malloc.M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(malloc.M_TRIM_THRESHOLD, 64 << 20)
+
+    keep()
+    yield
+    keep()
+
+
+def test_memory_that_was_freed_before_counts_when_it_is_used_again(keeping):
     """The C library keeps freed chunks below a living one; counted as resident at the start, they hide the growth."""
-    memory.keep_freed_memory(True)
     tensors = mebibytes(64)
     keep, tensors = tensors[-1], []
     watch = memory.Memory("cpu")
@@ -38,13 +52,7 @@ def test_memory_that_was_freed_before_counts_when_it_is_used_again():
     assert watch.finish()["again"] > 48 * MIB and keep is not None and len(again) == 64
 
 
-@pytest.mark.parametrize("holes", [False, True])
-def test_freed_tensors_are_not_in_use(holes):
-    """Freed chunks that the C library would keep are no memory of the next phase, even in holes of earlier tensors."""
-    earlier = []
-    if holes:
-        memory.keep_freed_memory(True)
-        earlier = [tensor for i, tensor in enumerate(mebibytes(256)) if i % 4 == 0]
+def test_what_an_earlier_phase_freed_is_not_in_use(keeping):
     watch = memory.Memory("cpu")
     watch.enter("many")
     tensors = mebibytes(64)
@@ -52,8 +60,42 @@ def test_freed_tensors_are_not_in_use(holes):
     watch.enter("few")
     torch.ones(MIB // 4).sum()
     peaks = watch.finish()
-    assert len(keep) == 8 and (not holes or earlier)
-    assert peaks["many"] - peaks["few"] > 40 * MIB
+    assert len(keep) == 8 and peaks["many"] - peaks["few"] > 40 * MIB
+
+
+def churn(watch):
+    """Frees 48 MiB in pieces of 2 MiB with living ones between, then takes as much in pieces that do not fit between."""
+    pieces = [torch.ones(MIB // 2) for _ in range(48)]
+    keep, pieces = pieces[::2], []
+    larger = [torch.ones(3 * MIB // 4) for _ in range(16)]
+    watch.enter("")
+    return keep, larger
+
+
+def test_what_a_phase_frees_is_in_use_no_more_once_memory_is_read_exactly(keeping):
+    """Before, the C library keeps it, in holes of its heap too; what it had kept by then serves no later phase."""
+    watch = memory.Memory("cpu")
+    for phase in ("first_step", "step"):
+        watch.enter(phase)
+        churn(watch)
+    assert watch.peaks["step"] > 130 * MIB
+    holes = [tensor for i, tensor in enumerate(mebibytes(256)) if i % 16 == 0]
+    watch.read_exactly()
+    watch.enter("step")
+    churn(watch)
+    peaks = watch.finish()
+    assert peaks["step"] == pytest.approx((16 + 96) * MIB, abs=8 * MIB) and len(holes) == 16
+    assert peaks["first_step"] == peaks["step"], "it does not come again, but needed no more"
+
+
+def test_what_the_peak_is_at_least_is_in_use_between_phases(keeping):
+    watch = memory.Memory("cpu")
+    for n in (48, 4):
+        watch.enter("step")
+        tensors = mebibytes(n)
+        assert len(tensors) == n
+    watch.enter("steady")
+    assert 40 * MIB < watch.least_bytes < 60 * MIB
 
 
 def test_a_rank_far_from_its_limit_is_seldom_looked_at():

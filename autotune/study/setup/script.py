@@ -115,7 +115,10 @@ def inspect_workload(
     if workload.script is not None:
         for name in SCRIPT_BATCH:
             if getattr(workload.script, name) is None:
-                raise UserError(f"{spec.target}: the {name} varies from step to step, so no trial could be checked")
+                raise UserError(
+                    f"{spec.target}: the {name} varies from step to step, so no trial could be checked: make it the same in"
+                    " each step, with a loader that has `drop_last=True`, and data for several steps"
+                )
     return workload
 
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -33,11 +34,12 @@ import truth
 import yaml
 
 from autotune.executors.replay import ReplayExecutor, Row, read_table
-from autotune.forecast.features import PriorPrediction
+from autotune.forecast.features import PriorPrediction, flat
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import METRICS
 from autotune.search.acquisition import dominated, front_of
 from autotune.space.candidate import Candidate
+from autotune.study import proposals
 from autotune.study.events import SILENT
 from autotune.study.runner import Runner
 from autotune.study.storage import records
@@ -49,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "physics": {"sampler": "physics"},
     "physics, no trial stopped": {"sampler": "physics", "stop_trials": False},
     "physics, wrong prior": {"sampler": "physics"},
+    "physics, no advice": {"sampler": "physics"},
     "tpe": {"sampler": "tpe"},
     "nsga2": {"sampler": "nsga2"},
     "random": {"sampler": "random"},
@@ -132,6 +135,13 @@ def skewed(seed: int) -> Iterator[None]:
         AnalyticPrior.__call__ = true  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def unadvised() -> Iterator[None]:
+    """Meanwhile a search starts without any forecast."""
+    with mock.patch.object(proposals, "generic_prior", return_value=flat):
+        yield
+
+
 def prolonged(row: Row, factor: float) -> Row:
     """The same measurement with more steps, which give the median as much more exactly."""
     values = dict(row.values)
@@ -165,6 +175,8 @@ def run(
         runner = Runner(found, executor, Path(folder) / "study", records.default_url(Path(folder)), SILENT)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            if kind == "physics, no advice":
+                stack.enter_context(unadvised())
             if kind == "physics, wrong prior":
                 stack.enter_context(skewed(seed))
             runner.run()
@@ -193,6 +205,11 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "runs": len(runs), "driver_s": round(statistics.median(r["driver_s"] for r in runs), 2),
         "stopped_early": round(statistics.mean(r["stopped"] for r in runs), 2),
     }  # fmt: skip
+    # A study that never gets there counts as one that does after its last trial.
+    needed = [
+        next((n for n, p in enumerate(r["curve"], 1) if p["hypervolume"] >= 0.95), len(r["curve"]) + 1) for r in runs
+    ]
+    found["trials_to_95_percent"] = {"median": statistics.median(needed), "mean": round(statistics.mean(needed), 2)}
     for n in CHECKED:
         if n > max(len(r["curve"]) for r in runs):
             break

@@ -108,8 +108,7 @@ class Advice:
     @property
     def verdict(self) -> str:
         """Whether it fits."""
-        fits = self.chosen.fits
-        return "fits" if fits >= SURE else "may not fit" if fits > 1 - SURE else "does not fit"
+        return _verdict(self.chosen.fits)
 
     @property
     def binds(self) -> list[str]:
@@ -118,8 +117,11 @@ class Advice:
         name = max(terms, key=lambda key: terms[key])
         found = [f"{BINDS[name]}, {terms[name] / total:.0%} of the step"]
         memory, limit = self.chosen.total("memory"), self.chosen.devices.memory_bytes
-        if memory > FULL * limit or self.chosen.fits < SURE:
+        if memory > FULL * limit or self.chosen.fits_device < SURE:
             found.append(f"capacity: {memory / limit:.0%} of the device's memory")
+        if self.chosen.fits_host < SURE:
+            share = self.chosen.total("host") / self.chosen.devices.host_bytes
+            found.append(f"capacity: {share:.0%} of the host's memory (--host-memory states yours)")
         return found
 
     def config(self) -> dict[str, Any]:
@@ -144,9 +146,11 @@ class Advice:
             "verdict": self.verdict,
             "peak_memory_bytes": {
                 **asdict(self.peak_bytes), "terms": chosen.terms("memory"), "limit": devices.memory_bytes,
+                "fits_probability": chosen.fits_device,
             },
             "host_memory_bytes": {
                 **asdict(self.host_bytes), "terms": chosen.terms("host"), "limit": devices.host_bytes,
+                "fits_probability": chosen.fits_host,
             },
             "step_time_s": {**asdict(self.step_s), "terms": chosen.terms("time")},
             "tokens_per_s": asdict(self.tokens_per_s),
@@ -176,10 +180,16 @@ class Advice:
         yield f"{'global batch':<20}{batch:,} samples, {amount(batch * self.sequence)} tokens a step"
         yield ""
         yield from _waterfall(
-            "device memory", self.peak_bytes, devices.memory_bytes, chosen.terms("memory"), self.verdict
+            "device memory", self.peak_bytes, devices.memory_bytes, chosen.terms("memory"), _verdict(chosen.fits_device)
         )
         yield ""
-        yield from _waterfall("host memory", self.host_bytes, devices.host_bytes, chosen.terms("host"), "of a node")
+        yield from _waterfall(
+            "host memory",
+            self.host_bytes,
+            devices.host_bytes,
+            chosen.terms("host"),
+            f"of a node, {_verdict(chosen.fits_host)}",
+        )
         yield ""
         step, rate, mfu = self.step_s, self.tokens_per_s, self.mfu
         value, low, high = (format_seconds(x) for x in (step.value, step.low, step.high))
@@ -217,8 +227,15 @@ class Advice:
         return f"{some} x {name} with offload to the host, {plain} without"
 
 
+def _verdict(fits: float) -> str:
+    """A probability to fit in words."""
+    return "fits" if fits >= SURE else "may not fit" if fits > 1 - SURE else "does not fit"
+
+
 def amount(number: float) -> str:
     """A number of parameters or tokens in short, as the field writes it: `8.19B`."""
+    if number >= 1e15:
+        return f"{number / 1e12:,.0f}T"
     factor, letter = next(
         (unit for unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= unit[0]), (1.0, "")
     )

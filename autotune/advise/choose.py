@@ -97,6 +97,16 @@ class Choice:
         return float(self.table.fits[self.row])
 
     @property
+    def fits_device(self) -> float:
+        """Probability that it fits the memory of a device."""
+        return float(self.table.fits_device[self.row])
+
+    @property
+    def fits_host(self) -> float:
+        """Probability that it fits the memory of a node's host."""
+        return float(self.table.fits_host[self.row])
+
+    @property
     def tokens_per_s(self) -> float:
         """Throughput of all devices."""
         return float(self.table.tokens_per_s[self.row])
@@ -290,7 +300,7 @@ def _why_not(chosen: Choice, row: int) -> str:
     other, table = replace(chosen, row=row), chosen.table
     limit = chosen.devices.memory_bytes
     if other.fits < SURE:
-        if other.total("memory") > 0.8 * limit:
+        if other.fits_device <= other.fits_host:
             needed = format_bytes(other.total("memory"))
             return f"needs {needed} of {format_bytes(limit)}: fits with probability {other.fits:.0%}"
         return f"needs {format_bytes(other.total('host'))} of the host's {format_bytes(chosen.devices.host_bytes)}"

@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autotune.advise.constants import CONSTANTS, Constants
+from autotune.advise.names import closest
 from autotune.errors import UserError
 from autotune.forecast.communication import NODE_LATENCY_S
-from autotune.system.cards import Card, named_card
+from autotune.system.cards import Card, cards, find_card
 from autotune.trial.profile import Machine
 
 GIB, GB = 2.0**30, 1e9
 # `8xA100-40`, `2x8xH100`, `A100-40`, `8 H100`.
 GPUS = re.compile(r"(?:(\d+)\s*[x*]\s*)?(?:(\d{1,3})\s*(?:[x*]|\s)\s*)?(\S.*)", re.IGNORECASE)
+# The number behind the card: `A100 x 8`, `H100:8`; `a100x8`, but not `RTX4090` or `MI300X`.
+BEHIND = (
+    re.compile(r"(.*[A-Za-z].*?)(?:\s+x\s*|\s*[*:]\s*)(\d{1,5})\s*", re.IGNORECASE),
+    re.compile(r"(.*[A-Za-z]\w*\d\w*)x(\d{1,3})\s*", re.IGNORECASE),
+)
+# Words for a machine of eight cards.
+WHOLE_NODE = re.compile(r"\b[dh]gx\b", re.IGNORECASE)
 MOST_DEVICES = 16_384
 PER_NODE = 8
 # A hop of a collective between devices of a node: over NVLink, and over PCIe through the host.
@@ -103,22 +111,25 @@ class Devices:
         )  # fmt: skip
 
 
-def device_card(name: str, stated: Mapping[str, float]) -> Card:
+def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") -> Card:
     """A card of the table with what the user states over it, or one that is stated alone.
 
     Args:
         name: As people spell it.
         stated: `memory_bytes` and `flops` (of 16-bit products), if given.
+        option: What it was given with.
 
     Raises:
         UserError: There is none, and too little is stated; it says which are near.
     """
     memory, flops = stated.get("memory_bytes"), stated.get("flops")
-    try:
-        card = named_card(name, "--gpus")
-    except UserError as error:
+    card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
+    if card is None:
         if not (memory and flops):
-            raise UserError(f"{error}; or state --device-memory and --peak-flops") from None
+            near = closest(name.lower(), {each.name.lower(): each.name for each in cards()})
+            raise UserError(
+                f"{option}: unknown card {name!r}; the nearest are {', '.join(near)}; or state --device-memory and --peak-flops"
+            )
         # Typical ratios of current cards without NVLink.
         card = Card(
             name=name, aliases=(), memory_bytes=round(memory), usable_bytes=memory, memory_bytes_per_s=flops / 200,
@@ -136,12 +147,16 @@ def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:
     Raises:
         UserError: It is no such text.
     """
-    if behind := re.fullmatch(r"(.*[A-Za-z].*?)(?:\s+x\s*|\s*[*:]\s*)(\d{1,5})\s*", text, re.IGNORECASE):
-        text = f"{behind[2]}x{behind[1]}"  # `A100 x 8`, `H100:8`
+    if nodes is not None and nodes < 1:
+        raise UserError(f"--nodes {nodes}: at least 1 is needed")
+    if behind := next(filter(None, (form.fullmatch(text) for form in BEHIND)), None):
+        text = f"{behind[2]}x{behind[1]}"
     match = GPUS.fullmatch(text.strip())
-    if match is None or not re.search(r"[A-Za-z0-9]", match[3]):
+    if match is None or not match[3][0].isalnum():
         raise UserError(f"--gpus {text}: devices are needed, as in 8xA100-40, 2x8xH100 or 4x4090")
     first, second, name = match.groups()
+    if second is None and WHOLE_NODE.search(name):
+        first, second = first or "1", str(PER_NODE)
     if second is None and first is not None and nodes is None:
         count, per_node = int(first), min(int(first), PER_NODE)
     else:
@@ -151,7 +166,7 @@ def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:
         if nodes is not None and many > 1:
             raise UserError(f"--gpus {text} --nodes {nodes}: the nodes are there twice; leave one out")
         per_node, count = each, each * (nodes or many)
-    if not (1 <= count <= MOST_DEVICES and per_node >= 1) or (nodes is not None and nodes < 1):
+    if not (1 <= count <= MOST_DEVICES and per_node >= 1):
         raise UserError(f"--gpus {text}: {count} devices; between 1 and {MOST_DEVICES:,} are needed")
     if count > per_node and count % per_node:
         raise UserError(

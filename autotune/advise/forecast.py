@@ -50,7 +50,8 @@ class Forecasts:
         memory: Bytes of a device at its peak, by part.
         host: Bytes of a node's host, by part.
         time: Seconds of an optimizer step, by part.
-        fits: Probability that both memories suffice.
+        fits_device: Probability that the memory of a device suffices.
+        fits_host: The same for the memory of a node's host.
         tokens_per_s: Over all devices.
     """
 
@@ -58,8 +59,14 @@ class Forecasts:
     memory: Mapping[str, Floats]
     host: Mapping[str, Floats]
     time: Mapping[str, Floats]
-    fits: Floats
+    fits_device: Floats
+    fits_host: Floats
     tokens_per_s: Floats
+
+    @property
+    def fits(self) -> Floats:
+        """Probability that both memories suffice."""
+        return self.fits_device * self.fits_host
 
     @property
     def peak_bytes(self) -> Floats:
@@ -96,9 +103,8 @@ def forecast(
     host_margin = np.log(devices.host_bytes / np.asarray(sum(host.values()))) / constants.memory_log_sd
     shared = np.array([candidate.ranks_per_replica for candidate in candidates], dtype=float)
     tokens = knobs.micro * knobs.accumulation * devices.count / shared * profile.sequence
-    fits = normal(margin) * normal(host_margin)
     return Forecasts(
-        candidates=candidates, memory=memory, host=host, time=time, fits=fits,
+        candidates=candidates, memory=memory, host=host, time=time, fits_device=normal(margin), fits_host=normal(host_margin),
         tokens_per_s=tokens / np.asarray(sum(time.values())),
     )  # fmt: skip
 

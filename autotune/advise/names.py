@@ -13,6 +13,13 @@ def spelled(name: str) -> str:
 
 
 def closest(name: str, known: Mapping[str, str], n: int = 3) -> list[str]:
-    """The values of the keys that are most like a name, at most `n`, at least one."""
-    keys = difflib.get_close_matches(name[:60], list(known), n=4 * n, cutoff=0.0)
+    """The values of the keys that are most like a name, those of its family first; at most `n`, at least one."""
+    family = _family(name)
+    keys = difflib.get_close_matches(name[:60], list(known), n=len(known), cutoff=0.0)
+    keys.sort(key=lambda key: not family or _family(key) != family)  # a stable sort
     return list(dict.fromkeys(known[key] for key in keys))[:n]
+
+
+def _family(name: str) -> str:
+    """The letters that a name begins with."""
+    return re.match("[a-z]*", name)[0]  # type: ignore[index]

@@ -33,6 +33,7 @@ class _Question:
     base: Mapping[str, Any]
     notes: tuple[str, ...]
     degrees: Mapping[str, Any]
+    may_adapt: bool = False
 
 
 # Fields of `Setting` that say why a model's layers or sequences cannot be split.
@@ -44,14 +45,14 @@ def _option(name: str, metavar: str, said: str, *more: str) -> Any:
 
 
 Model = Annotated[
-    str,
+    list[str],
     typer.Argument(
-        metavar="MODEL", help="A name (Qwen/Qwen3-8B, llama-3.1-8b), a config.json, a size (7B), or a model.py."
+        metavar="MODEL", help="A name (Qwen/Qwen3-8B, llama 3.1 8b), a config.json, a size (7B), or a model.py."
     ),
 ]
 Gpus = Annotated[str | None, _option("gpus", "8xA100-40", "Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.")]
 Nodes = Annotated[int | None, _option("nodes", "N", "Nodes, each with the devices of --gpus.")]
-Compare = Annotated[str | None, _option("compare", "H100,4090", "Other cards, as many of each.")]
+Compare = Annotated[str | None, _option("compare", "H100,4090", "Other cards, as many of each, or as many as stated.")]
 GoalName = Annotated[str, _option("goal", "GOAL", "throughput, latency, memory or cost.")]
 GlobalBatch = Annotated[
     int | None, _option("global-batch", "N", "Samples of an optimizer step to keep (default: free, up to 1 M tokens).")
@@ -108,13 +109,15 @@ def advise(
         UserError: An option cannot be used; it says which.
     """
     how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
+    name = " ".join(model)
     goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})
     devices = _devices(gpus, nodes, compare, _stated(device_memory, peak_flops, network, host_memory))
     wanted: dict[str, Any] = {
         "goal": goal, "global_batch": global_batch, "settings": _settled(read_settings(knobs or ())),
-        "tokens": read_amount(tokens, "--tokens", "10B") if tokens else None, "price": _price(price) if price else None,
+        "tokens": read_amount(tokens or "1B", "--tokens", "10B") if tokens or price else None,
+        "price": _price(price) if price else None,
     }  # fmt: skip
-    asked = _measured(model, seq) if model.endswith(FORMS) else _named(model, {**how, "lora_rank": lora_rank}, seq)
+    asked = _measured(name, seq) if name.endswith(FORMS) else _named(name, {**how, "lora_rank": lora_rank}, seq)
     found = [_advice(asked, each, **wanted) for each in devices]
     return _said(found, output, as_json=as_json)
 
@@ -172,6 +175,14 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
 
     shape = architecture.find(name)
     sequence = seq or min(4096, shape.context or 4096)
+    if 0 < shape.positions < sequence:
+        raise UserError(
+            f"--seq {sequence}: {shape.name} has {shape.positions:,} learned positions, and takes no longer samples"
+        )
+    if how["method"] != "full" and how["lora_rank"] > shape.hidden:
+        raise UserError(
+            f"--lora-rank {how['lora_rank']}: adapters are narrower than the model, which is {shape.hidden:,} wide"
+        )
     training = Training(sequence=sequence, **how)
     notes = [shape.note] if shape.note else []
     if shape.context and sequence > shape.context:
@@ -192,6 +203,7 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
             "no_tensor": "AutoTP does not split the experts of a mixture" if shape.experts else "",
         },
         notes=tuple(notes),
+        may_adapt=how["method"] == "full",
     )
 
 
@@ -233,6 +245,7 @@ def _advice(
     """Advice on one kind of devices."""
     from autotune.advise.answer import Advice
     from autotune.advise.choose import Question, best, fewest_devices
+    from autotune.advise.forecast import SURE
 
     question = Question(
         profile=asked.profile,
@@ -250,6 +263,10 @@ def _advice(
     if chosen.candidate.checkpoint_every:
         notes.append(
             "recomputation is no setting of the JSON: switch on gradient checkpointing in the trainer or model"
+        )
+    if chosen.fits < SURE and asked.may_adapt:
+        notes.append(
+            "adapters need no optimizer states for the model's own weights: --method lora, or qlora, takes less"
         )
     if global_batch is None:
         notes.append("the global batch is free, up to 1 M tokens a step; --global-batch N keeps yours")
@@ -269,8 +286,13 @@ def _devices(gpus: str | None, nodes: int | None, compare: str | None, stated: M
         raise UserError("--gpus is needed: which devices, as in --gpus 8xA100-40, --gpus 2x8xH100 or --gpus 4x4090")
     count, per_node, name = read_gpus(gpus, nodes)
     first = Devices(card=device_card(name, stated), count=count, per_node=per_node, stated=stated)
-    others = [each.strip() for each in (compare or "").split(",") if each.strip()]
-    return [first, *(replace(first, card=device_card(each, {}), stated={}) for each in others)]
+    found = [first]
+    for each in filter(None, map(str.strip, (compare or "").split(","))):
+        many, of_node, other = read_gpus(each)
+        card = device_card(other, {}, "--compare")
+        own = {"count": many, "per_node": of_node} if many > 1 else {}
+        found.append(replace(first, card=card, stated={}, **own))
+    return found
 
 
 def _stated(memory: str | None, flops: str | None, network: str | None, host: str | None) -> dict[str, float]:

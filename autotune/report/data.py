@@ -191,12 +191,16 @@ class StudyReport:
 
     @cached_property
     def marks(self) -> dict[int, list[str]]:
-        """What each marked trial stands for, by trial: titles of its picks, `baseline`, or that it did not pass its checks."""
-        found = {point["trial"]: ["checks not passed"] for point in self.front if point.get("doubt")}
-        found |= {pick["trial"]: [title(name) for name in names] for names, pick in self.picks_by_trial()}
+        """What each marked trial stands for, by trial: titles of its picks, and `baseline`."""
+        found = {pick["trial"]: [title(name) for name in names] for names, pick in self.picks_by_trial()}
         if self.baseline:
             found.setdefault(self.baseline["trial"], []).append("baseline")
         return found
+
+    @cached_property
+    def unchecked(self) -> dict[int, list[str]]:
+        """The trials of the front that may not be recommended, with the words that say so in place of a mark."""
+        return {point["trial"]: ["checks not passed"] for point in self.front if point.get("doubt")}
 
     @cached_property
     def effects(self) -> list[Effects]:

@@ -122,7 +122,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         recommended=recommended,
         front=[recommend.point(m, estimates) for m in found.front],
         trials=trials,
-        runs=runs(folder) if series else (),
+        runs=runs(folder),
     )
     if not found.picks:
         recommended["why_nothing"] = report.why_nothing

@@ -48,7 +48,7 @@ def row(report: StudyReport, point: Data, scales: dict[str, Scale]) -> Row:
     return Row(
         trial=point["trial"],
         configuration=words(point["candidate"]),
-        marks=report.marks.get(point["trial"], ()),
+        marks=report.marks.get(point["trial"]) or report.unchecked.get(point["trial"]) or [],
         speedup=point.get("speedup"),
         values=values,
         cells={name: scales[name].number(value) for name, value in values.items()},

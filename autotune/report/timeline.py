@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 def runs(folder: Path) -> list[Run]:
     """The runs in a study's folder, the first one first; one that left no time behind is left out."""
     trials = folder / "trials"
-    every = (_run(path.parent, trials) for path in trials.rglob("exit.json"))
+    every = (_run(path.parent, trials, path.stat().st_mtime_ns) for path in trials.rglob("exit.json"))
     found = sorted((run for run in every if run is not None), key=lambda run: run.began_s)
     placed, cut_s, reached_s = list[Run](), 0.0, None
     for run in found:
@@ -54,7 +55,8 @@ def runs(folder: Path) -> list[Run]:
     return placed
 
 
-def _run(path: Path, trials: Path) -> Run | None:
+@lru_cache(maxsize=20_000)  # the dashboard reads a study every ten seconds
+def _run(path: Path, trials: Path, _changed_ns: int) -> Run | None:
     """A run by its folder, with the time of the clock at which it began."""
     name = path.relative_to(trials).as_posix()
     number = re.match(r"(\d+)(/|$)", name)

@@ -343,8 +343,10 @@ class CandidateOptimizer:
             # next.
             expected = mean @ self.shares
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        untried, turn = self._untried(state, rows, allowed), n_told % (2 * n_metrics + 2)
-        if n_told % COVER_EVERY == COVER_EVERY - 1 and untried.any():
+        untried, cycle = self._untried(state, rows, allowed), 2 * n_metrics + 2
+        turn = n_told % cycle
+        # The first trials are for what the forecast holds to be best; what they show tells which levels may be as good.
+        if n_told >= cycle - 1 and n_told % COVER_EVERY == COVER_EVERY - 1 and untried.any():
             # A candidate with several of them saves trials, and one that is hopeful besides may be the answer.
             expected = mean @ self.shares
             return np.asarray(untried * np.exp(expected.min() - expected), dtype=float)

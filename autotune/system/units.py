@@ -16,7 +16,7 @@ BYTE_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "K
 BANDWIDTH_UNITS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
 COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 LADDERS = {"s": TIME_UNITS, "B": BYTE_UNITS, "B/s": BANDWIDTH_UNITS}
-DURATION_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+DURATION_UNITS = ((31_557_600, "y"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # From this number of a unit on, the next larger unit reads better, even if the smallest value is then below one.
 MAX_OF_A_UNIT = 10_000
 
@@ -88,14 +88,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a wall time in its two largest units: `8.4 s`, `3 min 42 s`, `2 h 5 min`, `1 d`."""
+    """Returns a wall time in its two largest units: `8.4 s`, `3 min 42 s`, `2 h 5 min`, `1 d`, `3 y 20 d`."""
     if seconds < 59.95:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     whole = round(seconds)
     at = next(i for i, (length, _) in enumerate(DURATION_UNITS) if whole >= length)
     (length, name), (shorter, shorter_name) = DURATION_UNITS[at : at + 2]
     rest = whole % length // shorter
-    return f"{whole // length} {name}" + (f" {rest} {shorter_name}" if rest else "")
+    return f"{whole // length:,} {name}" + (f" {rest} {shorter_name}" if rest else "")
 
 
 def format_count(number: float) -> str:

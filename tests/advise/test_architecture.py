@@ -57,6 +57,21 @@ def test_an_unknown_name_gets_the_nearest_ones():
         architecture.find("qwen3-9b")
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("phi-3", "which of microsoft/Phi-3-mini-4k-instruct, microsoft/Phi-3-medium-4k-instruct"),
+        ("falcon-180b", r"nearest are tiiuae/falcon-40b.*its size alone \(180B\)"),
+        ("t5-11b", "an encoder with a decoder"),
+        ("openai/whisper-large-v3", "an encoder with a decoder"),
+        (" ", "a model is needed"),
+    ],
+)
+def test_what_a_name_may_mean_or_why_it_cannot_be_is_said(written, said):
+    with pytest.raises(UserError, match=said):
+        architecture.find(written)
+
+
 def read(tmp_path, config):
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     return architecture.find(str(tmp_path / "config.json"))
@@ -77,6 +92,18 @@ FAMILIES = {
                   "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "vocab_size": 102400,
                   "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
                  15_706_484_224),
+    "dbrx": ({"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352, "attn_config": {"kv_n_heads": 8},
+              "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}, 131_596_523_520),
+    "llama4": ({"model_type": "llama4", "text_config": {"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+                "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                "num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "vocab_size": 202048}},
+               400_711_848_960),
+    "nemotron": ({"model_type": "nemotron", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "head_dim": 128,
+                  "num_attention_heads": 48, "num_key_value_heads": 8, "hidden_act": "relu2", "vocab_size": 256000}, 8_272_232_448),
+    "distilbert": ({"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "vocab_size": 30522,
+                    "max_position_embeddings": 512, "activation": "gelu"}, 66_362_880),
+    "xglm": ({"model_type": "xglm", "d_model": 4096, "num_layers": 32, "attention_heads": 32, "ffn_dim": 16384, "vocab_size": 256008,
+              "activation_function": "gelu"}, 7_492_771_840),
     "gemma3": ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34,
                 "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 10240, "vocab_size": 262208}},
                3_880_263_168),
@@ -97,6 +124,10 @@ def test_the_words_of_other_families_are_known(tmp_path, family):
         ({"a": 1}, "no num_hidden_layers in it"),
         ({**LLAMA, "hidden_size": "wide"}, "hidden: 'wide' is no whole number"),
         ({**LLAMA, "is_encoder_decoder": True}, "decoder-only"),
+        ({**LLAMA, "hidden_size": -1}, "hidden: -1 is no whole number"),
+        ({**LLAMA, "hidden_size": 10**9, "num_hidden_layers": 10**9}, "which no transformer has"),
+        ({**LLAMA, "mamba_d_state": 16}, "blocks without attention"),
+        ({"text_config": {"vocab_size": 32000}}, "leaves out num_hidden_layers"),
     ],
 )
 def test_a_config_json_that_is_none_is_refused_in_a_sentence(tmp_path, config, said):

@@ -23,6 +23,13 @@ from autotune.errors import UserError
         ("H100:8", (8, 8, "H100-80GB")),
         ("NVIDIA H100 80GB HBM3", (1, 1, "H100-80GB")),
         ("Tesla T4", (1, 1, "T4")),
+        ("2 x 8 x A100 80GB", (16, 8, "A100-80GB")),
+        ("a100x8", (8, 8, "A100-80GB")),
+        ("RTX4090x2", (2, 2, "RTX-4090")),
+        ("8 h100s", (8, 8, "H100-80GB")),
+        ("8x L40S", (8, 8, "L40S")),
+        ("mi300x", (1, 1, "MI300X")),
+        ("2x DGX H100", (16, 8, "H100-80GB")),
     ],
 )
 def test_devices_are_read_as_people_write_them(written, meant):
@@ -32,7 +39,8 @@ def test_devices_are_read_as_people_write_them(written, meant):
 
 @pytest.mark.parametrize(
     ("written", "nodes", "said"),
-    [("", None, "devices are needed"), ("0xH100", None, "0 devices"), ("9xH100", None, "whole number"),
+    [("", None, "devices are needed"), ("-1xH100", None, "devices are needed"), ("8xH100", 0, "--nodes 0"),
+     ("0xH100", None, "0 devices"), ("9xH100", None, "whole number"),
      ("2x8xH100", 2, "twice"), ("99999x1xH100", None, "99999 devices")],
 )  # fmt: skip
 def test_what_are_no_devices_is_refused(written, nodes, said):

@@ -54,6 +54,23 @@ def test_what_does_not_fit_is_said_and_ends_with_status_1(tmp_path):
     assert done.returncode == 1 and "does not fit" in done.stdout
 
 
+def test_a_name_may_be_written_in_words_and_the_memory_that_lacks_is_named(tmp_path):
+    done = called("advise", "qwen3", "8b", "--gpus", "A6000", "--price", "2", cwd=tmp_path)
+    device, host = (
+        next(row for row in done.stdout.splitlines() if row.startswith(f"{which} memory"))
+        for which in ("device", "host")
+    )
+    assert done.returncode == 1 and device.endswith(": fits") and host.endswith("does not fit")
+    assert "the host's memory" in done.stdout and "--method lora" in done.stdout and "1B tokens" in done.stdout
+
+
+def test_cards_to_compare_may_state_their_number_and_long_times_are_years(tmp_path):
+    said = called(
+        "advise", "qwen3-8b", "--gpus", "8xH100", "--tokens", "1e15", "--compare", "4x4090", cwd=tmp_path
+    ).stdout
+    assert "4 x RTX-4090" in said and " y " in said
+
+
 def test_a_card_may_be_stated_alone(tmp_path):
     stated = ["--device-memory", "64GiB", "--peak-flops", "400T", "--host-memory", "1TiB", "--network", "800Gbit/s"]
     assert "8 x Nova" in called("advise", "7B", "--gpus", "8xNova", *stated, cwd=tmp_path).stdout
@@ -83,7 +100,9 @@ WRONG = {
     "7B --gpus H100 --device-memory zz": "--device-memory",
     "7B --gpus H100 --host-memory 0": "more than 0",
     "0B --gpus H100": "between 10M and 5T",
-    "7B --gpus H100 --compare H100,H1000": "H1000",
+    "7B --gpus H100 --compare H100,H1000": "--compare: unknown card 'H1000'; the nearest are",
+    "gpt2 --gpus H100 --seq 100000": "1,024 learned positions",
+    "7B --gpus H100 --method lora --lora-rank 100000": "narrower than the model",
 }
 
 

@@ -267,7 +267,7 @@ def _figures(report: StudyReport) -> dict[str, Any]:
 def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
     """The attributes shown beside a trial's parameters; numbers are rounded, since the dashboard prints all digits."""
     found: dict[str, Any] = {"configuration": words(row["candidate"])}
-    if marks := report.marks.get(row["trial"]):
+    if marks := report.marks.get(row["trial"]) or report.unchecked.get(row["trial"]):
         found["mark"] = ", ".join(marks)
     end, why = end_words(row)
     if row["outcome"] != "complete" or why:

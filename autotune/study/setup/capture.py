@@ -25,7 +25,7 @@ from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec, stated_command
 from autotune.system import processes
 from autotune.system.processes import MARK, sweep
-from autotune.system.signals import terminable
+from autotune.system.signals import terminable, undisturbed
 from autotune.trial.command import (
     ALIASES,
     Invocation,
@@ -121,8 +121,8 @@ def capture(
         tempfile.TemporaryDirectory(prefix="autotune-launch-") as name,
         _Running(masked_command, folder, Path(name)) as run,
     ):
-        until = time.monotonic() + deadline_s
-        while (code := run.process.poll()) is None and time.monotonic() < until and not _complete(run.records()):
+        process, until = run.start(), time.monotonic() + deadline_s
+        while (code := process.poll()) is None and time.monotonic() < until and not _complete(run.records()):
             run.let_go()
             on_tick()
             time.sleep(0.05)
@@ -177,17 +177,18 @@ class _Running:
             # `python` and `torchrun` of this environment, even if it is not activated.
             "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]),
         }
+        self._command, self._cwd = command, folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Starts the command; a Ctrl-C meanwhile waits, so that what has begun is always ended."""
         shell = shutil.which("bash") or "/bin/sh"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [shell, "-c", command],
-                cwd=folder,
-                env=self.given,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        with open(self.log, "wb") as log, undisturbed():
+            self._process = subprocess.Popen(
+                [shell, "-c", self._command], cwd=self._cwd, env=self.given, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
+        return self._process
 
     def records(self) -> list[_Record]:
         """Returns the processes seen so far, in order of time.
@@ -218,10 +219,12 @@ class _Running:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         sweep(self.mark)
-        self.process.wait()
+        self._process.wait()
 
 
 def _complete(records: Sequence[_Record]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import processes_of
+from support.zoo import wait_until
 
 from autotune.study.setup import capture
 from autotune.trial.command import Invocation, InvocationError
@@ -164,6 +167,20 @@ def test_a_command_that_waits_for_something_is_given_up_and_ended(folder):
     with pytest.raises(InvocationError, match=r"within 0.5 s; does it wait for something.*waiting for peers"):
         captured("echo waiting for peers; sleep 60 & sleep 61", deadline_s=0.5)
     assert time.monotonic() - before < 20
+
+
+def test_an_interrupt_while_the_command_starts_leaves_nothing_of_it(folder, monkeypatch):
+    start = subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        started = start(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return started
+
+    monkeypatch.setattr(capture.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        captured("sleep 60 & sleep 61")
+    assert wait_until(lambda: processes_of(folder) == [])
 
 
 def test_another_python_is_refused(folder):

@@ -103,8 +103,14 @@ def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(ow
     """Killed twice in one trial, then between two."""
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE
     # The module's process is not the trial's to end; the server's own short ones end by themselves.
-    assert wait_until(lambda: len(own.server.children(recursive=True)) == 1)
-    (helper,) = own.server.children(recursive=True)
+    children: list[psutil.Process] = []
+
+    def only_one() -> bool:
+        children[:] = own.server.children(recursive=True)
+        return len(children) == 1
+
+    assert wait_until(only_one)
+    (helper,) = children
     mark = own.executor.mark
 
     killed = []

@@ -339,7 +339,8 @@ def assert_all_train(chosen: list[Candidate], zoo: Zoo) -> None:
     assert not failed
 
 
-@pytest.mark.process
+@pytest.mark.system
+@pytest.mark.smoke
 @pytest.mark.timeout(1200)
 def test_every_pair_of_settings_that_is_legal_initialises_and_trains(kinds, zoo):
     assert_all_train(every_pair(kinds, random.Random(1)), zoo)

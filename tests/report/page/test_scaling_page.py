@@ -26,14 +26,14 @@ def found():
         for r, scatter in enumerate((1.0, 1.03, 0.98))
         for n, rate, share in RATES
     ]
-    return scaling(runs, 1797)
+    return {"strong": scaling(runs, 1797)}
 
 
 @pytest.fixture(scope="module")
 def path(found, tmp_path_factory):
     """The page, with a title that is an attack."""
     path = tmp_path_factory.mktemp("scale") / "scaling.html"
-    scaling_page.write(found, "strong", EVIL, ["OMP_NUM_THREADS=1 for every rank"], path)
+    scaling_page.write(found, EVIL, ["OMP_NUM_THREADS=1 for every rank"], path)
     return path
 
 
@@ -85,6 +85,6 @@ def test_the_figures_stand_in_rows_and_columns(page, path, width):
 def test_the_panels_are_drawn_as_one_picture(page, found, tmp_path):
     assert page is not None
     pytest.importorskip("kaleido", reason="kaleido is not installed: pip install -e '.[png]'")
-    scaling_page.draw(found, "strong", tmp_path / "scaling.png")
+    scaling_page.draw(found, tmp_path / "scaling.png")
     picture = (tmp_path / "scaling.png").read_bytes()
     assert picture.startswith(PNG) and len(picture) > 20_000

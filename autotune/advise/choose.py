@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from autotune.advise.forecast import SURE, Forecasts, forecast
 from autotune.errors import UserError
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.degree import SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of, ranks_per_replica
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.system.units import format_bytes
@@ -196,7 +195,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
 
 def _shared(values: Mapping[str, Scalar]) -> int:
     """Ranks that share a copy of the model or a sequence."""
-    return math.prod(degrees_of(values.get).values())
+    return ranks_per_replica(degrees_of(values.get))
 
 
 def _extras(stage: int, devices: Devices, *, splits: bool) -> Iterator[dict[str, Scalar]]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
-from autotune.space.degree import PARTITION, PIPELINE_DEGREE
+from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
-from autotune.worker.measure import sizes
+from autotune.worker.measure import experts, sizes
 from autotune.worker.measure.groups import exchanges
 from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import wire
@@ -394,6 +394,7 @@ WITNESSES: dict[str, Witness] = {
     "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
     "tensor_parallel.autotp_size": _tensor_parallel,
     "sequence_parallel_size": _sequence_parallel,
+    EXPERT_DEGREE: _equal(lambda engine: experts.degree(engine.module), lambda value: value or 1),
     PIPELINE_DEGREE: _equal(lambda engine: engine.num_stages, lambda value: value or 1),
     PARTITION: _partition,
 }

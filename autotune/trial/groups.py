@@ -21,6 +21,7 @@ class Groups:
         split_modules: Modules that are split over a tensor group.
         held_experts: Experts of a layer that this rank holds; 0 without expert layers.
         exchanges: Calls in which tokens were sent to the ranks of their experts.
+        exchanged_bytes: Bytes of all of them, what stayed in the rank included.
         held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
     """
 
@@ -32,6 +33,7 @@ class Groups:
     split_modules: int = 0
     held_experts: int = 0
     exchanges: int = 0
+    exchanged_bytes: int = 0
     held_parameters: int = 0
 
     def mismatch(self, candidate: Candidate) -> str | None:

@@ -366,3 +366,12 @@ class Workload:
     def data_parallel(self, world_size: int) -> int:
         """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)
+
+    def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:
+        """Returns the complete DeepSpeed configuration of a candidate over the user's own."""
+        config = candidate.to_deepspeed(base_config)
+        if self.experts is not None:
+            config = self.experts.completed(config)
+        if self.script is not None:
+            return self.script.completed(config, candidate)
+        return recomputing_in_runs(config, candidate) if self.pipeline is not None else config

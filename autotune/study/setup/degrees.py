@@ -192,5 +192,5 @@ def _said(result: TrialResult) -> str | None:
     if result.outcome is Outcome.COMPLETE:
         return ""
     if result.outcome is Outcome.CRASHED:
-        return f"split so, the model fails: {result.reason}"
+        return f"split so, the model fails (another release of DeepSpeed or of its library may do it): {result.reason}"
     return result.reason if result.outcome is Outcome.NOT_APPLIED else None

@@ -34,7 +34,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, emulates_bf16
 from autotune.trial.target import Target, is_yaml
-from autotune.trial.workload import Script, Workload, recomputing_in_runs
+from autotune.trial.workload import Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -77,12 +77,7 @@ class Plan:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
-        config = candidate.to_deepspeed(self.base_config)
-        if self.workload.experts is not None:
-            config = self.workload.experts.completed(config)
-        if self.workload.script is not None:
-            return self.workload.script.completed(config, candidate)
-        return recomputing_in_runs(config, candidate) if self.workload.pipeline is not None else config
+        return self.workload.ds_config(candidate, self.base_config)
 
     def learning_rate(self) -> LearningRate:
         """How the learning rate follows the batch in this study's trials."""

@@ -26,6 +26,7 @@ def observe(engine: Any) -> Groups:
         expert=experts.degree(engine.module),
         held_experts=experts.held(engine.module),
         exchanges=experts.sent.calls,
+        exchanged_bytes=experts.sent.n_bytes,
         data=data_parallel(engine),
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.

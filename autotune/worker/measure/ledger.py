@@ -50,6 +50,7 @@ class StepLedger:
     Attributes:
         elapsed_s: Time of all steps.
         peak_bytes: Highest memory peak of all ranks when timing began.
+        uneven: A probe found that the samples of a step vary.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class StepLedger:
         self._micro_batch_size = candidate.micro_batch_size
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = 0.0
+        self.uneven = False
         self.skipped = self._ends_in_a_row = self._n_ragged = 0
         # Of what the ranks take in, this share counts: ranks that train one copy of the model take in the same.
         self.share = 1.0
@@ -157,13 +159,17 @@ class StepLedger:
         self._n_ragged += 1
         self._ends_in_a_row += ragged is not Ragged.SAME_END
         n = len(self.report.step_times_s)
-        if ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW:
+        varies = ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW
+        many = self._n_ragged > n + SPARE_RAGGED_STEPS
+        if not self.request.candidate:  # a probe finds out
+            self.uneven = self.uneven or varies or many
+            return
+        if varies:
             raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
-        if self._n_ragged > n + SPARE_RAGGED_STEPS:
+        if many:
             raise NotApplied(
                 f"most optimizer steps ({self._n_ragged} of {self._n_ragged + n}) have fewer samples than another one: where"
-                " epochs end that often, give the script more data, or a loader with drop_last=True; where its sampler makes"
-                " batches of varying sizes (as many as a token budget holds), give it one with a fixed number of samples"
+                " epochs end that often, give the script more data, or a loader with drop_last=True"
             )
 
     def done(self) -> bool:

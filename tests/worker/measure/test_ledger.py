@@ -21,15 +21,17 @@ def ledger(monkeypatch, tmp_path):
     return made(monkeypatch, tmp_path)
 
 
-def made(monkeypatch, folder, others=lambda own: []):
-    """The ledger of rank 1, beside ranks that see what `others` makes of what it sees."""
+def made(monkeypatch, folder, others=lambda own: [], candidate=None):
+    """The ledger of rank 1, beside ranks that see what `others` makes of what it sees; for no candidate a probe's."""
 
     def gathered(rows, own):
         for row, seen in zip(rows, [own, *others(own)], strict=True):
             row.copy_(seen)
 
     monkeypatch.setattr(ledgers.dist, "all_gather", gathered)
-    request = TrialRequest(target="model.py", budget_s=1e6, world_size=1 + len(others(torch.zeros(4))))
+    config = {"micro_batch_size": 1} if candidate is None else candidate
+    world_size = 1 + len(others(torch.zeros(4)))
+    request = TrialRequest(target="model.py", budget_s=1e6, world_size=world_size, candidate=config)
     return StepLedger(Recorder(TrialDir(folder), 1), request, torch.device("cpu"), request.world_size)
 
 
@@ -154,6 +156,14 @@ def test_smaller_steps_are_never_the_majority(ledger):
         add(ledger, 0.01, 0.01, 0.01, ragged={0, 1})
     with pytest.raises(NotApplied, match=r"most optimizer steps \(6 of 10\).*more data"):
         add(ledger, 0.01, 0.01, ragged={0, 1})
+
+
+def test_a_probe_finds_out_that_the_samples_of_a_step_vary(monkeypatch, tmp_path):
+    ledger = made(monkeypatch, tmp_path, candidate={})
+    add(ledger, 0.01, 0.01, ragged={1})
+    assert not ledger.uneven
+    add(ledger, 0.01, unlike={0})
+    assert ledger.uneven and len(ledger.report.step_times_s) == 1
 
 
 def test_what_all_ranks_took_in_is_added_up_step_by_step(monkeypatch, tmp_path):

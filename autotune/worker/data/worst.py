@@ -121,6 +121,13 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
     return map_tensors(batch, change)
 
 
+def first_rows(batch: Any, rows: int, n: int) -> Any:
+    """Returns the first n samples of a batch of so many rows, the longest one among them."""
+    longest = _longest_row(batch, rows, max((int(tensor.shape[1]) for tensor in _wide(batch, rows)), default=0))
+    kept = [longest, *(row for row in range(rows) if row != longest)][:n]
+    return map_tensors(batch, lambda t: t[kept] if t.dim() and t.shape[0] == rows else t)
+
+
 def _wide(batch: Any, rows: int) -> list[Tensor]:
     return [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
 

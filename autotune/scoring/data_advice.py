@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.scoring.step_parts import Evidence
 from autotune.trial import lengths, token_budget
 
@@ -31,10 +33,14 @@ def _waiting(evidence: Evidence, share: float) -> list[str]:
     said = f"{share:.0%} of a step is waiting for data"
     if why := evidence.data_cannot.get("num_workers"):
         return [f"{said}; workers cannot load it in the background: {why}"]
-    own = evidence.seen.candidate.get("data.num_workers", evidence.loader.get("num_workers")) or 0
-    if own:
-        return [f"{said}, although {own} workers load it: more of them, or samples that are prepared beforehand"]
+    own = int(evidence.seen.candidate.get("data.num_workers", evidence.loader.get("num_workers")) or 0)
     hidden = 1 / (1 - min(share, 0.99))
+    if own:  # all of them load all the time, and the step waits for them
+        n = max(own + 1, math.ceil(own * hidden))
+        return [
+            f"{said}, although {own} workers load it: with {n} or more, as far as there are cores, or samples that are prepared"
+            f" beforehand, a step would take up to {hidden:.2f}x less (data.num_workers)"
+        ]
     # A worker loads while the device computes: as many as loading takes longer than the rest of the step hide it all.
     n = max(1, round(share / (1 - min(share, 0.99)) + 0.5))
     return [

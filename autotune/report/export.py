@@ -243,7 +243,7 @@ def _with_training_flags(
     flags = started.flags
     for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
         arguments = without_flag(arguments, flags.get(name, ()))
-    for flag, *rest in _training_flags(Candidate.of(pick["candidate"])):
+    for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), deepspeed_config(pick, base)):
         field = TRAINING_FIELDS.get(flag, "")
         stays = started.baseline.get(field) == values.get(field, "")
         if not stays or has_flag(arguments, (flag,)):
@@ -268,16 +268,19 @@ def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _: int, started: 
     """
     _check_family(started, (TRAINER,), "no TrainingArguments")
     candidate = Candidate.of(pick["candidate"])
-    flags = _training_flags(candidate)
-    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(deepspeed_config(pick, base))]
+    config = deepspeed_config(pick, base)
+    flags = _training_flags(candidate, config)
+    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(config)]
     flags.append(("--deepspeed", EXPORTED_CONFIG))
     return "\n".join(shlex.join(flag) for flag in flags) + "\n"
 
 
-def _training_flags(candidate: Candidate) -> list[tuple[str, ...]]:
+def _training_flags(candidate: Candidate, config: DsConfig) -> list[tuple[str, ...]]:
     """What TrainingArguments must say of a candidate besides the JSON."""
+    # A script whose batches vary in size keeps the number that it states.
+    micro_batch_size = config.get("train_micro_batch_size_per_gpu", candidate.micro_batch_size)
     flags: list[tuple[str, ...]] = [
-        ("--per_device_train_batch_size", str(candidate.micro_batch_size)),
+        ("--per_device_train_batch_size", str(micro_batch_size)),
         ("--gradient_accumulation_steps", str(candidate.gradient_accumulation_steps)),
     ]
     if candidate.precision in DTYPES:

@@ -175,6 +175,7 @@ class Probed:
         parts: Micro-batches that it makes of one of them.
         parts_follow: It makes as many parts as it accumulates.
         uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
+        configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
     """
 
     ds_config: DsConfig
@@ -198,6 +199,7 @@ class Probed:
     parts: int = 0
     parts_follow: bool = False
     uneven: tuple[int, int] | None = None
+    configured_micro_batch_size: int | None = None
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:
         """Returns the samples that the loader draws at once, without and with a candidate; None if that is no matter.
@@ -216,6 +218,9 @@ class Probed:
         if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
             config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.uneven is not None and self.configured_micro_batch_size is not None:
+            # No number is right, and frameworks compare it with their own.
+            config["train_micro_batch_size_per_gpu"] = self.configured_micro_batch_size
         if self.pipeline_stages:
             config = recomputing_in_runs(config, candidate, self.checkpoint_every)
         return config

@@ -264,7 +264,7 @@ def _of_own_size(sizes: tuple[int, int], mean: int) -> str:
     """Returns why the micro-batch of a script whose batches vary in size is not tuned."""
     return (
         f"the micro-batch is not tuned: the script decides how many samples each batch holds ({sizes[0]} to {sizes[1]});"
-        f" {mean}, their mean, is what the configuration states"
+        f" {mean}, their mean, stands for it, and the configuration keeps what the script states"
     )
 
 

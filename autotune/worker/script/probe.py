@@ -67,6 +67,7 @@ def workload_of(
         draw_size=seen.draw_size if seen.parts else 0,
         parts=seen.parts,
         uneven=seen.uneven,
+        configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
     )
     workload = replace(
         prepared.workload,

@@ -39,7 +39,9 @@ class Ragged(enum.IntEnum):
     """A further step of the draw with which an epoch ended."""
     END = 2
     """It had fewer samples, where an epoch ended or may have."""
-    VARIES = 3
+    UNSAID_END = 3
+    """It had fewer samples as if an epoch ended, and its loader did not say so at the one before."""
+    VARIES = 4
     """No epoch ended at the last such step: the samples of a step vary."""
 
 
@@ -307,8 +309,8 @@ class BatchObserver:
             return Ragged.VARIES if varies else Ragged.NO
         if not self._drew and self.last.ragged:
             return Ragged.SAME_END
-        self._ends_said -= self._drew
-        return Ragged.VARIES if self._ends_said < -MOST_UNSAID_ENDS else Ragged.END
+        self._ends_said -= self._drew and has_loader
+        return Ragged.UNSAID_END if self._ends_said < -MOST_UNSAID_ENDS else Ragged.END
 
     # Single calls
 

@@ -162,7 +162,7 @@ class StepLedger:
         varies = ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW
         many = self._n_ragged > n + SPARE_RAGGED_STEPS
         if not self.request.candidate:  # a probe finds out
-            self.uneven = self.uneven or varies or many
+            self.uneven = self.uneven or varies or many or ragged is Ragged.UNSAID_END
             return
         if varies:
             raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")

@@ -5,7 +5,7 @@ import torch
 
 from autotune.worker.measure.batches import BatchObserver, Ragged, counted_tensor
 
-NO, END, SAME_END, VARIES = Ragged.NO, Ragged.END, Ragged.SAME_END, Ragged.VARIES
+NO, END, SAME_END, UNSAID, VARIES = Ragged.NO, Ragged.END, Ragged.SAME_END, Ragged.UNSAID_END, Ragged.VARIES
 
 
 def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
@@ -222,7 +222,7 @@ def test_smaller_draws_after_which_no_loader_ends_vary():
     loop = Loop()
     for n in (8, 4) * 4:  # two loaders in turns
         loop.train(loop.draw(n, 3))
-    assert [step.ragged for step in loop.steps][:6] == [NO, END, NO, VARIES, NO, VARIES]
+    assert [step.ragged for step in loop.steps][:6] == [NO, END, NO, UNSAID, NO, UNSAID]
 
 
 @pytest.mark.parametrize("packed", [False, True])

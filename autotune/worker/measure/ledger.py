@@ -30,8 +30,9 @@ MAX_WINDOW_STEPS = 100
 MAX_SKIPPED_UPDATES = 30
 # Fewer steps give no step time.
 MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
-# Ends of epochs in a row, each with smaller steps, after which the script's steps are said to vary.
+# Ends of epochs in a row, each with smaller steps, after which smaller steps count as they come.
 MAX_ENDS_IN_A_ROW = 3
+FEWER = "some steps have fewer samples than others although no epoch ends there: they count as they come"
 # Smaller steps beyond the number of others: the first few may be cut short wherever the epoch stands.
 SPARE_RAGGED_STEPS = 1
 
@@ -102,7 +103,7 @@ class StepLedger:
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
-            NotApplied: The samples of a step vary, and not by the ends of epochs.
+            NotApplied: Most steps have fewer samples than others.
         """
         n = len(laps_s)
         columns = [*laps_s, *map(float, skipped), *(float(count.ragged) for count in counts), *map(float, losses)]
@@ -142,10 +143,9 @@ class StepLedger:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return
         self.skipped = 0
-        if ragged:
-            self._set_aside(ragged)
+        if ragged and self._is_set_aside(ragged):
             return
-        self._ends_in_a_row = 0
+        self._ends_in_a_row = self._ends_in_a_row if ragged else 0
         for name, amount in zip(TAKEN_IN, taken_in, strict=True):
             self.report.taken_in.setdefault(name, []).append(amount)
         self.report.step_times_s.append(time_s)
@@ -154,8 +154,8 @@ class StepLedger:
         if not finite:
             raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
 
-    def _set_aside(self, ragged: Ragged) -> None:
-        """Counts a step that is the shorter end of an epoch."""
+    def _is_set_aside(self, ragged: Ragged) -> bool:
+        """Returns whether a step with fewer samples is the end of an epoch, which is left out; others count as they come."""
         self._n_ragged += 1
         self._ends_in_a_row += ragged is not Ragged.SAME_END
         n = len(self.report.step_times_s)
@@ -163,14 +163,15 @@ class StepLedger:
         many = self._n_ragged > n + SPARE_RAGGED_STEPS
         if not self.request.candidate:  # a probe finds out
             self.uneven = self.uneven or varies or many or ragged is Ragged.UNSAID_END
-            return
-        if varies:
-            raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
+            return True
         if many:
             raise NotApplied(
                 f"most optimizer steps ({self._n_ragged} of {self._n_ragged + n}) have fewer samples than another one: where"
                 " epochs end that often, give the script more data, or a loader with drop_last=True"
             )
+        if varies and FEWER not in self.report.caveats:
+            self.report.caveats.append(FEWER)
+        return not varies
 
     def done(self) -> bool:
         """Returns whether the measurement may end; precision is looked at after every 10 % more steps only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import deque
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -38,9 +38,10 @@ class Filled(NamedTuple):
 
 
 def fill(source: Iterable[tuple[int, Sample]], tokens: int, pool: int) -> Iterator[list[Sample]]:
-    """Yields batches of at most so many tokens: the sample that waits longest, with those nearest to it in length.
+    """Yields batches of at most so many tokens: a waiting sample, with those nearest to it in length.
 
-    A sample that is longer than the budget makes a batch by itself.
+    The sample is drawn in proportion to its length, as short ones come many at once: so what waits keeps the lengths of the
+    source, and the first batches are like later ones. One that is longer than the budget makes a batch by itself.
 
     Args:
         source: Samples with the lengths that they are padded to by themselves.
@@ -49,19 +50,16 @@ def fill(source: Iterable[tuple[int, Sample]], tokens: int, pool: int) -> Iterat
     """
     numbered = ((length, number, sample) for number, (length, sample) in enumerate(source))
     waiting = sorted(itertools.islice(numbered, pool), key=_order)
-    arrived = deque(sorted((number, length) for length, number, _ in waiting))
-    taken: set[int] = set()
+    rng = random.Random(0)
     while waiting:
-        while arrived[0][0] in taken:
-            taken.remove(arrived.popleft()[0])
-        number, length = arrived.popleft()
-        first, end = _around(waiting, bisect.bisect_left(waiting, (length, number), key=_order), tokens)
+        at = rng.randrange(len(waiting))
+        while rng.random() * waiting[-1][0] > waiting[at][0]:
+            at = rng.randrange(len(waiting))
+        first, end = _around(waiting, at, tokens)
         chosen = waiting[first:end]
         del waiting[first:end]
-        taken |= {each[1] for each in chosen} - {number}
         for each in itertools.islice(numbered, len(chosen)):
             bisect.insort(waiting, each, key=_order)
-            arrived.append((each[1], each[0]))
         yield [sample for _, _, sample in chosen]
 
 

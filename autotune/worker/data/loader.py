@@ -60,7 +60,7 @@ class Loader:
         self._orders: dict[int, Tensor] = {}
         self.token_budget = int(str(self._changes.get("token_budget", 0)))
         self._filled: Iterator[list[Any]] | None = None
-        self._longest = 1
+        self._longest, self._n_passes = 1, 0
         self._batch = target.batch if target.data is None else None
         self._stream: Iterator[Any] | None = None
         self._largest: Any = None
@@ -73,7 +73,7 @@ class Loader:
                 self.n_samples = len(self.dataset)
                 self._workers = self._started()
             else:
-                self._stream = itertools.islice(_endless(self.dataset, target.path.name), first_sample, None)
+                self._stream = itertools.islice(self._endless(target.path.name), first_sample, None)
         else:
             # batch(n) draws at random: other samples on every rank.
             torch.manual_seed(seed * 1_000_003 + rank + first_sample)
@@ -180,6 +180,16 @@ class Loader:
             self._largest = batch
         return batch
 
+    def _endless(self, name: str) -> Iterator[Any]:
+        while True:
+            empty = True
+            for sample in self.dataset:
+                empty = False
+                yield sample
+            self._n_passes += 1
+            if empty:
+                raise WorkloadError(f"{name}: data() yields no sample")
+
     def _started(self) -> Any:
         """Starts the workers, or the thread that pins, if there are to be any."""
         arguments: dict[str, Any] = {name: self._changes[name] for name in OF_LOADER if name in self._changes}
@@ -192,22 +202,26 @@ class Loader:
         """Returns the next micro-batch that the token budget fills, and its samples."""
         if self._filled is None:
             pool = token_budget.POOL_BATCHES * self.micro_batch_size
-            if self.n_samples is not None:
-                pool = max(self.micro_batch_size, min(pool, self.n_samples // self._world_size))
-            self._filled = token_budget.fill(self._measured(), self.token_budget, pool)
+            # Those of several epochs together would put copies of a sample into one batch.
+            epochs = (token_budget.fill(own, self.token_budget, pool) for own in self._epochs())
+            self._filled = itertools.chain.from_iterable(epochs)
         samples = next(self._filled)
         return self.collate(samples), len(samples)
 
-    def _measured(self) -> Iterator[tuple[int, Any]]:
-        """Yields the samples of this rank, in a worker those of its share, with the lengths that they are padded to."""
+    def _epochs(self) -> Iterator[Iterator[tuple[int, Any]]]:
+        """Yields for each epoch the samples of this rank, in a worker those of its share, with their padded lengths."""
         worker = torch.utils.data.get_worker_info()
         at, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         first, every = self._rank * of + at, self._world_size * of
         if self._stream is not None:
-            source = itertools.islice(self._stream, first, None, every)
-        else:
-            source = (self.dataset[self._index(place)] for place in itertools.count(self._first + first, every))
-        return ((self._width(sample), sample) for sample in source)
+            own = itertools.islice(self._stream, first, None, every)
+            for _, group in itertools.groupby(own, lambda _: self._n_passes):
+                yield ((self._width(sample), sample) for sample in group)
+            return
+        assert self.n_samples is not None
+        n, places = self.n_samples, itertools.count(self._first + first, every)
+        for _, positions in itertools.groupby(places, lambda place: place // n):
+            yield ((self._width(sample), sample) for sample in (self.dataset[self._index(at)] for at in positions))
 
     def _width(self, sample: Any) -> int:
         multiple = int(str(self._changes.get("pad_to_multiple_of", 1)))
@@ -270,13 +284,3 @@ def _dataset(target: ModelFile) -> Any:
     if is_map_style(dataset) and len(dataset) == 0:
         raise WorkloadError(f"{target.path.name}: data() is empty")
     return dataset
-
-
-def _endless(dataset: Any, name: str) -> Iterator[Any]:
-    while True:
-        empty = True
-        for sample in dataset:
-            empty = False
-            yield sample
-        if empty:
-            raise WorkloadError(f"{name}: data() yields no sample")

@@ -80,6 +80,8 @@ def _grouped(value: Scalar) -> str | None:
 
 def _of_budget(value: Scalar) -> str | None:
     budget = watch.loader.token_budget if watch.loader is not None else 0
+    if not watch.lengths and len({samples for _, samples in watch.rows()}) > 1:
+        return None  # nothing tells tokens, but batches are of no one number of samples
     most = max((len(rows) * width for rows, width in _seen() if len(rows) > 1), default=0)
     return None if most <= budget else f"a batch holds {most:,} tokens, padding included, and {budget:,} are its budget"
 

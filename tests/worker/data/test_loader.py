@@ -150,6 +150,16 @@ def test_ranks_share_the_samples_that_a_token_budget_fills_batches_with():
     assert sorted(length for half in firsts for length, _ in half) == sorted(range(2, 10)) and all(seen)
 
 
+def test_a_token_budget_is_seen_by_its_tokens_or_by_batches_of_several_sizes(monkeypatch):
+    monkeypatch.setattr(witness.watch, "loader", SimpleNamespace(token_budget=20))
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(2, 2), (3, 3)})
+    assert witness.witness("token_budget")(None, True) is None
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([9, 3]), 9), (torch.tensor([30]), 30)])
+    assert witness.witness("token_budget")(None, True) is None
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([9, 3]), 16)])
+    assert "32 tokens" in witness.witness("token_budget")(None, True)
+
+
 def test_what_a_target_cannot_follow_has_a_reason():
     class Takes(nn.Module):
         def forward(self, input_ids, position_ids=None):

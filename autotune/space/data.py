@@ -51,6 +51,8 @@ KNOBS: dict[str, Knob] = {
 OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 # Arguments of transformers' TrainingArguments that carry them; `group_by_length` has another name in each version.
 TRAINER_ARGUMENTS = {name: f"dataloader_{name}" for name in OF_LOADER}
+# Settings that change only which samples are trained on together, and when.
+REORDERING = frozenset({"group_by_length", "token_budget"})
 # Settings against padding, and what becomes of the samples of a micro-batch.
 AGAINST_PADDING = ("packing", "pad_to_multiple_of", "group_by_length", "token_budget")
 

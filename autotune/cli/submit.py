@@ -28,8 +28,9 @@ def submit(
     ] = False,
 ) -> None:
     """Submit a run of a target with the options of `autotune run`, and print what became of it."""
-    from autotune.executors import kubernetes
+    from autotune.executors import kubernetes, ray, slurm
     from autotune.executors import submit as engines
+    from autotune.executors.driver_job import DriverJob
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.plan import studies_folder
 
@@ -37,9 +38,10 @@ def submit(
         raise UserError(f"--executor: {unknown(executor, engines.ENGINES)}")
     wanted, _ = wanted_study(target, {**settings, "executor": "local" if executor == "kubernetes" else executor})
     options = wanted.executor_options
-    if executor == "kubernetes" and (name := next((each for each in options if each not in kubernetes.OPTIONS), None)):
-        raise UserError(f"--executor-option {unknown(name, kubernetes.OPTIONS)}")
-    job = engines.DriverJob(
+    known = {"slurm": slurm.OPTIONS, "ray": ray.OPTIONS, "kubernetes": kubernetes.OPTIONS}[executor]
+    if name := next((each for each in options if each not in known), None):
+        raise UserError(f"--executor-option {unknown(name, known)}")
+    job = DriverJob(
         name=wanted.name,
         arguments=run_arguments(sys.argv[2:], executor),
         folder=Path.cwd(),

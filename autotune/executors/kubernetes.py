@@ -8,14 +8,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import Unavailable, UserError
 from autotune.executors import pods
+from autotune.executors.driver_job import DriverJob
 from autotune.executors.options import is_yes, whole
-
-if TYPE_CHECKING:
-    from autotune.executors.submit import DriverJob
 
 OPTIONS = {
     "image": "the container's image, with autotune, torch and DeepSpeed",

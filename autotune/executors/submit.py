@@ -7,47 +7,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from autotune.errors import Unavailable, UserError
 from autotune.executors.cluster import EXPORTED
+from autotune.executors.driver_job import DriverJob
 from autotune.executors.kubernetes import to_kubernetes
 from autotune.executors.ray import NAMESPACE, Ray
 from autotune.executors.slurm import Slurm
 
 TEMPORARY = Unavailable.status
 KILLED_AT_MOST = 3  # a driver that is killed more often fills its machine's memory, say, and would be again
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriverJob:
-    """A run to be submitted.
-
-    Attributes:
-        name: Name of the study.
-        arguments: What `autotune run` gets.
-        folder: Working directory, on a file system that the machines share.
-        log: File for its output.
-        options: The user's `--executor-option`.
-        nodes: Machines.
-        ranks: Ranks of a trial; None for one per GPU.
-        files: Files of the user's that the machines must see.
-    """
-
-    name: str
-    arguments: Sequence[str]
-    folder: Path
-    log: Path
-    options: Mapping[str, str]
-    nodes: int = 1
-    ranks: int | None = None
-    files: Sequence[Path] = ()
-
-    @property
-    def command(self) -> list[str]:
-        """The command of the job."""
-        return [self.options.get("python", sys.executable), "-m", "autotune.cli", "run", *self.arguments]
 
 
 def to_slurm(job: DriverJob) -> str:

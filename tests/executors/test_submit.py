@@ -16,6 +16,7 @@ from autotune.cli.submit import run_arguments
 from autotune.errors import UserError
 from autotune.executors import kubernetes, submit
 from autotune.executors.cluster import Refused
+from autotune.executors.driver_job import DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Steps
 
@@ -27,10 +28,10 @@ echo "$SLURM_JOB_ID $*" >> runs
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> submit.DriverJob:
+def job(tmp_path: Path) -> DriverJob:
     (tmp_path / "driver").write_text(DRIVER)
     (tmp_path / "driver").chmod(0o755)
-    return submit.DriverJob(
+    return DriverJob(
         name="s", arguments=["model.py", "--trials", "3"], folder=tmp_path, log=tmp_path / "driver.log",
         options={"python": str(tmp_path / "driver")},
     )  # fmt: skip
@@ -76,11 +77,11 @@ def _is_there(ray) -> bool:
     return True
 
 
-def manifest(job: submit.DriverJob, nodes: int = 1, **options: str):
+def manifest(job: DriverJob, nodes: int = 1, **options: str):
     whole = {"image": "i:1", "claim": "c", "apply": "no", **options}
     folder = job.folder / "studies" / "s"
     changed = {"options": whole, "ranks": 4, "nodes": nodes, "log": folder / "driver.log"}
-    return json.loads(submit.to_kubernetes(submit.DriverJob(**{**vars(job), **changed})))
+    return json.loads(submit.to_kubernetes(DriverJob(**{**vars(job), **changed})))
 
 
 def test_a_pod_has_the_gpus_of_the_ranks_shared_memory_and_is_run_again_where_it_was_taken_away(job) -> None:
@@ -150,7 +151,7 @@ def test_a_manifest_is_what_the_published_models_take(job, nodes, model) -> None
 )
 def test_what_a_pod_cannot_be_is_said(job, options, changed, words) -> None:
     with pytest.raises(UserError, match=words):
-        submit.to_kubernetes(submit.DriverJob(**{**vars(job), "options": options, **changed}))
+        submit.to_kubernetes(DriverJob(**{**vars(job), "options": options, **changed}))
 
 
 def test_the_command_submits_with_its_options(tmp_path, models, monkeypatch) -> None:

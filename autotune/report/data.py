@@ -242,7 +242,8 @@ class StudyReport:
             end = f"{first['outcome']}: {first['reason']}" if first.get("reason") else first["outcome"]
             found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated")
         unreadable = self.study.get("unreadable") or ()
-        found += [f"trial {number} is left out: its row in the database cannot be read" for number in unreadable]
+        damaged = "its row in the database cannot be read; restore a copy"
+        found += [f"trial {number} is left out: {damaged}" for number in unreadable]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in self._picked}
         by_text: dict[str, list[int]] = {}

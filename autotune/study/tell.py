@@ -28,6 +28,7 @@ from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.leases import Lease
 from autotune.system.signals import undisturbed
+from autotune.trial import failures
 from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import RAN, Outcome, TrialResult
 
@@ -126,6 +127,9 @@ class Teller:
         """The result; a failure's reason also names the remedy."""
         if result.outcome is Outcome.NOT_APPLIED and self._state.plan.target.kind == "script":
             return replace(result, reason=result.reason + remedy(result.reason))
+        on_device = self._state.plan.workload.environment.accelerator != "cpu"
+        if advice := failures.advice(result.outcome, result.reason, on_device=on_device):
+            return replace(result, reason=f"{result.reason}. {advice}")
         return autocast.with_remedy(self._state, candidate, result)
 
     def progress(
